@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.whole import written
 
-_BY_LOAD = ("length_table", "adaptive_length", "free_drafts", "bandit", "draft_cost")
+_BY_LOAD = ("length_table", "free_drafts")
 _MORE = ("head_dir", "runner", "read_first")
 """Written down only if not the default, as those by load are."""
 

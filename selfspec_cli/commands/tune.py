@@ -20,9 +20,6 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, help="How many minutes the search may take.")] = 14,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
-    loads: Annotated[
-        str, typer.Option("--loads", help="Numbers of running requests to find draft lengths for, such as 1,8,32,128.")
-    ] = "",
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -32,11 +29,11 @@ def tune(
         from selfspec_cli.stages import tune as tune_stage
         from selfspec_cli.stages.budget import Budget
 
-        words, at = overrides or [], configs.numbers("--loads", loads)
+        words = overrides or []
         cfgs = [*configs.copies_of_all_layers(words), *configs.exits(words, tune_stage.LAYER_PARTS)]
         heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
         if dry_run:
-            plan = tune_stage.facts(cfgs, minutes, trials, heads, at)
+            plan = tune_stage.facts(cfgs, minutes, trials, heads)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         warn(tune_stage.costly_copies(cfgs))
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
@@ -47,7 +44,6 @@ def tune(
                 budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,
-                loads=at,
                 model_words=model,
                 progress=shown,
             )

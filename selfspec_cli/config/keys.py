@@ -66,9 +66,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     if cfg.method is Method.layer_skip:
         settings |= step_options(cfg)
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
-        settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
-        settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
-        settings |= {"free_drafts": cfg.free_drafts, "draft_cost": cfg.draft_cost} if cfg.free_drafts else {}
+        # A cost that nobody can set any more is still in the key, so that finished rows are found again.
+        settings |= {"free_drafts": cfg.free_drafts, "draft_cost": None} if cfg.free_drafts else {}
         settings |= {} if cfg.read_first else {"read_first": False}
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
         settings |= {"draft_sample_method": cfg.draft_sample_method}
@@ -96,7 +95,6 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau": gate.key == "tau" and cfg.threshold is None,
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
-        "draft_cost": cfg.weighs_cost,
     }
     return used.get(key, True)
 

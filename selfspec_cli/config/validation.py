@@ -57,7 +57,6 @@ def validate(cfg: RunConfig) -> None:
     _validate_method(cfg)
     _validate_view(cfg)
     _validate_draft_sample_method(cfg)
-    _validate_bandit(cfg)
     _validate_read_first(cfg)
     _validate_length_table(cfg)
     _validate_runner(cfg)
@@ -211,17 +210,6 @@ def _validate_draft_sample_method(cfg: RunConfig) -> None:
         raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
 
 
-def _validate_bandit(cfg: RunConfig) -> None:
-    if not cfg.bandit or cfg.method is not Method.layer_skip:
-        return
-    reasons = [
-        ("adaptive_length=true", cfg.adaptive_length, "both choose how much to draft; give one of them"),
-        (f"engine={cfg.engine.name}", device_of(cfg) == "cuda", "the host begins a round there before it knows what "
-         "the last one yielded; use adaptive_length=true"),
-    ]  # fmt: skip
-    _refuse_any("bandit=true", reasons, "bandit=false")
-
-
 def _validate_read_first(cfg: RunConfig) -> None:
     """Where steps have one order only, a row would name another one than was measured."""
     if cfg.read_first or cfg.method is not Method.layer_skip:
@@ -237,7 +225,7 @@ def _validate_read_first(cfg: RunConfig) -> None:
 
 def _validate_length_table(cfg: RunConfig) -> None:
     try:
-        checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH, cfg.gate.kind)
+        checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
     except SettingsError as error:
         raise ConfigError(str(error)) from error
 

@@ -11,9 +11,9 @@ Snapshot = dict[str, Any]
 
 TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
-REASONS = ("load", "context", "request", "acceptance")
+REASONS = ("load", "context", "request", "cost")
 """Why a request that could be drafted for is not: the table by load, the table by context, its own wish, or because
-too few of its drafts were accepted."""
+drafts cost more time than they bring."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ trusted, the rest of the draft is copied from what followed it, and the draft en
                               is longer by one, and once it is trusted the rest is copied
 
 The others' drafts go on together, a step for all of them at once, and those that have their draft wait for it. So a
-step is made while it pays for all: `estimate.step_pays`.
+step is made while it is worth its time to all (rule.py).
 
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
 after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
@@ -19,13 +19,12 @@ device, and its test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.estimate import gain, step_pays, trials, updated
+from selfspec_cli.early_exit.estimate import trials, updated
 
 LONGEST = 16
 """Tokens of a match that are looked at: longer ones count as this long."""
@@ -96,15 +95,9 @@ def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) ->
     return int((doubtful * torch.arange(1, LONGEST + 1)).max()) + 1
 
 
-def another_step(own: Sequence[float], requests: int, steps: int, cost: float) -> bool:
-    """Whether a round of `requests` takes one more draft step. own: estimated acceptance of the model's own drafts, of
-    each request that would take it; steps: taken before; cost: of one, in plain steps."""
-    return bool(step_pays(sum(gain(rate, steps) for rate in own), requests, steps, cost))
-
-
 @dataclass
 class Matches:
-    """What one request's history says. tokens: most of a free draft; k: most of the model's own; cost: of one of these.
+    """What one request's history says. tokens: most of a free draft; k: most of the model's own.
 
     rates: by length of the match, [LONGEST]; own: of the model's own drafts. length, start, known: the last look-up,
     and of how many tokens. drafted, copied: tokens of the last draft, the model's own and those of a match.
@@ -112,7 +105,6 @@ class Matches:
 
     tokens: int
     k: int
-    cost: float
     rates: Tensor = field(default_factory=first_rates)
     own: float = 1.0
     length: int = 0
@@ -133,13 +125,14 @@ class Matches:
         self.own = updated(self.own, stood, trials(stood, self.drafted) if self.drafted else 0, WEIGHT)
         return max(0, min(accepted - self.drafted, self.copied))
 
-    def look_up(self, text: Tensor, room: int | None = None, k: int | None = None) -> None:
-        """A round begins behind `text` [n]. room, k: most of a free draft and of the model's own in this round, where
-        load, the request or its end allow less than usual; what cannot be drafted must not weigh."""
+    def look_up(self, text: Tensor, cost: float, room: int | None = None, k: int | None = None) -> None:
+        """A round begins after `text` [n]. cost: of a draft step, in plain steps. room, k: most of a free draft and of
+        the model's own in this round, where load, the request or its end allow less than usual; what cannot be drafted
+        must not weigh."""
         self.length, self.start = longest_match(text)
         self.known, self.drafted, self.copied = len(text), 0, 0
         free, own = (most if now is None else min(most, now) for most, now in ((self.tokens, room), (self.k, k)))
-        self.trusted = trusted_from(self.rates, self.own, free, own, self.cost)
+        self.trusted = trusted_from(self.rates, self.own, free, own, cost)
 
     def rest(self, text: Tensor, draft: list[int], room: int) -> list[int]:
         """What of the match follows `draft`, up to `room` tokens with it, where the match is trusted by now. Empty: the

@@ -1,13 +1,12 @@
-"""How many tokens to draft by load: a table over the number of running requests and a request's context. No torch.
+"""Upper limits of the draft length by load: a table over running requests and a request's context. No torch.
 
-As users write it: "33:3 129:0 129@8192:2/0.4" drafts the full length up to 32 running requests, 3 tokens from 33 on,
-and none from 129 on, but 2 behind a gate of threshold 0.4 for a request of 8192 tokens of context or more. vLLM's own
+As users write it: "33:3 129:0 129@8192:2" drafts at most the engine's k tokens up to 32 running requests, 3 from 33 on,
+and none from 129 on, but 2 for a request of 8192 tokens of context or more. vLLM's own
 `num_speculative_tokens_per_batch_size` is read too; it knows no contexts.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,30 +15,22 @@ from numbers import Integral
 from selfspec_cli.early_exit.errors import SettingsError
 
 KEY, VLLM_KEY = "length_table", "num_speculative_tokens_per_batch_size"
-FORM = "REQUESTS[@CONTEXT]:K[/THRESHOLD][*COST], entries separated by spaces, such as 33:3 129:0 129@8192:2/0.4"
-_ENTRY = re.compile(r"(\d+)(?:@(\d+))?:(\d+)(?:/([^/*]+))?(?:\*([^/*]+))?")
+FORM = "REQUESTS[@CONTEXT]:K, entries separated by spaces, such as 33:3 129:0 129@8192:2"
+_ENTRY = re.compile(r"(\d+)(?:@(\d+))?:(\d+)")
 LARGEST = 2**31 - 1
 """Of a number of requests or tokens: the table lies in 32-bit numbers on the device."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """An entry: from so many running requests and so many tokens of context on, draft at most k tokens a round.
-
-    threshold: of the gate there, None for the engine's. cost: what a round of k drafts takes there beyond a plain
-    decoding step, in plain steps (so many tokens must be accepted a round for it to pay); None where nobody measured.
-    """
+    """An entry: from `requests` running requests and `context` tokens on, draft at most k tokens a step."""
 
     requests: int
     context: int
     k: int
-    threshold: float | None = None
-    cost: float | None = None
 
     def __str__(self) -> str:
-        where = f"{self.requests}@{self.context}" if self.context else f"{self.requests}"
-        threshold = "" if self.threshold is None else f"/{self.threshold:.6g}"
-        return f"{where}:{self.k}{threshold}" + ("" if self.cost is None else f"*{self.cost:.6g}")
+        return f"{self.requests}{f'@{self.context}' if self.context else ''}:{self.k}"
 
 
 @dataclass(frozen=True)
@@ -112,24 +103,11 @@ class LengthTable:
 
 
 def _cell(word: str, text: str) -> Cell:
-    found = _ENTRY.fullmatch(word)
-    if found is None:
+    entry = _ENTRY.fullmatch(word)
+    if entry is None:
         raise SettingsError(f"{KEY} = {text!r}: {word!r} is no entry; it is written {FORM}")
-    requests, context, k, threshold, cost = found.groups()
-    return Cell(int(requests), int(context or 0), int(k), _number(threshold, word), _number(cost, word, least=0.0))
-
-
-def _number(text: str | None, word: str, least: float = -math.inf) -> float | None:
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= least):
-        allowed = "a number" if least == -math.inf else f"a number of {least:g} or more"
-        raise SettingsError(f"{KEY}: {text!r} in the entry {word!r} must be {allowed}")
-    return value
+    requests, context, k = entry.groups()
+    return Cell(int(requests), int(context or 0), int(k))
 
 
 def _ordered(cells: Iterable[Cell], k: int, what: str) -> tuple[Cell, ...]:

@@ -8,7 +8,6 @@ from numbers import Integral
 from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.contexts import Context, context_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
@@ -21,7 +20,9 @@ from selfspec_cli.early_exit.knobs import Option
 from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
 from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
 from selfspec_cli.early_exit.settings import (
+    AUTO,
     DRAFT_LENGTH,
+    METHOD_ALIASES,
     OPTIONS,
     USER_KEYS,
     DraftSettings,
@@ -90,21 +91,21 @@ class ResolvedSettings(DraftSettings):
         """The draft length by load; k for every load where the user wrote no table."""
         return LengthTable.fixed(self.k) if self.length_table is None else LengthTable.parse(self.length_table, self.k)
 
-    def cost_of_a_draft(self, num_layers: int) -> float:
-        """Of one token, in plain decoding steps of a model of so many layers and 16 bits a weight; the head counts as a
-        layer."""
-        if self.draft_cost is not None:
-            return self.draft_cost
+    def assumed_draft_step(self, num_layers: int) -> float:
+        """A draft step in plain decoding steps, by the bytes that it reads of a model of `num_layers` layers and 16
+        bits a weight; the head counts as a layer. What is assumed until times are measured."""
         bits = DRAFT_WEIGHTS[self.draft_weights].bits or 16.0
         return (len(self.drafting_layers) + 1) / num_layers * bits / 16
 
     @property
-    def ladder(self) -> Ladder | None:
-        """The lengths between which the acceptance of a request chooses; None where every request has the table's."""
-        if not self.adaptive_length:
-            return None
-        assert self.draft_cost is not None
-        return Ladder.of(self.k, self.draft_cost)
+    def measures(self) -> bool:
+        """Whether measured times decide something: the width of a step, or when free drafts end it."""
+        return self.chooses_width or self.free_drafts > 0
+
+    @property
+    def chooses_width(self) -> bool:
+        """Whether measured times and acceptance choose the width of each step, up to k."""
+        return self.gate.kind == AUTO
 
     @classmethod
     def from_user(
@@ -116,6 +117,8 @@ class ResolvedSettings(DraftSettings):
         list of lengths by batch size, which becomes the table of lengths.
         Raises SettingsError for an unknown key, a wrong type, or a value out of range.
         """
+        if spec.get("method") in METHOD_ALIASES:
+            spec = {**spec, "method": METHOD_ALIASES[spec["method"]]}
         for key in spec:
             if key not in USER_KEYS and key not in passthrough:
                 raise SettingsError(closest(key, USER_KEYS, "speculative_config key"))
@@ -140,14 +143,14 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(closest(key, OPTIONS, "draft setting"))
             if value is not None:
                 knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k", *(("draft_cost",) if settings.weighs_cost else ())):
+        for key in ("layer", "k"):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
         canonical(settings)
         settings.view.check()
         settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
         settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
-        settings.length_table = checked_table(settings.length_table, settings.k, settings.gate.kind)
+        settings.length_table = checked_table(settings.length_table, settings.k)
         return settings
 
     def _check_head(self) -> None:
@@ -172,9 +175,7 @@ class ResolvedSettings(DraftSettings):
                 ("draft_weights_path", self.draft_weights_path or "none", "none"),
                 ("skip_layers", self.skip_layers or "none", "none"),
                 (KEY, self.length_table, None),
-                ("adaptive_length", self.adaptive_length, False),
                 ("free_drafts", self.free_drafts, 0),
-                ("bandit", self.bandit, False),
                 ("draft_context", self.draft_context, "full"),
                 ("draft_window", self.draft_window, None),
                 ("read_first", self.read_first, True),
@@ -190,10 +191,6 @@ class ResolvedSettings(DraftSettings):
         self.view.check()
         self._check_head()
         self.k = DRAFT_LENGTH if self.k is None else self.k
-        if self.adaptive_length and self.bandit:
-            raise SettingsError("adaptive_length and bandit both choose how much to draft; give one of them")
-        if self.weighs_cost and self.draft_cost is None:
-            self.draft_cost = self.cost_of_a_draft(num_layers)
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None
         self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))
@@ -201,7 +198,7 @@ class ResolvedSettings(DraftSettings):
             if self.length_table is not None:
                 raise SettingsError(f"{KEY} and {VLLM_KEY} mean the same setting; give one")
             self.length_table = str(LengthTable.from_vllm(spec[VLLM_KEY], self.k))
-        self.length_table = checked_table(self.length_table, self.k, self.gate.kind)
+        self.length_table = checked_table(self.length_table, self.k)
 
 
 def _vocabulary(value: object, key: str) -> str:
@@ -213,18 +210,12 @@ def _vocabulary(value: object, key: str) -> str:
     raise SettingsError(f"{key} = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids")
 
 
-def checked_table(text: str | None, k: int, gate: str) -> str | None:
-    """A table of lengths in its own spelling, for an engine that drafts at most `k` tokens behind `gate`; None stays.
+def checked_table(text: str | None, k: int) -> str | None:
+    """A table of lengths in its own spelling, for an engine that drafts at most `k` tokens; None stays.
 
-    Raises SettingsError for what is no table, and for a threshold that the gate does not take.
+    Raises SettingsError for what is no table.
     """
-    if text is None:
-        return None
-    table = LengthTable.parse(text, k)
-    for cell in table.cells:
-        if cell.threshold is not None:
-            check_threshold(gate, cell.threshold, f"the threshold of {KEY} entry {cell}")
-    return str(table)
+    return None if text is None else str(LengthTable.parse(text, k))
 
 
 def _found(spec: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:

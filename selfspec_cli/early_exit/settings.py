@@ -22,6 +22,9 @@ from selfspec_cli.early_exit.thresholds import gate_threshold
 METHODS = ("layer_skip", "skip")
 """layer_skip drafts and verifies; skip decodes with the first E layers and the head alone (lossy)."""
 
+METHOD_ALIASES = {"selfspec": "layer_skip"}
+"""Other names of a method in a speculative_config."""
+
 DRAFTING, SPECULATIVE = ("layer_skip",), ("layer_skip", "draft_model", "vllm")
 """The methods with a gate and verified drafts of the model's own layers, and all methods that draft: the last two are
 vLLM's own."""
@@ -31,6 +34,9 @@ SPECULATIVE_LENGTH = "num_speculative_tokens"
 
 DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
+
+AUTO = "auto"
+"""The gate under which measured times and acceptance choose how much is drafted (rule.py); k is the most."""
 
 
 @dataclass
@@ -184,17 +190,11 @@ class DraftSettings:
     )
     length_table: str | None = knob(
         None,
-        help="draft length by load: from so many running requests on (@ so many tokens of context) at most so many "
-        "tokens a round, behind a gate of another threshold if one is given; 0 drafts nothing",
+        help="upper limits of the draft length by load: from a number of running requests on (@ a number of tokens of "
+        "context) at most K tokens a step; 0 drafts nothing",
         limits=f"{FORM}; K from 0 to k",
         unset="k for every load",
         spec_keys=(KEY,),
-        methods=DRAFTING,
-    )
-    adaptive_length: bool = knob(
-        False,
-        help="draft less, or nothing, for requests whose drafts are hardly accepted, by a running estimate of each",
-        spec_keys=("adaptive_length",),
         methods=DRAFTING,
     )
     free_drafts: int = knob(
@@ -206,13 +206,6 @@ class DraftSettings:
         high=256,
         because="each draft token is a place in the verify pass and a slot of the KV cache",
         spec_keys=("free_drafts",),
-        methods=DRAFTING,
-    )
-    bandit: bool = knob(
-        False,
-        help="choose threshold and draft length before each round, by Thompson sampling on tokens per time (vLLM's V1 "
-        "runner, which is the CPU's)",
-        spec_keys=("bandit",),
         methods=DRAFTING,
     )
     read_first: bool = knob(
@@ -229,16 +222,6 @@ class DraftSettings:
         spec_keys=("strict",),
         methods=DRAFTING,
     )
-    draft_cost: float | None = knob(
-        None,
-        help="what one draft token costs, by which adaptive_length, bandit and free_drafts choose how much to draft",
-        unit="plain decoding steps",
-        above=0,
-        high=10,
-        unset="(layer + 1) / the model's layers, and of that the share of 16 bits that copies have",
-        spec_keys=("draft_cost",),
-        methods=DRAFTING,
-    )
     acceptance_length: float | None = knob(
         None,
         help="synthetic acceptance: a verify step yields so many tokens, whatever was drafted (CUDA only)",
@@ -249,11 +232,6 @@ class DraftSettings:
         of_vllm=True,
         methods=SPECULATIVE,
     )
-
-    @property
-    def weighs_cost(self) -> bool:
-        """Whether something chooses how much to draft by what a draft token costs (`draft_cost`)."""
-        return self.adaptive_length or self.bandit or self.free_drafts > 0
 
 
 OPTIONS = knobs.options(DraftSettings)

@@ -47,7 +47,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
         columns["free_drafts"] = cfg.free_drafts or None
-        columns |= {name: getattr(cfg, name) or None for name in LENGTHS}
+        columns["length_table"] = cfg.length_table
         columns["read_first"] = None if cfg.read_first else False
     return columns
 
@@ -58,7 +58,7 @@ def _name_of(path: str | None) -> str | None:
 
 
 LENGTHS = ("length_table", "adaptive_length", "bandit")
-"""What decides how long a draft is, beside k and the gate."""
+"""What decided how long a draft was in old points, as well as k and the gate; the first still does."""
 
 
 def _lengths_of(point: Point) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits, measure, preflight, search
-from selfspec_cli.stages import loads as loads_stage
 from selfspec_cli.stages.budget import Budget
 from selfspec_cli.stages.exits import Exit, OpenEngine
 from selfspec_cli.texts.prompts import workload_prompts
@@ -81,21 +80,19 @@ class TuneResult:
     file: str
     overrides: list[str]
     untried: Sequence[str] = ()  # exits for which there was no time
-    loads: list[loads_stage.Load] = field(default_factory=list)  # the choice at every load that was measured
-    asked: Sequence[int] = ()  # the loads that were to be measured
     failed: Sequence[str] = ()  # exits that could not be had, each with the reason
 
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
         few = short_of_time(self.finalists, self.choice.cfg.workload, self.untried)
-        return [*self.failed, *few, *doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
+        return [*self.failed, *few, *doubts(self.finalists)]
 
 
 def facts(
-    cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = (), loads: Sequence[int] = ()
+    cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = ()
 ) -> dict[str, Any]:
-    """What `run` would do with these, for --dry-run. minutes, trials, heads, loads: as `run` and `Budget` take them."""
+    """What `run` would do with these, for --dry-run. minutes, trials, heads: as `run` and `Budget` take them."""
     plan = exits.distinct(cfgs, LONGEST)
     more = {exits.name_of(other): None for cfg in plan for other in with_heads(cfg, heads)}
     return {
@@ -107,7 +104,6 @@ def facts(
         "k": f"1 to {LONGEST}",
         "minutes": minutes,
         "trials": f"at most {trials} on each of {min(ENGINES, len(plan) + len(more))} engine(s)",
-        "loads": list(loads),  # running requests at which the choice's lengths are measured
         "recorded": max(RECORDED, plan[0].workload.batch),  # requests whose drafts are logged at each exit
     }
 
@@ -119,7 +115,6 @@ def run(
     budget: Budget,
     conf: Path,
     heads: Sequence[HeadConfig] = (),
-    loads: Sequence[int] = (),
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
 ) -> TuneResult:
@@ -127,17 +122,14 @@ def run(
 
     Args:
         conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
-            they are fitted for a layer that looks promising. loads: numbers of running requests for which the file gets
-            a table of draft lengths; half of the time is kept for measuring them.
+            they are fitted for a layer that looks promising.
 
     Raises:
         ConfigError: nothing was drafted.
     """
-    first, whole = cfgs[0], budget
-    budget = whole.share(0.5) if loads else whole
+    first = cfgs[0]
     folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
-    by_load: list[loads_stage.Load] = []
     with exits.one_at_a_time(open_engine) as opened:
         found, late, failed = survey(exits.distinct(cfgs, LONGEST), folder, opened, budget, progress)
         others = [other for one in promising(found) for other in with_heads(one.cfg, heads)]
@@ -147,9 +139,6 @@ def run(
         finalists, trials = _searched(found, folder, opened, budget, progress)
         choice = max(finalists, key=lambda finalist: finalist.speedup)
         choice = replace(choice, cfg=replace(choice.cfg, workload=first.workload))
-        if loads:
-            cfg, by_load = loads_stage.run(choice.cfg, loads, opened, lambda: whole.left > 0, progress)
-            choice = replace(choice, cfg=cfg)
     words = [*model_words, *tuned.overrides(choice.cfg)]
     work = choice.cfg.workload
     about = (f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
@@ -157,9 +146,7 @@ def run(
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     untried = [exits.name_of(cfg) for cfg in late]
-    result = TuneResult(
-        choice, finalists, expected, trials, whole.spent, str(file), words, untried, by_load, loads, failed
-    )
+    result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words, untried, failed)
     with written(folder / "choice.json") as part:
         part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
@@ -181,7 +168,6 @@ def document(result: TuneResult) -> dict[str, Any]:
         "finalists": finalists,
         "expected": result.expected,
         "untried": list(result.untried),
-        "loads": [row for load in result.loads for row in load.rows],
         "warnings": result.warnings,
     }
 

@@ -32,12 +32,19 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
     if not settings.verify:
         parts = [f"decoding with {layers} alone", head, "without verification: the output is not the model's own"]
     else:
-        gate = "no gate" if settings.gate.kind == "none" else f"gate {settings.gate.kind} at {settings.threshold:g}"
+        gate = gate_in_words(settings)
         weights = None if settings.draft_weights == "shared" else f"{settings.draft_weights} copies of their weights"
         tokens = "1 token" if settings.k == 1 else f"up to {settings.k} tokens"
-        free = f"free drafts of up to {settings.free_drafts} tokens" if settings.free_drafts else None
+        free = f"prompt lookup of up to {settings.free_drafts} tokens" if settings.free_drafts else None
         parts = [f"drafting with {layers}", weights, head, gate, tokens, free]
     return ", ".join(part for part in parts if part)
+
+
+def gate_in_words(settings: ResolvedSettings) -> str:
+    """When drafts end."""
+    if settings.chooses_width:
+        return "as many as measured times and acceptance say"
+    return "no gate" if settings.gate.kind == "none" else f"gate {settings.gate.kind} at {settings.threshold:g}"
 
 
 class EarlyExitConfig(SpeculativeConfig):

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-METHODS = ("layer_skip", "skip")
-"""The methods of a speculative_config that are ours; the same as `early_exit.settings.METHODS`, which is not imported
-here so that a plain engine does not depend on it."""
+METHODS = ("selfspec", "layer_skip", "skip")
+"""The methods of a speculative_config that are ours, as `early_exit.settings` has them and their other names; that is
+not imported here, so that a plain engine does not depend on it."""
 SETTINGS_KEY = "selfspec"
 COLLECT_KEY = "selfspec_collect"
 

@@ -105,14 +105,10 @@ ONE_ONLY = {
 
 
 def refuse_gate(settings: ResolvedSettings) -> None:
-    """A gate of another package may have no expression for CUDA, and nobody chooses between thresholds there before
-    each round; before the model is loaded is the time to say so."""
+    """A gate of another package may have no expression for CUDA; before the model is loaded is the time to say so."""
     from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     if current_platform.is_cuda():
-        if settings.bandit:
-            raise SettingsError("bandit = True is not supported on CUDA: the host begins a round there before it knows "
-                                "what the last one yielded; allowed: adaptive_length, or bandit on a CPU")  # fmt: skip
         require_device(GATES[settings.gate.kind].rule(settings.threshold, settings.calibration))
 
 

@@ -16,17 +16,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from selfspec_cli.early_exit.defaults import completed
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
+from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.requests import min_p_of_model
 from selfspec_cli.vllm_plugin.strict import set_strict
+from selfspec_cli.vllm_plugin.target_facts import target_of
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import (
@@ -72,13 +74,17 @@ def understand_layer_skip(original: Original) -> Original:
     ) -> SpeculativeConfig | None:
         set_strict(False)  # an engine before this one in the process may have been strict
         spec = _spec_of(self)
-        if spec.get("method") not in METHODS:
+        spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
+        if spec["method"] not in METHODS:
             if "draft_weights" in spec:
                 raise SettingsError(f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
                                     f"{spec.get('method')!r} has no use for it; allowed with: layer_skip")  # fmt: skip
             return original(self, target_model_config, target_parallel_config)
         refusals.refuse_engine(self)
         _refuse_keys(spec)
+        why = None
+        if spec["method"] == "layer_skip":
+            spec, why = completed(spec, target_of(self, target_model_config, target_parallel_config))
         settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
         set_strict(settings.strict)
         if settings.verify:
@@ -102,7 +108,7 @@ def understand_layer_skip(original: Original) -> Original:
 
         compile_cache.keep_on_cpu()
         logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
-        logger.info("selfspec: %s", in_words(settings, _num_layers(target_model_config)))
+        logger.info("selfspec: %s%s", in_words(settings, _num_layers(target_model_config)), f"; {why}" if why else "")
         flat = flat_head_warning(settings.gate.kind, settings.head.path, settings.layer)
         for warning in [*warnings_for(settings, target_model_config.get_vocab_size()), *([flat] if flat else [])]:
             logger.warning(warning)

@@ -89,7 +89,7 @@ class EarlyExitWorker:
         if not hasattr(drafter, "set_table"):
             raise SettingsError("this engine does not draft with its own layers, so it has no table of draft lengths")
         settings = drafter.settings
-        known = checked_table(text, settings.k, settings.gate.kind)
+        known = checked_table(text, settings.k)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
 
     def early_exit_set_read_first(self, on: bool) -> None:

@@ -64,7 +64,7 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         for index in engine_indexes:
             self._in_force[index].set(settings.k)
-            cost[index].set(settings.cost_of_a_draft(layers))
+            cost[index].set(settings.assumed_draft_step(layers))
 
     def _counter(self, name: str, what: str, *labels: str) -> Any:
         names = ["model_name", "engine", *labels]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary
 from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import LOGGER
-from selfspec_cli.vllm_plugin.v2.widths import planner_of
+from selfspec_cli.vllm_plugin.v2.widths import learn_from_steps, planner_of
 
 Method = Callable[..., Any]
 Numbers = dict[str, int]
@@ -116,7 +117,9 @@ def send(original: Method) -> Method:
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        began = time.perf_counter()
         outputs = original(self, scheduler_output, model_runner_output)
+        learn_from_steps(self, scheduler_output, began)
         found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
         news, stats = _news_of(self), next(found, None)
         totals = getattr(model_runner_output, ATTRIBUTE, None)

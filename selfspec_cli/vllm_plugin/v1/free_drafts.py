@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from selfspec_cli.early_exit.counters import DraftCounters
-from selfspec_cli.early_exit.free_drafts import Matches, another_step
+from selfspec_cli.early_exit.free_drafts import Matches
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
@@ -17,9 +17,7 @@ class FreeDrafts:
     """What the histories of an engine's requests say. text: the tokens [n] of the request in a row of the batch."""
 
     def __init__(self, settings: ResolvedSettings, counters: DraftCounters, text: Callable[[int], Tensor]) -> None:
-        assert settings.draft_cost is not None
-        self._cost, self._requests = float(settings.draft_cost), 0
-        self._new = lambda: Matches(settings.free_drafts, settings.k, self._cost)
+        self._new = lambda: Matches(settings.free_drafts, settings.k)
         self._counters, self._text = counters, text
         self._matches: dict[str, tuple[Any, Matches]] = {}  # with the parameters of the request
         self._drafting: dict[int, tuple[Matches, Tensor, int]] = {}  # by row, with the text and the room of its draft
@@ -47,13 +45,14 @@ class FreeDrafts:
         rows: Sequence[int],
         rooms: Sequence[int],
         lengths: Sequence[int],
+        cost: float,
     ) -> None:
         """A round begins for requests in `rows` of the batch. rooms: most tokens of the draft of each; lengths: most of
-        the model's own."""
+        the model's own; cost: of a draft step, in plain steps."""
         if len(self._matches) > 2 * len(requests) + 16:
             for name in self._matches.keys() - requests.keys():
                 del self._matches[name]
-        self._drafting, self._requests = {}, sum(k > 0 for k in lengths)
+        self._drafting = {}
         for name, row, room, k in zip(names, rows, rooms, lengths, strict=True):
             parameters = requests[name].sampling_params
             read_from, matches = self._matches.get(name, (None, None))
@@ -61,13 +60,8 @@ class FreeDrafts:
                 matches = self._new()
                 self._matches[name] = parameters, matches
             text = self._text(row)
-            matches.look_up(text, room, k)
+            matches.look_up(text, cost, room, k)
             self._drafting[row] = matches, text, room
-
-    def another_step(self, rows: Sequence[int], steps: int) -> bool:
-        """Whether the requests in `rows`, which are still drafting, take one more step after `steps`."""
-        own = [self._drafting[row][0].own for row in rows]
-        return another_step(own, self._requests, steps, self._cost)
 
     def copy(self, row: int, draft: list[int]) -> bool:
         """Add the rest of a trusted match to the draft of a row; whether there was one, which ends the draft."""

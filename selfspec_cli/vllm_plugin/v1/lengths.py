@@ -1,18 +1,18 @@
-"""How long each request of a round is drafted for, on vLLM's V1 model runner: the table by load, the request's own
-wishes, and its acceptance so far. Everything is on the host there, so this is plain Python.
-"""
+"""How much each request of a round drafts, on vLLM's V1 model runner: by measured times and acceptance under gate
+`auto` (rule.py), by the table of limits, and by the request's own wishes. Everything is on the host there, so this is
+plain Python."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec_cli.early_exit.acceptance import USUAL_WEIGHT, RequestEstimate
-from selfspec_cli.early_exit.bandit import Arm, Bandit, arms
-from selfspec_cli.early_exit.estimate import trials, updated
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.rule import WIDTHS, Choice, LengthRule, StepTimes
 from selfspec_cli.vllm_plugin.requests import own_settings
 
 
@@ -28,41 +28,35 @@ class RequestBudget:
 
 
 class DraftLengths:
-    """Says before each round how much each request may draft, and hears after it what was accepted."""
+    """Says before each round how much each request may draft, and hears after it what was accepted. layers: of the
+    model."""
 
-    def __init__(self, settings: ResolvedSettings) -> None:
-        self.table = settings.table
-        self._settings, self._ladder = settings, settings.ladder
+    def __init__(self, settings: ResolvedSettings, layers: int) -> None:
+        self.table, self._settings = settings.table, settings
         self._own: dict[str, tuple[Any, RequestSettings]] = {}  # with the parameters that they were read from
-        self._estimates: dict[str, RequestEstimate] = {}
-        self._usual = 1.0  # the acceptance with which a request begins
-        self._bandit: Bandit | None = None
-        if settings.bandit:
-            assert settings.draft_cost is not None
-            self._bandit = Bandit(arms(settings.gate.kind, settings.threshold, settings.k), settings.draft_cost)
-        self._arm: Arm | None = None  # of the round in hand
+        widths = (settings.width, *(width for width in WIDTHS if width < settings.width))
+        times = StepTimes.assumed(settings.assumed_draft_step(layers))
+        self.rule = LengthRule(times, widths) if settings.measures else None
+        self.choice: Choice | None = None  # of the round in hand
+        self._began: tuple[float, frozenset[str]] | None = None  # when the last round did, and its requests
 
     def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
-        """A verify pass is over. sampled: tokens of each request; verified: drafts of each that it looked at."""
-        if self._bandit is not None and self._arm is not None:
-            self._tell(self._bandit, self._arm, sampled, verified or ())
-            self._arm = None
-        if self._ladder is None or verified is None:
-            return
-        for name, tokens, drafted in zip(names, sampled, verified, strict=False):
-            if drafted and tokens:
-                judged = trials(len(tokens) - 1, drafted)
-                self._usual = updated(self._usual, len(tokens) - 1, judged, USUAL_WEIGHT)
-                if name in self._estimates:
-                    self._estimates[name].verdict(len(tokens) - 1, drafted)
+        """A verify pass is over, and a round begins. sampled: tokens of each request; verified: drafts of each that it
+        looked at.
 
-    @staticmethod
-    def _tell(bandit: Bandit, arm: Arm, sampled: Sequence[Sequence[int]], verified: Sequence[int]) -> None:
-        """What the round of an arm yielded the requests that were drafted for; without drafts, only that it is over."""
-        pairs = zip(sampled, verified, strict=False)
-        rounds = [(len(tokens) - 1, steps) for tokens, steps in pairs if tokens and steps]
-        if rounds or not arm.k:
-            bandit.learn(arm, rounds)
+        From the beginning of one round to the next one's, the model drafts and verifies once. Where other requests came
+        in between, or a prefill, that says nothing.
+        """
+        if self.rule is None:
+            return
+        now, running = time.perf_counter(), frozenset(names)
+        last, self._began = self._began, (now, running)
+        if self.choice is None or last is None or last[1] != running or not all(sampled):
+            return
+        width = self.choice.width
+        self.rule.stepped(len(running), width, now - last[0])
+        if width and verified is not None:
+            self.rule.accepted(Counter(len(tokens) - 1 for tokens in sampled), width)
 
     def budgets(
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
@@ -74,30 +68,24 @@ class DraftLengths:
         if len(self._own) > 2 * len(requests) + 16:
             for name in self._own.keys() - requests.keys():
                 self._own.pop(name)
-                self._estimates.pop(name, None)
-        self._arm = None if self._bandit is None or not names else self._bandit.choose()
-        return [self._budget(name, requests, load, context) for name, context in zip(names, contexts, strict=True)]
+        most = self._settings.width
+        if self.rule is not None and names:
+            self.choice = self.rule.choose(load, float(sum(contexts)))
+            most = self.choice.width if self._settings.chooses_width else most
+        running = zip(names, contexts, strict=True)
+        return [self._budget(name, requests, load, context, most) for name, context in running]
 
-    def _budget(self, name: str, requests: Mapping[str, Any], load: int, context: int) -> RequestBudget:
+    def _budget(self, name: str, requests: Mapping[str, Any], load: int, context: int, most: int) -> RequestBudget:
         cell = self.table.at(load, context)
         parameters = requests[name].sampling_params
         read_from, own = self._own.get(name, (None, NOTHING))
         if read_from is not parameters:  # a new request, also under an old name
             own = own_settings(parameters, self._settings)
             self._own[name] = parameters, own
-            self._estimates.pop(name, None)
         k = cell.k if own.k is None else min(cell.k, own.k)
-        free = self._settings.free_drafts
+        free = min(self._settings.free_drafts, most)
         bound = own.k if k and load <= self._settings.free_requests else k
         room = free if bound is None or bound >= self._settings.k else min(bound, free)
-        if k and self._ladder is not None:
-            if name not in self._estimates:
-                # A seed gives the same sample again, whatever other requests had accepted before.
-                first = self._usual if parameters.seed is None else 1.0
-                self._estimates[name] = RequestEstimate.beginning(self._ladder, first)
-            k = min(k, self._estimates[name].length())
-        threshold = cell.threshold if own.threshold is None else own.threshold
-        if self._arm is not None:
-            k, threshold = min(k, self._arm.k), self._arm.threshold if threshold is None else threshold
-        off = None if k else switched_off_by(cell, own) or "acceptance"
-        return RequestBudget(k, threshold, off, room)
+        k = min(k, most)
+        off = None if k else switched_off_by(cell, own) or "cost"
+        return RequestBudget(k, own.threshold, off, room)

@@ -36,6 +36,7 @@ from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.v1.sampling import draw
+from selfspec_cli.vllm_plugin.v1.worth import StepWorth
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
     DraftModelProposer,
@@ -81,7 +82,8 @@ class _EarlyExit(DraftModelProposer):
         set_strict(settings.strict)
         self.settings = settings
         self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
-        self.lengths = DraftLengths(settings)
+        self.lengths = DraftLengths(settings, int(vllm_config.model_config.hf_text_config.num_hidden_layers))
+        self.worth = StepWorth() if settings.measures else None
         self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts
         self.counters = DraftCounters(settings.k)
         self.free = FreeDrafts(settings, self.counters, self._text) if settings.free_drafts else None
@@ -209,7 +211,9 @@ class _EarlyExit(DraftModelProposer):
         sampled, verified = self._sampled, self._verified
         if self.free is not None:
             sampled, verified = self.free.verdict(batch.req_ids, sampled, verified)
-        self.lengths.verdict(batch.req_ids, sampled, verified)
+        self.lengths.verdict(batch.req_ids, self._sampled, self._verified)
+        if self.worth is not None:
+            self.worth.verdict(batch.req_ids, sampled)
         if self.recorder is not None:
             self.recorder.verdict(batch.req_ids, sampled, verified)
         proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
@@ -240,7 +244,7 @@ class _EarlyExit(DraftModelProposer):
         probs: list[tuple[Tensor, Tensor]] = []
         for step in range(limit):
             last = step + 1 == limit
-            if self.free is not None and not self.free.another_step(state.rows.tolist(), step):
+            if self.worth is not None and not self.worth.another_step(state.rows, step, self.lengths.choice):
                 self.counters.ended_early()
                 break
             # Before sampling, which scales logits in place.
@@ -291,15 +295,17 @@ class _EarlyExit(DraftModelProposer):
         """
         logits = self.head.logits(self._forward(state))  # [n, V]
         best = logits.max(-1)  # NaN counts as the largest; so does +inf
+        names = [ids[row] for row in state.rows.tolist()]
+        stands = None if self.worth is None else self.worth.step(names, state.rows, logits)
         if self.recorder is not None:
-            self.recorder.step([ids[row] for row in state.rows.tolist()], logits)
+            self.recorder.step(names, logits)
         if all(map(math.isfinite, best.values.tolist())):
-            return logits, best.indices, None if last else self.gate.decide(logits, state)
+            return logits, best.indices, None if last else _both(self.gate.decide(logits, state), stands)
         bad = ~torch.isfinite(best.values)
         self.counters.nan_logits += int(bad.sum())
         logits = logits.masked_fill(bad.unsqueeze(1), 0.0)
         open_ = None if last else self.gate.decide(logits, state)
-        return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
+        return logits, logits.argmax(-1), _both(_both(open_, stands), ~bad)
 
     def _text(self, row: int) -> Tensor:
         """The tokens [n] that the request in a row of the batch has, those just sampled included."""
@@ -318,7 +324,8 @@ class _EarlyExit(DraftModelProposer):
             most = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
             rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(most, ends, strict=True)]
             lengths = [min(budget.k, limit) for budget in allowed]
-            self.free.begin(self.runner.requests, names, rows, rooms, lengths)
+            cost = 1.0 if self.lengths.choice is None else self.lengths.choice.step_cost
+            self.free.begin(self.runner.requests, names, rows, rooms, lengths, cost)
             copied = {row for row in rows if self.free.copy(row, proposals[row])}
             kept = [place for place in kept if rows[place] not in copied]
             if copied and not kept:
@@ -388,3 +395,10 @@ class _EarlyExit(DraftModelProposer):
             for place in range(own[row], len(draft)):
                 stacked[row, place, draft[place]] = 1.0
         return stacked
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Where both let a request go on, bool [n]; None lets all."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second

@@ -1,6 +1,6 @@
-"""The draft budget of each request, on the device: how much it may draft in a round, by the table of lengths by load,
-by what the request itself asked for, by its acceptance so far, and by where it ends. round_setup.py writes it when a
-request arrives, and reads it when a round begins."""
+"""The draft budget of each request, on the device: how much it may draft in a round, by the table of limits by load, by
+what the request itself asked for, and by where it ends. round_setup.py writes it when a request arrives, and reads it
+when a round begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 
 
@@ -37,35 +36,18 @@ class Ending:
 
 
 class Limits(NamedTuple):
-    """What bounds a draft beside acceptance, on the device, as kernels take it.
+    """The limits of each draft, on the device, as kernels take them.
 
-    cells: int32 [cells, 3], requests, context and length of each entry of the table in its order. cell_limits: float32
-    [cells], what the gate compares with there, NaN for the gate's own. own_lengths, own_limits: int32 and float32
-    [requests], what each request asked for (LARGEST and NaN: nothing). ends, stops: int32 [requests], `Ending` of each.
+    cells: int32 [cells, 3], requests, context and length of each entry of the table in its order. own_lengths,
+    own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing). ends, stops: int32
+    [requests], `Ending` of each.
     """
 
     cells: Tensor
-    cell_limits: Tensor
     own_lengths: Tensor
     own_limits: Tensor
     ends: Tensor
     stops: Tensor
-
-
-class Acceptance(NamedTuple):
-    """Estimates of acceptance and the ladder that they choose from, on the device, as kernels take them.
-
-    ladder: int32 [levels], empty where acceptance does not count. rises, falls: float32 [levels]. rates, levels:
-    float32 and int32 [requests], of each request the estimated acceptance and level (1 is the first; whether anything
-    is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
-    """
-
-    ladder: Tensor
-    rises: Tensor
-    falls: Tensor
-    rates: Tensor
-    levels: Tensor
-    usual: Tensor
 
 
 @dataclass
@@ -74,45 +56,27 @@ class DraftBudget:
     limit."""
 
     limits: Limits
-    acceptance: Acceptance
     arrivals: Tensor
 
     @classmethod
-    def of(
-        cls, table: LengthTable, ladder: Ladder | None, requests: int, device: torch.device | None = None
-    ) -> DraftBudget:
-        """For a table, and a ladder where acceptance counts; requests: slots for them. No gate has limits here yet."""
-
-        def floats(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+    def of(cls, table: LengthTable, requests: int, device: torch.device | None = None) -> DraftBudget:
+        """For a table, and `requests` slots of requests."""
 
         def integers(values: Sequence[object]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         limits = Limits(
             cells=integers(_cells(table)),
-            cell_limits=floats([math.nan] * len(table.cells)),
             own_lengths=integers([LARGEST] * requests),
-            own_limits=floats([math.nan] * requests),
+            own_limits=torch.full((requests,), math.nan, device=device),
             ends=integers([LARGEST] * requests),
             stops=integers([-1] * requests),
         )
-        acceptance = Acceptance(
-            ladder=integers(ladder.lengths if ladder else ()),
-            rises=floats(ladder.rises if ladder else ()),
-            falls=floats(ladder.falls if ladder else ()),
-            rates=floats([1.0] * requests),
-            levels=integers([max(len(ladder.lengths) if ladder else 1, 1)] * requests),
-            usual=floats([1.0]),
-        )
-        return cls(limits, acceptance, integers([[0] * 5] * requests))
+        return cls(limits, integers([[0] * 5] * requests))
 
     def set_table(self, table: LengthTable) -> None:
-        """Another table from the next round on, without thresholds: no graph holds the old one's place."""
-        self.limits = self.limits._replace(
-            cells=self.upload(_cells(table), torch.int32),
-            cell_limits=self.upload([math.nan] * len(table.cells), torch.float32),
-        )
+        """Another table from the next round on: no graph holds the old one's place."""
+        self.limits = self.limits._replace(cells=self.upload(_cells(table), torch.int32))
 
     def staged(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
         """Numbers of the host where a copy to the device begins without waiting for it."""

@@ -10,7 +10,9 @@ launches each step.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin import kernel_choice
-from selfspec_cli.vllm_plugin.v2 import device_loop, ranks
+from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
+from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.vllm_names import (
     BatchDescriptor,
@@ -93,9 +96,33 @@ class DraftLoop(TargetDependentARSpeculator):
         graphs = len(self.decode_cudagraph_manager.graphs)
         seconds = time.perf_counter() - began
         logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
+        if self.settings.measures:
+            self._measure_steps()
         choice = kernel_choice.current()
         if choice is not None and not choice.stale:
             logger.info("draft kernels: %s", choice)
+
+    def _measure_steps(self) -> None:
+        """Time the graphs that were just captured, for the rule that chooses draft lengths."""
+        manager, target = self.decode_cudagraph_manager, manager_of(self.vllm_config)
+        if manager is None or target is None:
+            return
+        drafts: dict[int, Callable[[], None]] = {
+            one.num_tokens: functools.partial(self._replay_one_step, graph) for one, graph in manager.graphs.items()
+        }
+        kv_token = sum(
+            len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
+            for group in self.kv_cache_config.kv_cache_groups
+        )
+        step_times.measure(self.vllm_config, target.decode_replays(), drafts, kv_token)
+        self.state.forget()
+        self.state.counts.zero_()
+
+    def _replay_one_step(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay a draft loop with one row that counts as drafting, and no request: it ends after a step."""
+        self.state.step.zero_()
+        self.state.active.fill_(1)
+        graph.replay()
 
     def _capture_all(self) -> None:
         manager = self.decode_cudagraph_manager

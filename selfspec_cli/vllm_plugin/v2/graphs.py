@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, mixed_sizes, reach, widths
@@ -33,6 +34,14 @@ SHORT_TILES = "FLASH_ATTN"
 """The backend that has them."""
 
 
+_managers: WeakValueDictionary[int, EveryWidth] = WeakValueDictionary()  # that have captured, by their config's id
+
+
+def manager_of(config: Any) -> EveryWidth | None:
+    """The manager that captured the target's graphs for an engine with this VllmConfig; None if none did."""
+    return _managers.get(id(config))
+
+
 _Manager: Any = object  # of vLLM's manager, which `with_every_width` puts beside the class below
 
 
@@ -47,6 +56,7 @@ class EveryWidth(_Manager):
     decode_query_len: int
     compilation_config: Any
     cudagraph_mode: CUDAGraphMode
+    graphs: dict[BatchExecutionDescriptor, Any]
     step: Mapping[str, int] | None = None  # tokens of each request in the step that is next to be dispatched
     any_step = False  # whether there are full graphs for mixed batches; known when they are captured
 
@@ -114,6 +124,15 @@ class EveryWidth(_Manager):
         super().capture(
             model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
         )
+        _managers[id(self.vllm_config)] = self
+
+    def decode_replays(self) -> dict[int, dict[int, Callable[[], None]]]:
+        """By width and number of requests, what replays the captured verify pass."""
+        replays: dict[int, dict[int, Callable[[], None]]] = {}
+        for one, graph in self.graphs.items():
+            if _decodes(one) and one.num_active_loras == 0:
+                replays.setdefault(one.uniform_token_count - 1, {})[one.num_reqs] = graph.replay
+        return replays
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,

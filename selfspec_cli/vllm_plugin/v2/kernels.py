@@ -19,6 +19,7 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.v2.counting import NAN_LOGITS, turn
 from selfspec_cli.vllm_plugin.v2.matches import take_over
 from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
+from selfspec_cli.vllm_plugin.v2.worth import still_stands
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -124,6 +125,7 @@ def _end_step(
     gate,
     lengths,
     logged,
+    worth,
     matches,
     columns_of_text,
     K: tl.constexpr,
@@ -131,6 +133,7 @@ def _end_step(
     MAPPED: tl.constexpr,
     BLOCKS: tl.constexpr,
     FREE: tl.constexpr,
+    MEASURES: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     """One program a row. logged: float32 [requests, K, WIDTH], the statistics of each step of the round."""
@@ -156,6 +159,8 @@ def _end_step(
         tl.store(row_statistics + columns, values, mask=columns < WIDTH)
         passes = _gate_is_open(row, columns, values, gate, inputs.row_limits)
         token = _drafted_token(row, at, tokens, indices, blocks, vocab_ids, GREEDY, MAPPED)
+        if MEASURES:
+            passes = passes & still_stands(worth, row, tl.where(good, confidence, 0.0))
         if good:
             tl.store(inputs.draft_tokens + row * K + step, token)
             tl.store(lengths + request, (step + 1).to(tl.int32))
@@ -212,6 +217,7 @@ class EndStep:
             state.gate(),
             state.lengths,
             state.statistics,
+            state.worth,
             state.matches,
             state.matches.text.stride(0),
             K=k,
@@ -219,6 +225,7 @@ class EndStep:
             MAPPED=self.vocab_ids is not None,
             BLOCKS=triton.next_power_of_2(self.blocks),
             FREE=state.free is not None,
+            MEASURES=state.measures,
             PLACES=triton.next_power_of_2(k + 1),
         )
         turn(state)

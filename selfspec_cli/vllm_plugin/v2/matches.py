@@ -253,7 +253,8 @@ def judge(state: DraftState, batch: InputBatch, verdict: Any) -> None:
     places = state.draft_tokens.shape[1]
     _judge[(batch.num_reqs,)](
         state.matches, state.matches.text.stride(0), batch.idx_mapping, verdict, state.inputs(), state.progress(),
-        state.lengths, *state.free[:3], K=places, PLACES=triton.next_power_of_2(places + 1),
+        state.lengths, state.free.tokens, state.free.k, state.step_cost, K=places,
+        PLACES=triton.next_power_of_2(places + 1),
     )  # fmt: skip
     turn(state)
 

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from selfspec_cli.vllm_plugin.v2.widths import CHOICE
+
 
 def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement for `GPUModelRunner.add_requests`."""
@@ -15,6 +17,9 @@ def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
     def add_requests(self: Any, scheduler_output: Any) -> None:
         original(self, scheduler_output)
         self.cudagraph_manager.step = scheduler_output.num_scheduled_tokens
+        choice, set_choice = getattr(scheduler_output, CHOICE, None), getattr(self.speculator, "set_choice", None)
+        if choice is not None and set_choice is not None:
+            set_choice(choice)
         tell = getattr(self.speculator, "add_requests", None)  # vLLM's own speculators have none
         new = scheduler_output.scheduled_new_reqs
         if tell is not None and new:

@@ -15,13 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.early_exit import acceptance, estimate
 from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.request_settings import RequestSettings
 from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
-from selfspec_cli.vllm_plugin.v2.on_device import on_device
+from selfspec_cli.vllm_plugin.v2.worth import join, judge_confidence
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -39,9 +38,7 @@ class Verdict(NamedTuple):
 
 
 @triton.jit
-def _take_in(
-    arrivals, lengths, budget, acceptance, matches, WORDS: tl.constexpr, LEVELS: tl.constexpr, FREE: tl.constexpr
-):
+def _take_in(arrivals, lengths, budget, matches, WORDS: tl.constexpr, FREE: tl.constexpr):
     """One program for each new request, by its line of `arrivals`."""
     line = arrivals + WORDS * tl.program_id(0)
     request = tl.load(line)
@@ -53,9 +50,6 @@ def _take_in(
     tl.store(matches.drafted + request, 0)
     if FREE:
         tl.store(matches.known + request, 0)
-    if LEVELS > 0:
-        tl.store(acceptance.rates + request, tl.load(acceptance.usual))
-        tl.store(acceptance.levels + request, LEVELS)
 
 
 def take_in(
@@ -79,56 +73,36 @@ def take_in(
         budget.arrivals[: len(lines)].copy_(budget.staged(lines, torch.int32), non_blocking=True),
         state.lengths,
         budget.limits,
-        budget.acceptance,
         state.matches,
         WORDS=budget.arrivals.shape[1],
-        LEVELS=len(budget.acceptance.ladder),
         FREE=state.free is not None,
     )
 
 
-_trials, _updated = on_device(estimate.trials), on_device(estimate.updated)
-_reached, _clamped = on_device(estimate.reached), on_device(estimate.clamped)
-
-
-@triton.jit
-def _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS: tl.constexpr):
-    """Every row's estimate after the verdict on its last draft, and the length that it leads to."""
-    judged = real & (sampled > 0) & (drafted > 0)
-    accepted = tl.where(judged, tl.minimum(sampled - 1, drafted), 0)
-    tried = tl.where(judged, _trials(accepted, drafted), 0)
-    rate = _updated(tl.load(acceptance.rates + request, mask=real, other=0.0), accepted, tried, weight)
-    level = tl.load(acceptance.levels + request, mask=real, other=1)
-    low, high = tl.full(level.shape, 0, tl.int32), tl.full(level.shape, 0, tl.int32)
-    for step in tl.static_range(LEVELS):
-        low = _reached(low, rate, tl.load(acceptance.rises + step))
-        high = _reached(high, rate, tl.load(acceptance.falls + step))
-    level = tl.maximum(_clamped(level, low, high), 1)
-    tl.store(acceptance.rates + request, rate, mask=judged)
-    tl.store(acceptance.levels + request, level, mask=judged)
-    all_accepted, all_tried = tl.sum(accepted, axis=0), tl.sum(tried, axis=0)
-    usual = tl.load(acceptance.usual)
-    tl.store(acceptance.usual, _updated(usual, all_accepted, all_tried, usual_weight))
-    return tl.load(acceptance.ladder + level - 1, mask=real, other=0)
-
-
 @triton.jit
 def _by_table(
-    row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS: tl.constexpr,
+    row,
+    request,
+    real,
+    inside,
+    known,
+    inputs,
+    budget,
+    num_reqs,
+    number_of_cells,
+    ROWS: tl.constexpr,
     LIMITS: tl.constexpr,
-):  # fmt: skip
+):
     """The lengths that the table, and that the request itself allows each row; stores what the row's gate compares
     with."""
-    allowed, own = tl.full((ROWS,), 0, tl.int32), tl.full((ROWS,), float("nan"), tl.float32)
+    allowed = tl.full((ROWS,), 0, tl.int32)
     for cell in range(number_of_cells):  # the last one that is reached is in force
         there = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (known >= tl.load(budget.cells + 3 * cell + 1))
         allowed = tl.where(there, tl.load(budget.cells + 3 * cell + 2), allowed)
-        own = tl.where(there, tl.load(budget.cell_limits + cell), own)
+    limit = tl.full((ROWS,), float("nan"), tl.float32)
     if LIMITS:
-        asked = tl.load(budget.own_limits + request, mask=real, other=float("nan"))
-        tl.store(inputs.row_limits + row, tl.where(asked == asked, asked, own), mask=inside)
-    else:
-        tl.store(inputs.row_limits + row, tl.full((ROWS,), float("nan"), tl.float32), mask=inside)
+        limit = tl.load(budget.own_limits + request, mask=real, other=float("nan"))
+    tl.store(inputs.row_limits + row, limit, mask=inside)
     return allowed, tl.load(budget.own_lengths + request, mask=real, other=0)
 
 
@@ -172,13 +146,13 @@ def _open_round(
             count_step(progress.counts, count, 0, K)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "k", "free", "free_requests"])
+@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "step_value", "k", "free", "free_requests"])
 def _begin_round(
     inputs,
     progress,
     lengths,
     budget,
-    acceptance,
+    worth,
     matches,
     verdict,
     num_reqs,
@@ -186,16 +160,15 @@ def _begin_round(
     max_model_len,
     steps,
     number_of_cells,
-    weight,
-    usual_weight,
+    step_value,
     k,
     free,
     free_requests,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    LEVELS: tl.constexpr,
     LIMITS: tl.constexpr,
     FREE: tl.constexpr,
+    MEASURES: tl.constexpr,
 ):
     """One program for all rows; those past the batch are padding that does no attention work."""
     row = tl.arange(0, ROWS)
@@ -216,10 +189,9 @@ def _begin_round(
     # What allows a request less than k allows it no longer a free draft; but the table does while few requests run.
     bound = tl.where((by_table > 0) & (num_reqs <= free_requests), own, tl.minimum(by_table, own))
     room = tl.where(bound >= k, tl.minimum(free, steps), tl.minimum(free, tl.minimum(bound, steps)))
-    if LEVELS > 0:
-        drafted = tl.load(matches.drafted + request, mask=real, other=0)
-        by_acceptance = _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS)
-        allowed = tl.minimum(allowed, by_acceptance)
+    if MEASURES:
+        tl.store(worth.step_value, step_value)
+        tl.store(worth.stands + row, tl.full((ROWS,), 0.0, tl.float32) + join(worth), mask=inside)
     # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
     end = tl.minimum(tl.load(budget.ends + request, mask=real, other=0), max_model_len)
     allowed = tl.minimum(allowed, end - known - 2)
@@ -251,6 +223,8 @@ def begin_round(
     rows, places = state.draft_tokens.shape
     budget, free = state.budget, None if dummy_run else state.free
     left = Verdict(batch.seq_lens, *verdict)
+    if state.measures and not dummy_run:
+        judge_confidence(state, batch, left.num_sampled)
     if free is not None:
         look_up(state, batch, left)
     _begin_round[(1,)](
@@ -258,7 +232,7 @@ def begin_round(
         state.progress(),
         state.lengths,
         budget.limits,
-        budget.acceptance,
+        state.worth,
         state.matches,
         left,
         num_reqs=batch.num_reqs,
@@ -266,16 +240,15 @@ def begin_round(
         max_model_len=state.max_model_len,
         steps=steps,
         number_of_cells=len(budget.limits.cells),
-        weight=acceptance.WEIGHT,
-        usual_weight=acceptance.USUAL_WEIGHT,
+        step_value=float(state.step_value),
         k=places if free is None else free.k,
         free=0 if free is None else free.tokens,
         free_requests=0 if free is None else free.requests,
         K=places,
         ROWS=triton.next_power_of_2(rows + 1),
-        LEVELS=len(budget.acceptance.ladder),
         LIMITS=own_limits,
         FREE=free is not None,
+        MEASURES=state.measures,
     )
     if free is not None:
         judge(state, batch, left)

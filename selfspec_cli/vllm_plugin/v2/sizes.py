@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 RAISED, MOST = 256, 512
@@ -20,7 +21,9 @@ which is as many as vLLM has."""
 
 
 def widths(settings: ResolvedSettings) -> tuple[int, ...]:
-    """Places for drafts that a verify pass may have a request, the most first: decode graphs are captured for these."""
+    """Draft slots that a verify pass may have a request, the most first: decode graphs are captured for these."""
+    if settings.chooses_width:
+        return (settings.width, *(width for width in WIDTHS if width < settings.width))
     return tuple(sorted({settings.width, *(k for k in settings.table.lengths if k < settings.k), 0}, reverse=True))
 
 
@@ -41,6 +44,8 @@ def most_requests(settings: ResolvedSettings, width: int, limit: int) -> int:
     below = max((other for other in widths(settings) if other < width), default=-1)
     if below < 0:
         return limit
+    if settings.chooses_width:
+        return min(limit, LARGEST_VERIFY // (width + 1))
     starts = sorted({cell.requests for cell in settings.table.cells})
     most = min(limit, settings.free_requests) if width == free_width(settings) else 0
     for start, following in zip(starts, [*starts[1:], limit + 1], strict=True):
@@ -53,7 +58,12 @@ def most_requests(settings: ResolvedSettings, width: int, limit: int) -> int:
 def decode_sizes(settings: ResolvedSettings, width: int, limit: int) -> tuple[int, ...]:
     """Tokens of the steps of `width` places that get a graph, in rising order."""
     most = min(most_requests(settings, width, limit), MOST)
-    return tuple(count * (width + 1) for count in request_counts(most)) if most else ()
+    if not most:
+        return ()
+    counts: Iterable[int] = request_counts(most)
+    if settings.chooses_width and width:
+        counts = (count for count in REQUESTS if count <= most)
+    return tuple(count * (width + 1) for count in counts)
 
 
 def mixed_sizes(sizes: Iterable[int]) -> list[int]:
@@ -69,6 +79,8 @@ def mixed_sizes(sizes: Iterable[int]) -> list[int]:
 
 def reach(settings: ResolvedSettings, limit: int) -> int:
     """Tokens of the largest step that has to have a graph."""
+    if settings.chooses_width:
+        return max(size for width in widths(settings) for size in decode_sizes(settings, width, limit))
     return (settings.width + 1) * min(limit, RAISED)
 
 
@@ -79,7 +91,11 @@ def capture_larger_steps(config: Any) -> None:
         return
     chosen, scheduler = config.compilation_config, config.scheduler_config
     own, room = chosen.cudagraph_capture_sizes, scheduler.max_num_batched_tokens
-    sizes = [count * (settings.width + 1) for count in request_counts(min(scheduler.max_num_seqs, RAISED))]
+    limit = scheduler.max_num_seqs
+    if settings.chooses_width:
+        sizes = sorted({size for width in widths(settings) if width for size in decode_sizes(settings, width, limit)})
+    else:
+        sizes = [count * (settings.width + 1) for count in request_counts(min(limit, RAISED))]
     more = [size for size in sizes if own and own[-1] < size <= room]
     if more:
         chosen.cudagraph_capture_sizes = [*own, *more]

@@ -54,6 +54,7 @@ from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.early_exit.rule import Choice
     from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
     from selfspec_cli.vllm_plugin.vllm_names import (
         AttentionGroup,
@@ -98,10 +99,9 @@ class EarlyExitSpeculator(DraftLoop):
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.current_draft_step, self.max_model_len, settings.table, settings.ladder, *self._free(requests),
+            self.current_draft_step, self.max_model_len, settings.table, *self._free(requests), settings.measures,
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
-        self._set_limits_by_load()
         self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)
@@ -119,13 +119,12 @@ class EarlyExitSpeculator(DraftLoop):
         """What bounds free drafts, and the tokens of all requests, which are looked up in each round."""
         if not self.settings.free_drafts:
             return None, None
-        assert self.settings.draft_cost is not None
         text = requests.all_token_ids.gpu
         if text.device.type == "cuda":  # vLLM keeps them in memory of the host, but for its own n-gram drafts
             requests.all_token_ids = StagedWriteTensor(tuple(text.shape), dtype=text.dtype, device=self.device)
             text = requests.all_token_ids.gpu
         wanted = self.settings
-        return Free(wanted.free_drafts, wanted.k, self.settings.draft_cost, wanted.free_requests), text
+        return Free(wanted.free_drafts, wanted.k, wanted.free_requests), text
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -209,7 +208,6 @@ class EarlyExitSpeculator(DraftLoop):
             planner.set_table(table)
         self.settings = replace(self.settings, length_table=str(table))
         self.state.budget.set_table(table)
-        self._set_limits_by_load()
 
     def set_read_first(self, on: bool) -> None:
         """Another order of reading and launching from the next step on; see `worker.early_exit_set_read_first`."""
@@ -226,12 +224,12 @@ class EarlyExitSpeculator(DraftLoop):
                                 "parallelism")  # fmt: skip
         return planners
 
-    def _set_limits_by_load(self) -> None:
-        limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
-        self.state.budget.limits.cell_limits.copy_(torch.tensor(limits))
+    def set_choice(self, choice: Choice) -> None:
+        """What the scheduler's rule says of the drafts after the step that is about to run."""
+        self.state.step_value, self.state.step_cost = choice.step_value, choice.step_cost
 
     def _limit(self, threshold: float | None) -> float:
-        """What the gate compares with under a threshold; NaN: the gate's own."""
+        """What the gate compares with under a request's threshold; NaN: the gate's own."""
         return math.nan if threshold is None else self.gate.limit(threshold)
 
     def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
@@ -359,7 +357,7 @@ class EarlyExitSpeculator(DraftLoop):
         if self.positions.several and not dummy_run:  # the first dummy run comes before `set_attn`
             deltas = self.model_state.rope_state.prefill_delta.gpu  # another tensor after each step's new requests
             self.positions.shifts[: batch.num_reqs] = deltas.index_select(0, batch.idx_mapping[: batch.num_reqs])
-        # Thresholds of the table and of requests are for the gate that the engine was started with.
+        # Thresholds of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind, dummy_run)
 
     def _leave_out(self, steps: int) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
@@ -19,6 +18,7 @@ from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 from selfspec_cli.vllm_plugin.v2.matches import Matches
+from selfspec_cli.vllm_plugin.v2.worth import Worth
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
@@ -62,12 +62,11 @@ class GateRule(NamedTuple):
 
 
 class Free(NamedTuple):
-    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, what one of these
-    costs, in plain steps, and the number of requests up to which the table bounds the model's own drafts alone."""
+    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, and the number of
+    requests up to which the table bounds the model's own drafts alone."""
 
     tokens: int
     k: int
-    cost: float
     requests: int = 0
 
 
@@ -86,7 +85,8 @@ class DraftState:
     not None; but `matches.drafted`, tokens of the model's own in the last draft, counts everywhere.
     Scalars: step, limit (most drafts a round), round_limit (the most of any row this round), active and going (rows in
     this step, rows that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
-    features: names of the statistics.
+    features: names of the statistics. worth: whether another step is worth its time, read where `measures`. step_value,
+    step_cost: of the round in hand, as `rule.Choice` has them.
     """
 
     buffers: InputBuffers
@@ -111,7 +111,11 @@ class DraftState:
     features: tuple[str, ...]
     budget: DraftBudget
     matches: Matches
+    worth: Worth
     free: Free | None = None
+    measures: bool = False
+    step_value: float = 0.0
+    step_cost: float = 1.0
     _copy: LateCopy | None = None
 
     @classmethod
@@ -124,14 +128,14 @@ class DraftState:
         step: Tensor,
         max_model_len: int,
         table: LengthTable | None = None,
-        ladder: Ladder | None = None,
         free: Free | None = None,
         text: Tensor | None = None,
+        measures: bool = False,
     ) -> DraftState:
         """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
 
-        table, ladder: lengths by load and by acceptance; None: k for all. free: None without free drafts; text: the
-        tokens of all requests, for these.
+        table: limits by load; None: k for all. free: None without free drafts; text: the tokens of all requests, for
+        these. measures: whether the value of a step ends a round.
         """
         rows, k = draft_tokens.shape
         device, features = draft_tokens.device, device_features()
@@ -140,29 +144,31 @@ class DraftState:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            buffers,
-            idx_mapping,
-            zeros(rows, dtype=torch.int64).fill_(-1),
-            sample_positions,
-            draft_tokens,
-            zeros(rows),
-            zeros(rows, k, len(features), dtype=torch.float32),
-            zeros(rows),
-            zeros(rows, dtype=torch.float32).fill_(math.nan),
-            zeros(rows),
-            step,
-            zeros(1).fill_(k if free is None else free.k),
-            zeros(1),
-            zeros(1),
-            zeros(1),
-            zeros(1).fill_(-1),
-            zeros(2, dtype=torch.float32),
-            zeros(len(COUNTED) + k + 1 + k + rows + 1, dtype=torch.int64),
-            max_model_len,
-            features,
-            DraftBudget.of(table or LengthTable.fixed(k), ladder, rows, device),
-            Matches.of(rows, text if free is not None else None, device),
-            free,
+            buffers=buffers,
+            idx_mapping=idx_mapping,
+            requests=zeros(rows, dtype=torch.int64).fill_(-1),
+            sample_positions=sample_positions,
+            draft_tokens=draft_tokens,
+            lengths=zeros(rows),
+            statistics=zeros(rows, k, len(features), dtype=torch.float32),
+            row_steps=zeros(rows),
+            row_limits=zeros(rows, dtype=torch.float32).fill_(math.nan),
+            left_out=zeros(rows),
+            step=step,
+            limit=zeros(1).fill_(k if free is None else free.k),
+            round_limit=zeros(1),
+            active=zeros(1),
+            going=zeros(1),
+            gate_feature=zeros(1).fill_(-1),
+            gate_rule=zeros(2, dtype=torch.float32),
+            counts=zeros(len(COUNTED) + k + 1 + k + rows + 1, dtype=torch.int64),
+            max_model_len=max_model_len,
+            features=features,
+            budget=DraftBudget.of(table or LengthTable.fixed(k), rows, device),
+            matches=Matches.of(rows, text if free is not None else None, device),
+            worth=Worth.of(rows, device),
+            free=free,
+            measures=measures,
         )
 
     def inputs(self) -> RoundInputs:

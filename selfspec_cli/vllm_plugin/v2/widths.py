@@ -1,10 +1,10 @@
-"""How many places for drafts the scheduler plans for each request of the next verify pass, on vLLM's V2 model runner.
+"""How many draft slots the scheduler plans for each request of the next verify pass, on vLLM's V2 model runner.
 
-The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many places, for
-the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on the
-device (round_setup.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and
-by its own wish, wide enough for free drafts where few requests run, and not at all where nobody may, or where what was
-accepted recently does not pay for drafting. Steps without places are vLLM's plain decode steps.
+The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many slots,
+because the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on
+the device (round_setup.py). Here it is decided how wide: under gate `auto` as wide as pays by measured times and
+acceptance (rule.py); else as wide as the longest draft that any request may make by the table and by its own wish.
+Steps without slots are vLLM's plain decode steps.
 """
 
 from __future__ import annotations
@@ -15,34 +15,49 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from selfspec_cli.early_exit.acceptance import BatchSwitch
 from selfspec_cli.early_exit.counters import REASONS, Snapshot
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.rule import Choice, LengthRule, StepTimes
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.v2 import step_times
 from selfspec_cli.vllm_plugin.v2.sizes import free_width, widths
 
 Method = Callable[..., Any]
 
+CHOICE = "early_exit_choice"
+"""Attribute of a SchedulerOutput: the `Choice` that it was planned by. It travels to the workers with the output."""
+
 
 class WidthPlanner:
-    """Plans for one scheduler."""
+    """Plans for one scheduler, and learns from its steps.
 
-    def __init__(self, settings: ResolvedSettings) -> None:
+    layers: of the model. times: reads what the engine measured at its start; None until it has.
+    """
+
+    def __init__(
+        self, settings: ResolvedSettings, layers: int = 1, times: Callable[[], StepTimes | None] = lambda: None
+    ) -> None:
         self.k, self.widest, self.widths = settings.k, settings.width, widths(settings)
         self._width_for = {k: min(width for width in self.widths if width >= k) for k in range(self.k + 1)}
         self._free_width, self._free_requests = free_width(settings), settings.free_requests
-        self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
-        self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
-        self.in_force = settings.width  # places of the step planned last
+        self.off = dict.fromkeys(REASONS, 0)  # steps of a request without draft slots, by reason
+        self.in_force = settings.width  # draft slots of the step planned last
         self.settings, self.read_first = settings, settings.read_first
         self.set_table(settings.table)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
+        assumed = StepTimes.assumed(settings.assumed_draft_step(layers))
+        self.rule = LengthRule(assumed, self.widths) if settings.measures else None
+        self._measured: Callable[[], StepTimes | None] | None = times
+        self.choice: Choice | None = None  # of the step planned last
+        self.steps = Counter[int]()  # planned decode steps by width
+        self._accepted = Counter[int]()  # requests of the step in hand by the number of their drafts that stood
+        self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its requests
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
-        """Places a request in the step after `output`, which was just scheduled.
+        """Draft slots a request in the step after `output`, which was just scheduled.
 
         output: vLLM's SchedulerOutput. requests: the scheduler's, by name, not advanced by this step yet.
         """
@@ -53,28 +68,67 @@ class WidthPlanner:
         for name in output.finished_req_ids:
             self._own.pop(name, None)
         scheduled = output.num_scheduled_tokens
-        wanted, off = self._longest(scheduled, requests)
-        width = self._width_for[wanted]
-        if width and len(scheduled) <= self._free_requests:
+        longest, off = self._longest(scheduled, requests)
+        width = self._width_for[longest]
+        if self.settings.chooses_width:
+            if width:
+                width = self._chosen(scheduled, requests, width)
+                if not width:
+                    off["cost"] = max(0, self._decoding(scheduled) - sum(off.values()))
+        elif width and len(scheduled) <= self._free_requests:
             width = max(width, self._free_width)
-        if self.switch is not None:
-            self.switch.forget(output.finished_req_ids)
-            if width and not self.switch.open(scheduled.keys(), min(width, self.k), self._at(len(scheduled)).cost):
-                off["acceptance"] = max(0, self._decoding(scheduled) - sum(off.values()))
-                width = 0
+        if self.rule is not None and not self.settings.chooses_width:
+            self._chosen(scheduled, requests, width)  # for the value of a step
         for reason, number in off.items():
             self.off[reason] += number
+        self.steps[width] += 1
         self.in_force = width
         return width
 
+    def _chosen(self, scheduled: Mapping[str, int], requests: Mapping[str, Any], most: int) -> int:
+        """The rule's width for this batch, `most` at most."""
+        assert self.rule is not None
+        if self._measured is not None:  # the graphs were captured before the first step
+            self.rule.times, self._measured = self._measured() or self.rule.times, None
+        context = functools.partial(_context, scheduled, requests)
+        self.choice = self.rule.choose(len(scheduled), context, most)
+        return self.choice.width
+
     def set_table(self, table: LengthTable) -> None:
-        """Other lengths by load from the next step on. Graphs are for the widths that the engine was started with."""
+        """Other limits by load from the next step on. Graphs are for the widths that the engine was started with."""
         self._table, self._some_off = table, any(cell.k == 0 for cell in table.cells)
         self._at = functools.cache(table.at)  # numbers of requests are few, and it is asked in each step
 
     def landed(self) -> Snapshot:
         """What goes to a server's metrics."""
-        return {"off": dict(self.off), "in_force": self.in_force}
+        return {"off": dict(self.off), "in_force": self.in_force, "steps_of_width": dict(self.steps)}
+
+    # ---- what steps take, and bring ------------------------------------------------------------------------------
+
+    def verdict(self, accepted: int) -> None:
+        """A request of the step in hand had drafts verified, of which `accepted` stood."""
+        self._accepted[accepted] += 1
+
+    def read(self, output: Any, now: float) -> None:
+        """The tokens of a step were read at `now`, in seconds; its verdicts are in.
+
+        From one step's tokens to the next one's, the device drafts and verifies once. Steps with prefills, and those
+        after another number of requests, say nothing of that.
+        """
+        assert self.rule is not None
+        scheduled = output.num_scheduled_tokens
+        load = len(scheduled)
+        drafts = output.scheduled_spec_decode_tokens
+        width = max(map(len, drafts.values()), default=0) if drafts else 0
+        if self._accepted:
+            self.rule.accepted(self._accepted, width)
+            self._accepted = Counter()
+        last, self._last = self._last, None
+        if output.scheduled_new_reqs or output.total_num_scheduled_tokens != load * (1 + width):
+            return
+        self._last = now, load
+        if last is not None and last[1] == load and width in self.widths:
+            self.rule.stepped(load, width, now - last[0])
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""
@@ -111,6 +165,11 @@ class WidthPlanner:
         return longest, off
 
 
+def _context(scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> float:
+    """Tokens of context of all scheduled requests together."""
+    return float(sum(requests[name].num_computed_tokens for name in scheduled if name in requests))
+
+
 _PLANNER = "early_exit_planner"
 """Attribute of a scheduler. It is looked up for each request of each step, so it must be had quickly."""
 _planners: WeakSet[WidthPlanner] = WeakSet()
@@ -124,14 +183,21 @@ def planners_like(settings: ResolvedSettings) -> list[WidthPlanner]:
 def planner_of(scheduler: Any) -> WidthPlanner | None:
     """The planner of a scheduler; None without early exit, and for the V1 runner, whose drafts are there in time."""
     try:
-        found: WidthPlanner | None = getattr(scheduler, _PLANNER)
+        planner: WidthPlanner | None = getattr(scheduler, _PLANNER)
     except AttributeError:
-        settings = settings_of(scheduler.vllm_config) if scheduler.use_v2_model_runner else None
-        found = None if settings is None or not settings.verify else WidthPlanner(settings)
-        setattr(scheduler, _PLANNER, found)
-        if found is not None:
-            _planners.add(found)
-    return found
+        planner = _new_planner(scheduler.vllm_config) if scheduler.use_v2_model_runner else None
+        setattr(scheduler, _PLANNER, planner)
+        if planner is not None:
+            _planners.add(planner)
+    return planner
+
+
+def _new_planner(config: Any) -> WidthPlanner | None:
+    settings = settings_of(config)
+    if settings is None or not settings.verify:
+        return None
+    layers = int(config.model_config.hf_text_config.num_hidden_layers)
+    return WidthPlanner(settings, layers, functools.partial(step_times.known, config))
 
 
 def with_planner(original: Method) -> Method:
@@ -146,7 +212,7 @@ def with_planner(original: Method) -> Method:
 
 
 def plan_drafts(original: Method) -> Method:
-    """Replacement for `Scheduler._update_after_schedule`, after which the asynchronous scheduler hands out places."""
+    """Replacement for `Scheduler._update_after_schedule`, after which the asynchronous scheduler hands out slots."""
 
     @functools.wraps(original)
     def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
@@ -154,7 +220,8 @@ def plan_drafts(original: Method) -> Method:
         if planner is not None and scheduler_output.num_scheduled_tokens:
             width = planner.width(scheduler_output, self.requests)
             scheduler_output.num_spec_tokens_to_schedule = width
-            # A new request of one token is padded to k places to keep a step's shape; with this list it is not.
+            setattr(scheduler_output, CHOICE, planner.choice)
+            # A new request of one token is padded to k slots to keep a step's shape; with this list it is not.
             most = self.scheduler_config.max_num_seqs
             self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
         original(self, scheduler_output)
@@ -170,8 +237,15 @@ def hear_verdicts(original: Method) -> Method:
         self: Any, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
         planner = planner_of(self)
-        if planner is not None and planner.switch is not None and num_draft_tokens:
-            planner.switch.verdict(kwargs["request_id"], num_accepted_tokens)
+        if planner is not None and planner.rule is not None and num_draft_tokens:
+            planner.verdict(num_accepted_tokens)
         return original(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
 
     return make_spec_decoding_stats
+
+
+def learn_from_steps(scheduler: Any, scheduler_output: Any, began: float) -> None:
+    """After `Scheduler.update_from_output`, which was called at `began`: what the step took, and what it brought."""
+    planner = planner_of(scheduler)
+    if planner is not None and planner.rule is not None and scheduler_output.num_scheduled_tokens:
+        planner.read(scheduler_output, began)

@@ -1,0 +1,58 @@
+"""How far a draft's own confidence can be trusted: acceptance by the probability of the token that was drafted.
+
+A draft that is a quantised copy of its target is accepted far more often than its greatest probability says, an early
+exit sometimes less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and what was long
+ago fades. The product of these shares along a draft estimates the probability that all of it stands.
+
+This is the arithmetic in PyTorch, for the V1 runner; v2/worth.py does the same on the device, and its test compares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BINS = 16
+MEMORY = 2000.0
+"""Judged tokens after which what was seen before counts for 1/e."""
+FIRST_TRIALS = 4.0
+"""Tokens of each bin that the first guess counts for: that sqrt(confidence) of the drafts stand."""
+NEGLIGIBLE = 0.01
+"""A draft that stands with a smaller probability ends for its request alone: nobody would notice its next token."""
+
+
+def first_counts() -> Tensor:
+    """Counts [2, BINS] before anything is known: tokens that stood, and all that were judged."""
+    middles = (torch.arange(BINS) + 0.5) / BINS
+    return torch.stack([FIRST_TRIALS * middles.sqrt(), torch.full((BINS,), FIRST_TRIALS)])
+
+
+def bins_of(confidence: Tensor) -> Tensor:
+    """The bin, int64, of each confidence in [0, 1]."""
+    return (confidence * BINS).long().clamp(0, BINS - 1)
+
+
+def learnt(counts: Tensor, confidence: Tensor, stood: Tensor) -> Tensor:
+    """Counts [2, BINS] after a verify pass. confidence [n]: of each judged token, the first that fell included and none
+    after it; stood, bool [n]."""
+    fresh = torch.zeros_like(counts)
+    bins = bins_of(confidence)
+    fresh[0].index_add_(0, bins, stood.to(counts.dtype))
+    fresh[1].index_add_(0, bins, torch.ones_like(confidence, dtype=counts.dtype))
+    return faded(counts, fresh)
+
+
+def faded(counts: Tensor, fresh: Tensor) -> Tensor:
+    """Old counts [2, BINS] after `fresh` ones came in; the first guess always counts."""
+    first = first_counts()
+    return first + (counts - first) * (MEMORY / (MEMORY + fresh[1].sum())) + fresh
+
+
+def rates(counts: Tensor) -> Tensor:
+    """Estimated acceptance [BINS] of a token by its confidence."""
+    return counts[0] / counts[1]
+
+
+def usual(counts: Tensor) -> Tensor:
+    """Estimated acceptance of a token of which nothing is known yet."""
+    return counts[0].sum() / counts[1].sum()

@@ -1,0 +1,82 @@
+"""What drafts where a user names nothing: chosen from the checkpoint and the memory that it leaves. No torch.
+
+`{"method": "selfspec"}` is complete. Whatever a speculative_config names is kept, and the rest is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.draft_weights.base import WeightFacts
+from selfspec_cli.early_exit.rule import WIDTHS
+from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH
+from selfspec_cli.early_exit.view import own_settings
+
+VIEW_KEYS = tuple(key for name in ("layer", "vocab", *own_settings()) for key in OPTIONS[name].knob.spec_keys) + tuple(
+    key for name, option in OPTIONS.items() if name.startswith("head.") for key in option.knob.spec_keys
+)
+"""Keys of a speculative_config that say what drafts. Where one is named, nothing of it is chosen."""
+LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", "tau", "tau_v", "threshold")
+"""Keys that say how much is drafted. Where one is named, measured times choose no widths."""
+BYTES_PER_COPIED_WEIGHT = 1.06
+"""Of 4-bit copies on an engine for many requests, with the second layout that its wide steps read (results/LOG.md)."""
+SHARE_OF_CACHE = 0.3
+"""Of the memory that the weights leave, what copies may take: the KV cache gets the rest."""
+SHARE_OF_DRAWN = 0.03
+"""Of all memory, what the distributions of drawn drafts may take."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the choice depends on. weights: of the target and the machine. bits: that the target's weights have. layers:
+    how many it has. exit_layer: that the checkpoint says it was trained for, as `early_exit_layer` in its config.json.
+    parameters: that copies would be made of. left, memory: bytes that the weights leave free, and of the device; None:
+    not known, as on a CPU. logits: of a step of all requests: requests times vocabulary.
+    """
+
+    weights: WeightFacts
+    bits: float
+    layers: int
+    parameters: float
+    exit_layer: int | None = None
+    left: float | None = None
+    memory: float | None = None
+    logits: float = 0.0
+
+
+def completed(spec: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], str | None]:
+    """A speculative_config with what it leaves open, and why that draft was chosen; None where nothing of it was."""
+    given = {key: value for key, value in spec.items() if value is not None}
+    chosen: dict[str, Any] = {}
+    why = None
+    if not any(key in given for key in VIEW_KEYS):
+        chosen, why = _draft(target)
+    if not any(key in given for key in LENGTH_KEYS):
+        chosen |= {"gate": AUTO, SPECULATIVE_LENGTH: WIDTHS[0], "free_drafts": WIDTHS[0]}
+        if target.memory and 2 * target.logits * WIDTHS[0] < SHARE_OF_DRAWN * target.memory:
+            chosen["draft_sample_method"] = "probabilistic"
+    return chosen | given, why
+
+
+def _draft(target: Target) -> tuple[dict[str, Any], str]:
+    """What drafts, and why."""
+    lookup = {"layer_skip": 1}, "so drafts come from the text (prompt lookup) and, where it pays, from the first layer"
+    if target.exit_layer is not None:
+        return {"layer_skip": target.exit_layer}, "the checkpoint says that it was trained to exit there"
+    if target.bits <= 5:
+        return lookup[0], f"the target's weights have {target.bits:g} bits, and copies would be no cheaper, {lookup[1]}"
+    copies = BYTES_PER_COPIED_WEIGHT * target.parameters
+    if target.left is not None and copies > SHARE_OF_CACHE * target.left:
+        return lookup[0], (
+            f"4-bit copies take some {copies / 2**30:.1f} GiB, more than {SHARE_OF_CACHE:.0%} of the "
+            f"{max(target.left, 0) / 2**30:.1f} GiB that the weights leave, {lookup[1]}"
+        )
+    reasons = {name: DRAFT_WEIGHTS[name].reason_against(target.weights) for name in ("int4", "int8")}
+    for name, reason in reasons.items():
+        if reason is None:
+            size = f"{copies / 2**30:.1f} GiB"
+            return {"draft_weights": name}, f"copies of all layers draft well without training ({size})"
+    return lookup[0], f"copies cannot be made here ({reasons['int4']}), {lookup[1]}"

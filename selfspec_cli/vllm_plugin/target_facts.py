@@ -1,0 +1,77 @@
+"""What the choice of a draft (early_exit/defaults.py) asks of the configured target and of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from selfspec_cli.early_exit.defaults import Target
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.vllm_names import EngineArgs, ModelConfig, ParallelConfig
+
+EXIT_LAYER = "early_exit_layer"
+"""Key of a checkpoint's config.json: the layer after which it was trained to exit."""
+FEW_BITS = ("awq", "gptq", "bitsandbytes", "mxfp4", "fp4", "gguf", "int4", "w4")
+"""Parts of the names of quantisation methods that mean 4 bits or so where the config says nothing more."""
+
+
+def target_of(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) -> Target:
+    """The facts of an engine that is about to start."""
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
+    from selfspec_cli.vllm_plugin.weights.copied import facts_of
+
+    config, ranks = model.hf_text_config, parallel.tensor_parallel_size
+    bits = bits_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
+    parameters = linear_parameters(config) / ranks
+    vocabulary = int(model.get_vocab_size())
+    memory = left = None
+    if current_platform.is_cuda():
+        memory = float(current_platform.get_device_total_memory())
+        weights = parameters * bits / 8 + 4 * vocabulary * model.get_hidden_size() / ranks
+        left = memory * float(args.gpu_memory_utilization or 0.9) - weights
+    own = getattr(config, EXIT_LAYER, None)
+    exit_layer = own if isinstance(own, int) and not isinstance(own, bool) and own > 0 else None
+    requests = args.max_num_seqs or 256
+    return Target(
+        weights=facts_of(model, parallel),
+        bits=bits,
+        layers=int(config.num_hidden_layers),
+        parameters=parameters,
+        exit_layer=exit_layer,
+        left=left,
+        memory=memory,
+        logits=float(requests * vocabulary),
+    )
+
+
+def bits_of(method: str | None, config: Mapping[str, Any] | None) -> float:
+    """Bits of a target's weights, by vLLM's name of its quantisation method and the checkpoint's own description."""
+    if not method:
+        return 16.0
+    described = dict(_numbers(config or {}))
+    for key in ("num_bits", "bits", "w_bit", "weight_bits"):
+        if key in described:
+            return float(described[key])
+    return 4.0 if any(part in method.lower() for part in FEW_BITS) else 8.0
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield key, value
+
+
+def linear_parameters(config: Any) -> float:
+    """Weights of a decoder's layers, by the usual names of its config; about right for any of them."""
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    heads = getattr(config, "num_attention_heads", 1)
+    size = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    attention = 2 * hidden * size * (heads + kv_heads)
+    experts = max(getattr(config, name, None) or 1 for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    inner = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
+    inner = inner or getattr(config, "intermediate_size", None) or 4 * hidden
+    return float(layers * (attention + 3 * hidden * inner * experts))

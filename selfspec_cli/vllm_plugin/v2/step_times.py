@@ -1,0 +1,121 @@
+"""What the steps of an engine take on the device, measured on its captured graphs at the start.
+
+Each decode graph of the target is replayed a few times, and so is the draft loop's graph with no request in it, which
+makes it run one step: it reads all weights, and attends to nothing. That takes about a second, and only where nothing
+was measured before for the same model, settings, GPU and versions. The file is also how the times reach a scheduler
+that runs in another process than its workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec_cli.early_exit.rule import REQUESTS, StepTimes
+from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.vllm_names import current_platform, init_logger
+from selfspec_cli.whole import cache_dir, written
+
+logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
+
+REPLAYS = 3
+
+
+def known(config: Any) -> StepTimes | None:
+    """The times that a worker of the engine with this VllmConfig has written, or found there."""
+    file = _file(config)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    verify = {int(width): {int(n): value for n, value in times.items()} for width, times in found["verify"].items()}
+    draft = {int(n): value for n, value in found["draft"].items()}
+    return StepTimes(verify, draft, found["kv_token"], _attended(config))
+
+
+def measure(
+    config: Any,
+    decodes: dict[int, dict[int, Callable[[], None]]],
+    drafts: dict[int, Callable[[], None]],
+    kv_token: float,
+) -> StepTimes | None:
+    """Time the graphs of an engine, or read what was measured before.
+
+    decodes: by width and number of requests, what replays a verify pass; drafts: by number of requests, what replays
+    one draft step. kv_token: bytes of keys and values of a token of context. None where there are no graphs.
+    """
+    if not decodes.get(0) or not drafts:
+        return None
+    before = known(config)
+    if before is not None:
+        return before
+    began = time.perf_counter()
+    verify = {width: {n: _seconds(replay) for n, replay in replays.items() if n in REQUESTS or n == max(replays)}
+              for width, replays in decodes.items() if replays}  # fmt: skip
+    draft = {n: _seconds(replay) for n, replay in drafts.items() if n in REQUESTS or n == max(drafts)}
+    times = StepTimes(verify, draft, kv_token / _bytes_per_second(), _attended(config))
+    with written(_file(config)) as part:
+        part.write_text(json.dumps({"verify": verify, "draft": draft, "kv_token": times.kv_token}), encoding="utf-8")
+    logger.info(
+        "draft lengths: measured %d kinds of steps in %.2f s; at one request a plain step takes %.2f ms of the device, "
+        "a draft step %.2f ms",
+        sum(map(len, verify.values())) + len(draft),
+        time.perf_counter() - began,
+        1000 * verify[0][min(verify[0])],
+        1000 * draft[min(draft)],
+    )
+    return times
+
+
+def _seconds(replay: Callable[[], object]) -> float:
+    replay()
+    taken = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1000)
+    return statistics.median(taken)
+
+
+def _bytes_per_second() -> float:
+    """How fast this GPU reads memory, by a copy, which reads half of what it moves."""
+    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source))
+
+
+def _attended(config: Any) -> float:
+    settings = settings_of(config)
+    assert settings is not None
+    return settings.context.attended(math.inf)
+
+
+def _file(config: Any) -> Path:
+    """Where the times of an engine are kept: under what they depend on."""
+    settings = settings_of(config)
+    assert settings is not None
+    known = {
+        "model": config.model_config.hf_config.to_dict(),
+        "dtype": str(config.model_config.dtype),
+        "settings": settings.to_dict(),
+        "requests": config.scheduler_config.max_num_seqs,
+        "ranks": config.parallel_config.tensor_parallel_size,
+        "graphs": str(config.compilation_config.cudagraph_mode),
+        "attention": str(config.attention_config.backend),
+        "device": current_platform.get_device_name(),
+        "versions": [versions.installed(), versions.own_version(), torch.__version__],
+    }
+    name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    return cache_dir() / "step_times" / f"{name}.json"

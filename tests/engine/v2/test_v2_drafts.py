@@ -10,6 +10,8 @@ import pytest
 from harness import CALIBRATION, GATES, Counts, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
 
+from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
 pytestmark = pytest.mark.engine
 
 K, FREE = 5, 8
@@ -130,10 +132,25 @@ def test_an_aborted_request_leaves_the_others_as_they_are(drafting, plain):
 
 def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain):
     """Nine blocks for four requests of up to five: some are thrown out and computed again."""
-    spec = layer_skip(LAYERS, 3, draft_weights="int4", free_drafts=FREE, draft_cost=0.4, adaptive_length=True)
+    spec = layer_skip(LAYERS, 3, draft_weights="int4", free_drafts=FREE)
     with live(model_dir("llama"), spec, **SMALL | {"kv_cache_memory_bytes": 9 * 2**16}, max_model_len=256) as engine:
         same(engine, plain)
         counted = engine.call("early_exit_counters")
         (preempted,) = (m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
     assert counted["drafted"] > 0 < counted["free_accepted"] <= counted["free_drafted"]
     assert preempted > 0
+
+
+def test_the_one_line_chooses_widths_and_changes_no_token(model_dir, plain):
+    """Everything is chosen: 4-bit copies of all layers, up to 12 drafts, prompt lookup, and when a step pays."""
+    with live(model_dir("llama"), {"method": "selfspec"}, **SMALL) as engine:
+        same(engine, plain)
+        planner = planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
+        rule, widths = planner.rule, planner.steps
+        counted = engine.call("early_exit_counters")
+        worth = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculator.state.worth
+    assert len([width for width in widths if width]) > 1 and rule.choices > 5
+    assert sum(rule.acceptance.stood) > 0 < sum(rule.acceptance.failed)
+    assert counted["drafted"] > 0 < counted["free_accepted"]
+    assert float(worth.counts[1].sum()) > float(worth.first[1].sum())  # confidences of drafts were judged
+    assert float(worth.step_value) > 0

@@ -24,7 +24,7 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.length_table import KEY
-from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
+from selfspec_cli.early_exit.settings import AUTO, OPTIONS, DraftSettings
 from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
@@ -74,6 +74,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         # A cost that nobody can set any more is still in the key, so that finished rows are found again.
         settings |= {"free_drafts": cfg.free_drafts, "draft_cost": None} if cfg.free_drafts else {}
         settings |= {} if cfg.read_first else {"read_first": False}
+        settings |= {"widths": "measured"} if cfg.gate.kind == AUTO else {}  # each has graphs, captured at the start
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
         settings |= {"draft_sample_method": cfg.draft_sample_method}
     if cfg.method in SPECULATIVE:

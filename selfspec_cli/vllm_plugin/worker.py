@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.settings import AUTO
 
 WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"))
 
@@ -61,8 +62,15 @@ class EarlyExitWorker:
     def early_exit_set_gate(
         self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
     ) -> None:
-        """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration."""
-        self._early_exit_drafter().gate.set(kind, threshold, calibration)
+        """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration, and for
+        `auto` on an engine that was started with another one: it has no graphs for the widths."""
+        drafter: Any = self._early_exit_drafter()
+        measured = getattr(getattr(drafter, "settings", None), "chooses_width", False)
+        if kind == AUTO and not measured:
+            raise SettingsError(f"gate {AUTO!r} has to be the gate that an engine is started with")
+        drafter.gate.set(kind, threshold, calibration)
+        if measured:
+            drafter.set_chooses_width(kind == AUTO)
 
     def early_exit_set_draft_length(self, k: int) -> None:
         """Draft at most k tokens from the next round on; 0 drafts nothing. Raises SettingsError beyond the k that the

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from selfspec_cli.vllm_plugin.v2.draft_budget import Acceptance, Limits
+from selfspec_cli.vllm_plugin.v2.draft_budget import Limits
 from selfspec_cli.vllm_plugin.v2.matches import Matches
 from selfspec_cli.vllm_plugin.v2.round_setup import Verdict
 from selfspec_cli.vllm_plugin.v2.state import GateRule, Progress, RoundInputs
+from selfspec_cli.vllm_plugin.v2.worth import Worth
 
 WIDE = {"positions", "sample_positions", "idx_mapping", "requests", "draft_tokens", "step", "counts", "last_sampled",
         "found"}  # fmt: skip
-REAL = {"row_limits", "cell_limits", "own_limits", "rises", "falls", "rates", "usual", "rule", "own"}
+REAL = {"row_limits", "own_limits", "rates", "rule", "own", *Worth._fields}
 
 
 def types(kind: Any) -> Any:
@@ -19,6 +20,6 @@ def types(kind: Any) -> Any:
     return kind(*("*i64" if name in WIDE else "*fp32" if name in REAL else "*i32" for name in kind._fields))
 
 
-INPUTS, PROGRESS, GATE, LIMITS, ACCEPTANCE, VERDICT, MATCHES = map(
-    types, (RoundInputs, Progress, GateRule, Limits, Acceptance, Verdict, Matches)
+INPUTS, PROGRESS, GATE, LIMITS, WORTH, VERDICT, MATCHES = map(
+    types, (RoundInputs, Progress, GateRule, Limits, Worth, Verdict, Matches)
 )

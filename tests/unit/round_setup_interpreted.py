@@ -11,8 +11,8 @@ import pytest
 import torch
 from kernels_interpreted import DEVICE, MAX_LEN, begin, end_step, sharp_and_flat
 
-from selfspec_cli.early_exit.acceptance import USUAL_WEIGHT, WEIGHT, Ladder
-from selfspec_cli.early_exit.estimate import trials, updated
+from selfspec_cli.early_exit import confidence
+from selfspec_cli.early_exit.gates import device_features
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
@@ -23,7 +23,7 @@ ROWS, K = 6, 5
 TABLE = LengthTable.parse("1:4 1@30:1 3:2 3@20:0 3@40:5 5:0", K)
 
 
-def new_state(table: LengthTable | None = None, ladder: Ladder | None = None) -> DraftState:
+def new_state(table: LengthTable | None = None, measures: bool = False) -> DraftState:
     buffers = SimpleNamespace(
         input_ids=torch.zeros(ROWS, dtype=torch.int32),
         positions=torch.zeros(ROWS, dtype=torch.int64),
@@ -32,7 +32,7 @@ def new_state(table: LengthTable | None = None, ladder: Ladder | None = None) ->
     )
     mapping, tokens = torch.full((ROWS,), -1), torch.zeros(ROWS, K, dtype=torch.int64)
     places = torch.zeros(ROWS, dtype=torch.int64)
-    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN, table, ladder)
+    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN, table, measures=measures)
 
 
 def drafted(state: DraftState, requests: int) -> list[int]:
@@ -106,10 +106,9 @@ def test_where_a_request_ends_by_its_sampling_parameters(given, prompt, wanted):
     assert Ending.of(given, prompt) == wanted
 
 
-def test_thresholds_of_requests_come_before_those_of_the_table_and_these_before_the_gates_own():
-    state = new_state(LengthTable.parse("1:5 1@20:5/0.9", K))
-    gate = DeviceGate(state, "maxp", 0.0, None)
-    state.budget.limits.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.9)]))
+def test_thresholds_of_requests_come_before_the_gates_own():
+    state = new_state(LengthTable.parse("1:5", K))
+    DeviceGate(state, "maxp", 0.0, None)
     take_in(state, [4, 2], [NOTHING, NOTHING], [0.99, 0.0], [Ending(), Ending()])
     logits = torch.zeros(ROWS, 2100)
     logits[:, 7] = math.log(0.95 / 0.05 * 2099)  # probability 0.95
@@ -122,10 +121,6 @@ def test_thresholds_of_requests_come_before_those_of_the_table_and_these_before_
         while int(state.active):
             end(state, logits)
         assert state.lengths[[5, 4, 3, 2, 1]].tolist() == wanted
-    state.budget.limits.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.97)]))
-    begin(state, [10, 10, 20, 20, 20], steps=K)
-    end(state, logits)
-    assert (state.buffers.seq_lens > 0).tolist() == [True, False, False, True, False, False]
 
 
 def test_a_round_in_which_rows_end_by_their_own_length_is_not_ended_by_the_gate():
@@ -136,62 +131,55 @@ def test_a_round_in_which_rows_end_by_their_own_length_is_not_ended_by_the_gate(
     assert (counted["gate_ended"], counted["steps"], counted["drafted"]) == (0, 4, 5)
 
 
-# ---- acceptance ------------------------------------------------------------------------------------------------------
+# ---- what another step is worth --------------------------------------------------------------------------------------
 
 
-def test_the_estimate_and_its_levels_are_the_plain_functions():
-    ladder, draw = Ladder.of(K, 0.25), random.Random(0)
-    state = new_state(None, ladder)
-    rates, levels, usual = [1.0] * ROWS, [len(ladder.lengths)] * ROWS, 1.0
-    likely = [0.0, 0.3, 0.6, 0.9, 1.0]
-    seen = set()
-    for _ in range(60):
-        before = [int(length) for length in state.lengths.flip(0)[: len(likely)]]
-        stood = []
-        for length, rate in zip(before, likely, strict=True):
-            stood.append(next((n for n in range(length) if draw.random() >= rate), length))
-        begin(state, [10] * len(likely), sampled=[1 + n for n in stood], steps=K)
-        judged = [trials(n, length) if length else 0 for n, length in zip(stood, before, strict=True)]
-        usual = updated(usual, sum(stood), sum(judged), USUAL_WEIGHT)
-        for row, (accepted, tried) in enumerate(zip(stood, judged, strict=True)):
-            rates[row] = updated(rates[row], accepted, tried, WEIGHT)
-            if tried:
-                levels[row] = max(ladder.level(rates[row], levels[row]), 1)
-        flip = torch.arange(ROWS - 1, -1, -1)
-        torch.testing.assert_close(state.budget.acceptance.rates[flip], torch.tensor(rates), atol=1e-5, rtol=1e-5)
-        assert state.budget.acceptance.levels[flip].tolist() == levels
-        assert float(state.budget.acceptance.usual) == pytest.approx(usual, abs=1e-5)
-        wanted = [ladder.length(level) for level in levels[: len(likely)]]
-        assert state.row_steps[: len(likely)].tolist() == wanted
-        seen |= set(wanted)
-        for drafted in (state.lengths, state.matches.drafted):  # the loop's own work
-            drafted[flip[: len(likely)]] = torch.tensor(wanted, dtype=torch.int32)
-        assert state.lengths.device.type == DEVICE
-    assert levels[0] == 1
-    assert levels[4] == len(ladder.lengths)
-    assert len(seen) > 2
-
-
-def test_a_new_request_begins_with_what_is_usual():
-    ladder = Ladder.of(K, 0.25)
-    state = new_state(None, ladder)
-    state.budget.acceptance.usual.fill_(0.5)
-    state.budget.acceptance.rates.fill_(0.1)
-    state.budget.acceptance.levels.fill_(1)
-    take_in(state, [3, 0], [NOTHING, NOTHING], [math.nan, math.nan], [Ending(), Ending()])
-    torch.testing.assert_close(state.budget.acceptance.rates, torch.tensor([0.5, 0.1, 0.1, 0.5, 0.1, 0.1]))
-    assert state.budget.acceptance.levels.tolist() == [len(ladder.lengths), 1, 1] * 2
+def test_what_is_learnt_of_confidence_is_what_the_plain_functions_say():
+    draw, state = random.Random(0), new_state(measures=True)
+    counts, column = confidence.first_counts(), device_features().index("maxp")
+    slots = torch.arange(ROWS - 1, ROWS - 5, -1)
+    for _ in range(20):
+        values = torch.rand(4, K, generator=torch.Generator(DEVICE).manual_seed(draw.randrange(10**6)))
+        drafted = [draw.randrange(K + 1) for _ in slots]
+        stood = [draw.randrange(length + 1) for length in drafted]
+        state.statistics[slots, :, column] = values
+        state.matches.drafted[slots] = torch.tensor(drafted, dtype=torch.int32)
+        begin(state, [10] * 4, sampled=[1 + n for n in stood], steps=K)
+        judged = [(row, place) for row in range(4) for place in range(min(drafted[row], stood[row] + 1))]
+        told = torch.tensor([float(values[at]) for at in judged])
+        counts = confidence.learnt(counts, told, torch.tensor([place < stood[row] for row, place in judged]))
+        torch.testing.assert_close(state.worth.counts, counts, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(state.worth.rates, confidence.rates(counts), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.worth.stands, confidence.usual(counts).expand(ROWS), atol=1e-5, rtol=1e-5)
 
 
 def test_requests_inside_their_prefill_and_rounds_without_drafts_teach_nothing():
-    state = new_state(None, Ladder.of(K, 0.25))
-    state.lengths.fill_(3)
-    begin(state, [10, 10], sampled=[0, 4], steps=0)
-    assert state.budget.acceptance.rates[5] == 1.0
-    assert not state.row_steps.any()
-    assert state.lengths[[5, 4]].tolist() == [0, 0]
+    state = new_state(measures=True)
+    state.matches.drafted.fill_(3)
+    begin(state, [10, 10], sampled=[0, 0], steps=0)
+    torch.testing.assert_close(state.worth.counts, confidence.first_counts())
     begin(state, [10, 10], steps=K)  # the verdict on drafts that were not made
-    assert state.budget.acceptance.rates[[5, 4]].tolist() == [1.0, 1.0]
+    torch.testing.assert_close(state.worth.counts, confidence.first_counts())
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.1, 1.9, 5.0])
+def test_a_round_ends_where_all_rows_together_gain_less_than_a_step_is_worth(value):
+    state = new_state(measures=True)
+    state.step_value = value
+    begin(state, [10, 10, 10], steps=K)
+    logits = sharp_and_flat(ROWS)
+    first = float(confidence.usual(confidence.first_counts()))
+    rates = confidence.rates(confidence.first_counts())
+    sure = rates[confidence.bins_of(logits.softmax(-1).amax(-1))][:3]
+    stands, wanted = torch.full((3,), first), 0
+    while wanted < K:
+        wanted += 1
+        stands = stands * sure
+        if float(stands[stands >= confidence.NEGLIGIBLE].sum()) < value:
+            break
+    drafts = drafted(state, 3)
+    assert max(drafts) == wanted
+    assert state.snapshot()["gate_ended"] == (wanted < K)
 
 
 def test_a_new_state_belongs_to_no_request():

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
@@ -233,19 +234,20 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
 
 @pytest.mark.parametrize("free", [2, 7])
 def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monkeypatch, free):
-    spec = config(free_drafts=free, draft_cost=0.3, draft_sample_method="probabilistic")
+    spec = config(free_drafts=free, draft_sample_method="probabilistic")
     assert spec.speculative_config.num_speculative_tokens == max(free, K)
     speculator = captured(spec, monkeypatch)
+    speculator.set_choice(Choice(width=max(free, K), step_value=0.0, step_cost=0.3, expected=1.0, seconds=1.0))
     text = speculator.state.matches.text
     text[0, :11], text[1, :11] = torch.tensor([1, 2, 3] * 4)[:11], torch.arange(11) + 20
     assert speculator.draft_length == K
     drafts = propose(speculator, 2)
     assert drafts.shape == (2, max(free, K))
     assert drafts[0, :free].tolist() == [3, 1, 2, 3, 1, 2, 3][:free]
-    assert speculator.state.lengths[:2].tolist() == [free, 2]  # a third step would not pay for both
+    assert speculator.state.lengths[:2].tolist() == [free, K]
     assert speculator.draft_logits[0, 0].softmax(-1)[3] == 1.0
     counted = speculator.counters.snapshot()
-    assert (counted["steps"], counted["drafted"], counted["free_drafted"]) == (2, 2, free)
+    assert (counted["steps"], counted["drafted"], counted["free_drafted"]) == (K, K, free)
     propose(speculator, 2, dummy_run=True)
     assert speculator.state.matches.known[:2].tolist() == [11, 11]
 
@@ -260,7 +262,7 @@ def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monke
         {"draft_window": WINDOW},
         {"draft_context": "blocks:64"},
         {"length_table": "1:4 2:2"},
-        {"adaptive_length": True},
+        {"gate": "auto"},
         {"free_drafts": 9},
     ],
 )
@@ -412,18 +414,8 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
     assert len(taken) == 1
 
 
-def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in_a_place_before(config, monkeypatch):
-    """What a place's request drafted last is judged as a round begins, where lengths depend on acceptance."""
-    speculator = captured(config(adaptive_length=True), monkeypatch)
-    speculator.state.lengths.fill_(4)
-    speculator.state.budget.acceptance.usual.fill_(0.5)
-    arrived(speculator, {0: asking()})
-    propose(speculator, 1)
-    assert speculator.state.budget.acceptance.rates.tolist() == [0.5, 1.0, 1.0]
-
-
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
-    speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
+    speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3"))
     arrived(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
     limits = speculator.state.budget.limits.own_limits.tolist()
     assert limits[0] == 0.5
@@ -436,7 +428,6 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
     assert counted == [True, False]
-    assert speculator.state.budget.limits.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 
 def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):

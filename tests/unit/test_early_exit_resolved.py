@@ -1,8 +1,8 @@
 """What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
 
 import pytest
-
 from selfspec_cli.early_exit.acceptance import Ladder
+
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.length_table import LengthTable

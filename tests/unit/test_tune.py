@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from exit_heads import lsq_head
+from selfspec_cli.stages.loads import every_width
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli import interrupts
@@ -33,7 +34,6 @@ from selfspec_cli.engine.live import Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.stages import exits, measure, search, tune
 from selfspec_cli.stages.budget import Budget
-from selfspec_cli.stages.loads import every_width
 
 OPENING = 30.0  # seconds until an engine is there
 

@@ -107,7 +107,7 @@ def test_the_kernels_with_twelve_gates():
 
 COMPILE = """
 import triton
-from kernel_types import GATE, INPUTS, MATCHES, PROGRESS
+from kernel_types import GATE, INPUTS, MATCHES, PROGRESS, WORTH
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -116,11 +116,11 @@ from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 
 TYPES = {
     "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "inputs": INPUTS,
-    "progress": PROGRESS, "gate": GATE, "lengths": "*i32", "logged": "*fp32",
+    "progress": PROGRESS, "gate": GATE, "lengths": "*i32", "logged": "*fp32", "worth": WORTH,
     "matches": MATCHES, "columns_of_text": "i32",
 }
 for free in (False, True):
-    constants = {"K": 5, "GREEDY": True, "MAPPED": False, "BLOCKS": 64, "FREE": free, "PLACES": 8}
+    constants = {"K": 5, "GREEDY": True, "MAPPED": False, "BLOCKS": 64, "FREE": free, "MEASURES": free, "PLACES": 8}
     signature = {name: TYPES.get(name, "constexpr") for name in _end_step.arg_names}
     source = ASTSource(fn=_end_step, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -131,35 +131,37 @@ for free in (False, True):
 
 BEGIN = """
 import triton
-from kernel_types import ACCEPTANCE, INPUTS, LIMITS, MATCHES, PROGRESS, VERDICT
+from kernel_types import INPUTS, LIMITS, MATCHES, PROGRESS, VERDICT, WORTH
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from selfspec_cli.vllm_plugin.v2.round_setup import _begin_round
 
-TYPES = {"inputs": INPUTS, "progress": PROGRESS, "lengths": "*i32", "budget": LIMITS, "acceptance": ACCEPTANCE,
-         "verdict": VERDICT, "matches": MATCHES, "weight": "fp32", "usual_weight": "fp32"}
-for levels, limits in ((0, False), (4, True)):
-    constants = {"K": 5, "ROWS": 512, "LEVELS": levels, "LIMITS": limits, "FREE": limits}
+TYPES = {"inputs": INPUTS, "progress": PROGRESS, "lengths": "*i32", "budget": LIMITS, "worth": WORTH,
+         "verdict": VERDICT, "matches": MATCHES, "step_value": "fp32"}
+for measures in (False, True):
+    constants = {"K": 5, "ROWS": 512, "LIMITS": measures, "FREE": measures, "MEASURES": measures}
     signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in _begin_round.arg_names}
     source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
-    print("estimated" if levels else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+    print("measured" if measures else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
 """
 
 
 MATCHING = """
 import triton
-from kernel_types import INPUTS, MATCHES, PROGRESS, VERDICT
+from kernel_types import INPUTS, MATCHES, PROGRESS, VERDICT, WORTH
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from selfspec_cli.vllm_plugin.v2.counting import _turn
 from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
+from selfspec_cli.vllm_plugin.v2.worth import _judge_confidence
 
-TYPES = {"matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
+TYPES = {"worth": WORTH, "statistics": "*fp32", "drafted": "*i32", "num_sampled": "*i32",
+         "matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
          "own": "*fp32", "lengths": "*i32", "cost": "fp32", "logits": "*bf16", "draft_tokens": "*i64"}
-for kernel in (_look_up, _judge, _certain, _turn):
-    constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True}
+for kernel in (_look_up, _judge, _certain, _turn, _judge_confidence):
+    constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True, "MEASURES": True}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -416,16 +418,17 @@ def test_the_kernels_that_shorten_a_block_table_read_all_before_they_write(compi
 
 
 def test_the_kernel_that_begins_a_round_compiles_for_cuda(compiled):
-    """With the estimate of acceptance compiled from the plain functions, and without."""
+    """With what is learnt of confidence, and without."""
     words = compiled["BEGIN"].split()
-    assert words[::2] == ["fixed", "estimated"]
+    assert words[::2] == ["fixed", "measured"]
     assert int(words[3]) > int(words[1])
 
 
 def test_the_kernels_of_free_drafts_compile_for_cuda(compiled):
-    look_up, judge, certain, turn = (line.split() for line in compiled["MATCHING"].splitlines())
+    look_up, judge, certain, turn, confidence = (line.split() for line in compiled["MATCHING"].splitlines())
     assert look_up == ["0", "1"] and certain == turn == ["0", "0"]
     assert judge == ["0", "3"]  # two counters, and the rows that go on
+    assert confidence == ["0", "2"]  # tokens that stood, and that were judged
 
 
 def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction(compiled):

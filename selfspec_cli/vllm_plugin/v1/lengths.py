@@ -33,6 +33,7 @@ class DraftLengths:
 
     def __init__(self, settings: ResolvedSettings, layers: int) -> None:
         self.table, self._settings = settings.table, settings
+        self.chooses_width = settings.chooses_width  # by measured times; the gate of a live engine may say otherwise
         self._own: dict[str, tuple[Any, RequestSettings]] = {}  # with the parameters that they were read from
         widths = (settings.width, *(width for width in WIDTHS if width < settings.width))
         times = StepTimes.assumed(settings.assumed_draft_step(layers))
@@ -71,7 +72,7 @@ class DraftLengths:
         most = self._settings.width
         if self.rule is not None and names:
             self.choice = self.rule.choose(load, float(sum(contexts)))
-            most = self.choice.width if self._settings.chooses_width else most
+            most = self.choice.width if self.chooses_width else most
         running = zip(names, contexts, strict=True)
         return [self._budget(name, requests, load, context, most) for name, context in running]
 

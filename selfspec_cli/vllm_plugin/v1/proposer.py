@@ -148,6 +148,10 @@ class _EarlyExit(DraftModelProposer):
         """Other draft lengths by load from the next round on; see `worker.early_exit_set_length_table`."""
         self.lengths.table = table
 
+    def set_chooses_width(self, on: bool) -> None:
+        """Whether measured times choose how much is drafted, from the next round on; else the table does."""
+        self.lengths.chooses_width = on
+
     def _find_groups(self) -> None:
         """The target's attention groups in which a layer drafts, each with the names of those layers."""
         self._groups = []

@@ -209,6 +209,11 @@ class EarlyExitSpeculator(DraftLoop):
         self.settings = replace(self.settings, length_table=str(table))
         self.state.budget.set_table(table)
 
+    def set_chooses_width(self, on: bool) -> None:
+        """Whether measured times choose the width of a step, from the next one on; else the table does."""
+        for planner in self._planners("gate"):
+            planner.chooses_width = on
+
     def set_read_first(self, on: bool) -> None:
         """Another order of reading and launching from the next step on; see `worker.early_exit_set_read_first`."""
         for planner in self._planners("read_first"):

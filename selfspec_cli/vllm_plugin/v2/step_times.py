@@ -91,7 +91,7 @@ def _seconds(replay: Callable[[], object]) -> float:
 
 def _bytes_per_second() -> float:
     """How fast this GPU reads memory, by a copy, which reads half of what it moves."""
-    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source))
 

@@ -46,6 +46,7 @@ class WidthPlanner:
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without draft slots, by reason
         self.in_force = settings.width  # draft slots of the step planned last
         self.settings, self.read_first = settings, settings.read_first
+        self.chooses_width = settings.chooses_width  # by measured times; the gate of a live engine may say otherwise
         self.set_table(settings.table)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
         assumed = StepTimes.assumed(settings.assumed_draft_step(layers))
@@ -70,15 +71,15 @@ class WidthPlanner:
         scheduled = output.num_scheduled_tokens
         longest, off = self._longest(scheduled, requests)
         width = self._width_for[longest]
-        if self.settings.chooses_width:
-            if width:
-                width = self._chosen(scheduled, requests, width)
-                if not width:
-                    off["cost"] = max(0, self._decoding(scheduled) - sum(off.values()))
-        elif width and len(scheduled) <= self._free_requests:
-            width = max(width, self._free_width)
-        if self.rule is not None and not self.settings.chooses_width:
-            self._chosen(scheduled, requests, width)  # for the value of a step
+        if width and self.chooses_width:
+            width = self._chosen(scheduled, requests, width)
+            if not width:
+                off["cost"] = max(0, self._decoding(scheduled) - sum(off.values()))
+        elif width:
+            if len(scheduled) <= self._free_requests and not self.settings.chooses_width:
+                width = max(width, self._free_width)
+            if self.settings.free_drafts:
+                self._chosen(scheduled, requests, width)  # for the value of a step alone
         for reason, number in off.items():
             self.off[reason] += number
         self.steps[width] += 1

@@ -1,0 +1,163 @@
+"""The one line against plain vLLM and against every fixed draft length, on live engines of one host, in turns.
+
+    python experiments/one_line/engines.py MODEL OUT.json --batches 1,4,16,32,64 --repeats 3
+
+Two engines live at once, each in a process of its own: plain vLLM, and `{"method": "selfspec"}`, which also runs the
+fixed lengths (the same copies, the rule switched off, a table of one entry). While one generates, the other is idle.
+Each repeat asks the same questions in the same order; a row has the medians. Prompts are this project's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FIXED = (0, 2, 3, 4, 6, 8, 12)
+RULE = "rule"
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """A process with one engine: reads a job a line, answers with a line. arguments: of vLLM's LLM."""
+    from vllm import LLM, SamplingParams
+
+    from selfspec_cli.texts.chat import asked
+
+    began = time.perf_counter()
+    llm = LLM(**arguments)
+    core = llm.llm_engine.engine_core.engine_core
+    tokenizer = llm.get_tokenizer()
+
+    def chat(question: str) -> list[int]:
+        if tokenizer.chat_template is None:
+            return list(tokenizer.encode(question))
+        message = [{"role": "user", "content": question}]
+        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    def ask(job: dict[str, Any]) -> dict[str, Any]:
+        set_arm(llm, job.get("arm"))
+        prompts = [{"prompt_token_ids": ids} for ids in asked(job["prompts"], job["count"], 0, chat, 512)]
+        prompts = (prompts * -(-job["batch"] // len(prompts)))[: max(job["batch"], job["count"])]
+        params = SamplingParams(temperature=job.get("temperature", 0), max_tokens=job["tokens"], ignore_eos=True)
+        outputs, seconds = [], 0.0
+        planner = getattr(core.scheduler, "early_exit_planner", None)
+        before = dict(planner.steps) if planner is not None else {}
+        for first in range(0, len(prompts), job["batch"]):
+            part = prompts[first : first + job["batch"]]
+            since = time.perf_counter()
+            answers = llm.generate(part, params, use_tqdm=False)
+            seconds += time.perf_counter() - since
+            outputs += [list(answer.outputs[0].token_ids) for answer in answers]
+        steps = {} if planner is None else {w: n - before.get(w, 0) for w, n in planner.steps.items()}
+        tokens = sum(map(len, outputs))
+        return {"seconds": seconds, "tokens": tokens, "outputs": [hash(tuple(ids)) for ids in outputs], "steps": steps}
+
+    print(json.dumps({"started": time.perf_counter() - began}), flush=True)
+    for line in sys.stdin:
+        print("ANSWER " + json.dumps(ask(json.loads(line))), flush=True)
+    os._exit(0)  # vLLM's shutdown may wait for minutes
+
+
+def set_arm(llm: Any, arm: str | int | None) -> None:
+    """The rule, a fixed draft length on the same engine, or (None) an engine as it was started."""
+    if arm is None:
+        return
+    llm.collective_rpc("early_exit_set_gate", args=("auto" if arm == RULE else "none", None))
+    llm.collective_rpc("early_exit_set_length_table", args=(None if arm == RULE else f"1:{arm}",))
+
+
+class Worker:
+    """A process that runs `serve`."""
+
+    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--engine", json.dumps(arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment,
+        )  # fmt: skip
+
+    def started(self) -> float:
+        return float(self._read('{"started"')["started"])
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._read("ANSWER ")
+
+    def _read(self, prefix: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(prefix):
+                return dict(json.loads(line.removeprefix("ANSWER ")))
+        raise RuntimeError(f"the engine ended with {self._process.wait()}")
+
+
+def row(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    speeds = [answer["tokens"] / answer["seconds"] for answer in answers]
+    return {"arm": name, "tok_s": round(statistics.median(speeds), 1), "all": [round(s, 1) for s in speeds],
+            "steps": answers[-1]["steps"]}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--batches", default="1,4,16,32,64,128,256")
+    parser.add_argument("--prompts", default="coding,chat,edits")
+    parser.add_argument("--fixed", default=",".join(map(str, FIXED)))
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--count", type=int, default=8, help="prompts of the small batches")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=480, help="no new cell is begun after this")
+    parser.add_argument("--llm", default="{}", help="more arguments of vLLM's LLM, in JSON")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    common = {"model": args.model, "max_model_len": 4096, "gpu_memory_utilization": 0.4, "enable_prefix_caching": False,
+              "disable_log_stats": False, **json.loads(args.llm)}  # fmt: skip
+    logs = args.out.parent
+    drafting = Worker(common | {"speculative_config": {"method": "selfspec"}}, logs / "drafting.log")
+    plain = Worker(common, logs / "plain.log")
+    document: dict[str, Any] = {"started": {"selfspec": drafting.started(), "plain": plain.started()}, "cells": []}
+    arms: list[tuple[str, Worker, Any]] = [("plain", plain, None), (RULE, drafting, RULE)]
+    arms += [(f"k={k}", drafting, int(k)) for k in args.fixed.split(",") if k]
+    for batch in map(int, args.batches.split(",")):
+        for prompts in args.prompts.split(","):
+            if time.perf_counter() - began > args.seconds:
+                break
+            job = {"prompts": prompts, "batch": batch, "count": args.count, "tokens": args.tokens}
+            for _, worker, arm in arms:  # a short one first, for whatever runs for the first time
+                worker.ask(job | {"arm": arm, "tokens": 32})
+            answers: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in arms}
+            for _ in range(args.repeats):
+                for name, worker, arm in arms:
+                    answers[name].append(worker.ask(job | {"arm": arm}))
+            rows = [row(name, found) for name, found in answers.items()]
+            same = {name: sum(a == b for a, b in zip(found[0]["outputs"], answers["plain"][0]["outputs"], strict=True))
+                    for name, found in answers.items()}  # fmt: skip
+            again = sum(a == b for a, b in zip(*(one["outputs"] for one in answers["plain"][:2]), strict=True))
+            document["cells"].append({"batch": batch, "prompts": prompts, "rows": rows, "same_as_plain": same,
+                                      "plain_as_itself": again})  # fmt: skip
+            args.out.write_text(json.dumps(document, indent=1))
+            speed = {one["arm"]: one["tok_s"] for one in rows}
+            best = max((value, name) for name, value in speed.items() if name not in (RULE, "plain"))
+            print(f"{batch:4d} {prompts:7s} plain {speed['plain']:8.0f}  rule {speed[RULE]:8.0f} "
+                  f"{speed[RULE] / speed['plain']:.2f}x  best fixed {best[1]} {best[0]:8.0f}, rule {speed[RULE] / best[0]:.2f} "
+                  f"of it  {rows[1]['steps']}  same {same[RULE]} of {len(answers['plain'][0]['outputs'])} "
+                  f"(plain again {again})", flush=True)  # fmt: skip
+    print(document["started"], f"{time.perf_counter() - began:.0f} s", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if "--engine" in sys.argv:
+        serve(json.loads(sys.argv[sys.argv.index("--engine") + 1]))
+    else:
+        main()

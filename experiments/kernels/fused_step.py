@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
 from selfspec_cli.vllm_plugin.attention.one_query import LOG2_E, attend
+from selfspec_cli.vllm_plugin.fused_step.drafting import EVENLY, MOST
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
+from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
@@ -155,13 +158,13 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class Fused:
     """The kernel, for one number of tokens."""
 
-    def __init__(self, model: Model, tokens: int, warps: int, at_once: int, evenly: float) -> None:
+    def __init__(self, model: Model, tokens: int, warps: int = WARPS, evenly: float = EVENLY) -> None:
         shape, device = model.shape, torch.device("cuda")
         properties = torch.cuda.get_device_properties(device)
         plan = planned(shape, properties.multi_processor_count, warps, evenly)
-        build = built(shape, plan, tokens, at_once, properties.shared_memory_per_block_optin)
+        build = built(shape, plan, tokens, properties.shared_memory_per_block_optin)
         self.kernel = Kernel(build, device, None, PATIENCE)
-        self.stream = Stream(shape, plan, at_once, device)
+        self.stream = Stream(shape, plan, device)
         for number, layer in enumerate(model.layers):
             copies = {**layer["copies"], "gate_up": gate_and_up(layer["copies"]["gate_up"])}
             self.stream.put(number, {name: records(copy) for name, copy in copies.items()})
@@ -170,7 +173,7 @@ class Fused:
         self.bias = torch.stack([layer["bias"] for layer in model.layers]) if shape.bias else None
         self.head_norms = torch.stack([layer["head_norms"] for layer in model.layers])
 
-    def bind(self, step: Step) -> Callable[[], None]:
+    def bind(self, step: Step, stamps: Tensor | None = None) -> Callable[[], None]:
         """A call that runs the step."""
         model, cache = step.model, step.caches[0]
         self.caches = torch.tensor([one.data_ptr() for one in step.caches], device="cuda")
@@ -179,7 +182,7 @@ class Fused:
             "bias": self.bias, "head_norms": self.head_norms, "final_norm": model.final_norm,
             "embedding": model.embedding, "rope": model.rope, "caches": self.caches, "ids": step.ids,
             "positions": step.positions, "lengths": step.lengths, "slots": step.slots, "table": step.table,
-            "out": step.out,
+            "out": step.out, "stamps": stamps,
         }  # fmt: skip
         arguments = Arguments(
             **{name: pointer(tensor) for name, tensor in tensors.items()},
@@ -315,9 +318,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--layers", type=int, help="as many layers, in place of the shape's")
     parser.add_argument("--check-layers", type=int, default=2)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 512, 2048, 8192])
-    parser.add_argument("--settings", nargs="+", default=["12,6,0.5"], help="warps, records of a copy, evenly")
+    parser.add_argument("--settings", nargs="+", default=[f"{WARPS},{EVENLY}"], help="warps, evenly")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--patience", type=int, help="end with an error after so many tries to read a word")
@@ -331,17 +334,16 @@ def main() -> None:
         arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
         print(json.dumps(row), flush=True)
 
-    settings = [(int(warps), int(at_once), float(evenly)) for warps, at_once, evenly in
-                (one.split(",") for one in arguments.settings)]  # fmt: skip
+    settings = [(int(warps), float(evenly)) for warps, evenly in (one.split(",") for one in arguments.settings)]
     for name in arguments.shapes:
         shape = SHAPES[name]
         if not arguments.no_check:
             small = Model(replace(shape, layers=arguments.check_layers))
-            for tokens in arguments.tokens:
+            for tokens in filter(CASES.get, arguments.tokens):
                 fused = Fused(small, tokens, *settings[0])
                 for lengths in CASES[tokens]:
                     row = check(small, fused, lengths, not arguments.no_separate)
-                    keep({"shape": name, "layers": arguments.check_layers, **row})
+                    keep({"shape": name, "layers": arguments.check_layers, "tokens": tokens, **row})
         model = Model(replace(shape, layers=arguments.layers or shape.layers))
         for tokens in arguments.tokens:
             if not arguments.no_separate and not shape.head_norms:
@@ -350,26 +352,31 @@ def main() -> None:
                     us = timed(lambda step=step: separate(step))
                     keep({"shape": name, "tokens": tokens, "context": context, "separate_us": us})
                     del step
-            for setting in settings:
+            for setting in settings if tokens <= MOST else ():
                 began = time.perf_counter()
                 fused = Fused(model, tokens, *setting)
                 seconds = round(time.perf_counter() - began, 2)
                 for context in arguments.contexts:
                     step = Step(model, [context] * tokens)
                     us = timed(fused.bind(step))
-                    keep({"shape": name, "tokens": tokens, "context": context, "setting": setting, "fused_us": us,
-                          "made_s": seconds, "slots": fused.kernel.build.slots,
-                          "spilled": fused.kernel.spilled})  # fmt: skip
+                    build = {"made_s": seconds, "slots": fused.kernel.build.slots, "spilled": fused.kernel.spilled}
+                    row = {"shape": name, "tokens": tokens, "context": context, "setting": setting, **build}
+                    keep({**row, "fused_us": us})
                     del step
                 del fused
         del model
+    os._exit(0)  # without CUDA's own end, which can wait for ever
 
 
 CASES: dict[int, list[list[int]]] = {
     1: [[1], [2], [9], [70], [300], [1500], [5000]],
     2: [[5, 200], [0, 33], [1000, 3]],
     3: [[1, 0, 77]],
-    4: [[1, 2, 17, 130], [600, 0, 0, 64], [3000, 100, 1, 40]],
+    4: [[1, 2, 17, 130], [600, 0, 0, 64], [3000, 100, 1, 40], [500, 500, 500, 500]],
+    5: [[1, 5, 17, 0, 130]],
+    6: [[700, 5, 0, 40, 130, 64]],
+    7: [[1, 5, 17, 40, 0, 130, 64]],
+    8: [[1, 5, 17, 40, 0, 130, 64, 9], [3000, 0, 1, 40, 700, 129, 2, 64], [500] * 8],
 }
 """Lengths of requests to check each number of tokens with."""
 

@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
 from selfspec_cli.report.trace import UNSEEN_LAUNCHES
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import NAME, PARTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, NAME, PARTS, built, chunks
 from selfspec_cli.vllm_plugin.fused_step.layout import (
     PHASES,
     RECORD,
@@ -107,7 +107,7 @@ def test_warps_share_the_columns(warps):
 def test_streams_hold_every_record_in_the_order_of_its_use():
     blocks, warps = 4, 8
     plan = planned(SMALL, blocks, warps, 0.5)
-    stream = Stream(SMALL, plan, 4, torch.device("cpu"))
+    stream = Stream(SMALL, plan, torch.device("cpu"))
     for layer in range(SMALL.layers):
         weights, number = {}, 1 + layer * 100_000
         for name in PHASES:
@@ -132,24 +132,35 @@ def test_streams_hold_every_record_in_the_order_of_its_use():
     assert numbers[at : at + 2 * len(wanted)].tolist() == wanted + [100_000 + number for number in wanted]
 
 
-@pytest.mark.parametrize(("shape", "tokens", "slots"), [(QWEN, 1, 4), (QWEN, 4, 3), (LLAMA, 1, 4)])
-def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, slots):
-    build = built(shape, planned(shape, 132, 12, 0.5), tokens, 6, SHARED)
-    assert build.slots == slots and build.shared_bytes <= SHARED < build.shared_bytes + 12 * (6 * RECORD + 8)
+@pytest.mark.parametrize(
+    ("shape", "tokens", "records", "slots"),
+    [(QWEN, 1, 6, 4), (QWEN, 4, 6, 4), (QWEN, 8, 6, 3), (LLAMA, 1, 6, 5), (LLAMA, 4, 6, 3), (LLAMA, 8, 3, 3)],
+)
+def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, slots):
+    build = built(shape, planned(shape, 132, 12, 0.5), tokens, SHARED)
+    assert (build.at_once, build.slots) == (records, slots)
+    assert build.shared_bytes <= SHARED < build.shared_bytes + 12 * (records * RECORD + 8)
     options = dict(option[2:].split("=") for option in build.options)
     assert options["SHARED"] == str(build.shared_bytes) and options["WORDS"] == str(build.words)
-    assert int(options["CHUNKS"]) == chunks(shape, build.plan, 6)
+    assert int(options["CHUNKS"]) == chunks(shape, build.plan, records)
+
+
+@pytest.mark.parametrize("shape", [QWEN, LLAMA])
+def test_every_width_that_draft_steps_ask_for_has_room(shape):
+    plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
+    for tokens in range(1, drafting.MOST + 1):
+        assert built(shape, plan, tokens, SHARED).slots >= FEWEST_SLOTS
 
 
 def test_a_build_without_room_for_weights_is_refused():
     with pytest.raises(ValueError, match="65536 bytes of shared memory have no room for the weights of 4 tokens"):
-        built(LLAMA, planned(LLAMA, 132, 12, 0.5), 4, 6, 65536)
+        built(LLAMA, planned(LLAMA, 132, 12, 0.5), 4, 65536)
 
 
 def test_a_build_for_more_heads_than_blocks_is_refused():
     heads = dataclasses.replace(LLAMA, heads=32)
     with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
-        built(heads, planned(heads, 114, 12, 0.5), 4, 6, SHARED)
+        built(heads, planned(heads, 114, 12, 0.5), 4, SHARED)
 
 
 def test_the_kernel_travels_with_the_package():

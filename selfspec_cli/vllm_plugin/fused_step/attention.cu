@@ -7,59 +7,68 @@ struct Keys {
 
 // What a block attends to: one request, one head of keys, one split. The same in every layer.
 struct Unit {
-    int token, head, split, splits, length;  // token: -1 for none
-    int tile, step, tiles;                   // the warp's first tile of 8 keys, from one to the next, and of the request
-    long long place;                         // of key `row` of the first tile, in elements of a layer's cache
+    long long slot;                  // where the new token's key goes, in elements of a layer's cache; -1: nowhere
+    int token, head, split, length;  // token: -1 for none
 };
 
+// A warp's tiles of 8 keys: from one to the next, up to all of the request.
+struct Tiles {
+    int tile, step, all;
+};
+__device__ __forceinline__ Tiles tiles_of(const Lane& lane, const Unit& unit) {
+    const int splits = splits_for(unit.length);
+    return {unit.split * WARPS + int(lane.warp), splits * WARPS, key_tiles(unit.length)};
+}
+
 // Where key `row` of a tile is.
-__device__ __forceinline__ long long place_of(const Lane& me, const Arguments& a, const Unit& unit, int tile) {
-    int at = min(tile * 8 + int(me.row), unit.length - 2);
+__device__ __forceinline__ long long offset_of(const Lane& lane, const Arguments& a, const Unit& unit, int tile) {
+    int at = min(tile * 8 + int(lane.row), unit.length - 2);
     int block = a.table[unit.token * a.table_row + at / PAGE];
     return block * a.cache_block + at % PAGE * a.cache_token + unit.head * a.cache_head;
 }
 
-__device__ __forceinline__ Unit unit_of(const Lane& me, const Arguments& a, int block) {
-    Unit unit;
-    unit.token = -1, unit.tile = unit.tiles = 0;
+__device__ __forceinline__ Unit unit_of(const Arguments& a, int block) {
+    Unit unit = {-1, -1, 0, 0, 0};
     int before = 0;
 #pragma unroll 1
     for (int token = 0; token < NT; token++) {
-        int length = a.lengths[token], splits = splits_of(length), mine = block - before;
+        int length = a.lengths[token], splits = splits_for(length), mine = block - before;
         if (mine >= 0 && mine < splits * KVH) {
-            unit.token = token, unit.head = mine / splits, unit.split = mine % splits;
-            unit.splits = splits, unit.length = length, unit.tiles = key_tiles(length);
-            unit.tile = unit.split * WARPS + me.warp, unit.step = splits * WARPS;
+            unit.token = token, unit.head = mine / splits, unit.split = mine % splits, unit.length = length;
         }
         before += splits * KVH;
     }
-    unit.place = unit.tile < unit.tiles ? place_of(me, a, unit, unit.tile) : 0;
+    if (unit.token >= 0 && unit.length > 0) {
+        long long slot = a.slots[unit.token];
+        if (slot >= 0) unit.slot = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + unit.head * a.cache_head;
+    }
     return unit;
 }
 
-// Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
-__device__ __forceinline__ void ask_for_keys(const Lane& me, const Arguments& a, const Unit& unit, int layer) {
+// first: where key `row` of the warp's first tile is. Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
+__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Unit& unit, long long first, int layer) {
     const int lines = DIM / 64;  // of 128 bytes, of a key; as many are its value's
-    int line = me.lane & 3;
+    int line = lane.id & 3;
     if (line >= 2 * lines) return;
     const u16* cache = (const u16*)a.caches[layer] + (line < lines ? 0 : a.cache_value) + line % lines * 64;
-    for (int tile = unit.tile; tile < unit.tiles; tile += unit.step) {
-        long long place = tile == unit.tile ? unit.place : place_of(me, a, unit, tile);
+    const Tiles tiles = tiles_of(lane, unit);
+    for (int tile = tiles.tile; tile < tiles.all; tile += tiles.step) {
+        long long place = tile == tiles.tile ? first : offset_of(lane, a, unit, tile);
         asm volatile("prefetch.global.L2 [%0];" ::"l"(cache + place));
     }
 }
 
 // Eight cached keys. Lane (row, pair) reads a quarter of key `row`, which is at `place`, and DPL dimensions of all values.
 __device__ __forceinline__ void read_keys(
-    Keys& keys, const Lane& me, const Arguments& a, const u16* cache, long long place, int valid
+    Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place, int valid
 ) {
     keys.valid = min(8, valid);
-    const u16* key = cache + place + (me.lane & 3) * 8;
+    const u16* key = cache + place + (lane.id & 3) * 8;
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) keys.key[n] = *(const uint4*)(key + n * 32);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        const u16* value = cache + __shfl_sync(FULL, place, (me.lane & 3) * 8 + k * 4) + a.cache_value + me.row * 8;
+        const u16* value = cache + __shfl_sync(FULL, place, (lane.id & 3) * 8 + k * 4) + a.cache_value + lane.row * 8;
 #pragma unroll
         for (int n = 0; n < DIM / 64; n++) keys.value[n][k] = *(const uint4*)(value + n * 64);
     }
@@ -75,7 +84,7 @@ __device__ __forceinline__ u32 word_of(const uint4& four, int n) {
     return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w;
 }
 
-__device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, const uint4* query, const Lane& me, float scale) {
+__device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, const uint4* query, const Lane& lane, float scale) {
     float chains[2][4] = {};
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) {
@@ -89,7 +98,7 @@ __device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, con
                 : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
         }
     }
-    int key = (me.lane & 3) * 2;
+    int key = (lane.id & 3) * 2;
     float first = key < keys.valid ? (chains[0][0] + chains[1][0]) * scale : -INFINITY;
     float second = key + 1 < keys.valid ? (chains[0][1] + chains[1][1]) * scale : -INFINITY;
     float best = fmaxf(first, second);
@@ -121,17 +130,17 @@ __device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, con
 }
 
 // The sums of a warp, [GROUP_HEADS][DIM].
-__device__ __forceinline__ void put_attended(const Attended& found, const Lane& me, float* to) {
+__device__ __forceinline__ void store_attended(const Attended& found, const Lane& lane, float* to) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        int head = (me.lane & 3) * 2 + n;
+        int head = (lane.id & 3) * 2 + n;
         if (head < GROUP_HEADS) {
 #pragma unroll
             for (int part = 0; part < DIM / 64; part++) {
                 float x[8];
 #pragma unroll
                 for (int e = 0; e < 8; e++) x[e] = DIM == 128 ? found.sums[e][part * 2 + n] : found.sums[e / 2][e % 2 * 2 + n];
-                float4* place = (float4*)(to + head * DIM + part * 64 + me.row * 8);
+                float4* place = (float4*)(to + head * DIM + part * 64 + lane.row * 8);
                 place[0] = make_float4(x[0], x[1], x[2], x[3]), place[1] = make_float4(x[4], x[5], x[6], x[7]);
             }
         }
@@ -140,19 +149,19 @@ __device__ __forceinline__ void put_attended(const Attended& found, const Lane& 
 
 // One head of the new token by one warp: waits for it, norms it, turns it. part: 0 query, 1 key, 2 value.
 // turn: [DIM] cosines, then sines.
-__device__ __forceinline__ void take_head(
-    const Lane& me, const Arguments& a, u32 flag, int layer, int token, int number, int part, const float* turn, u16* to,
+__device__ __forceinline__ void load_head(
+    const Lane& lane, const Arguments& a, u32 flag, int layer, int token, int number, int part, const float* turn, u16* to,
     u16* cached
 ) {
     constexpr int PAIRS = DIM / 4;  // of columns, in half a head
-    bool here = me.lane < PAIRS;
-    int i = here ? me.lane : 0;
+    bool here = lane.id < PAIRS;
+    int i = here ? lane.id : 0;
     const u64* words = a.words + PK_QKV + token * QKV / 2 + number * DIM / 2;
     float2 cosines = make_float2(1.f, 1.f), sines = make_float2(0.f, 0.f);
     if (part < 2) cosines = *(const float2*)(turn + 2 * i), sines = *(const float2*)(turn + 2 * i + DIM / 2);
     const float cosine[2] = {cosines.x, cosines.y}, sine[2] = {sines.x, sines.y};
     u32 one, two;
-    wait_both(words + i, words + PAIRS + i, flag, one, two);
+    wait_words(words + i, words + PAIRS + i, flag, one, two);
     __syncwarp();
     float x[2] = {low(one), high(one)}, y[2] = {low(two), high(two)};
 #if QKNORM
@@ -176,60 +185,62 @@ __device__ __forceinline__ void take_head(
 
 // A unit, by all warps of the block.
 __device__ __forceinline__ void attend(
-    const Lane& me, const Arguments& a, const Unit& unit, u32 flag, int layer, long long slot, char* shared, float* sums
+    const Lane& lane, const Arguments& a, const Unit& unit, long long first, u32 flag, int layer, bool direct, char* shared,
+    float* sums
 ) {
     const int token = unit.token, head = unit.head, split = unit.split, length = unit.length;
     const u16* cache = (const u16*)a.caches[layer];
-    int tile = unit.tile;
+    const Tiles tiles = tiles_of(lane, unit);
+    int tile = tiles.tile;
     Keys keys;
-    if (tile < unit.tiles) read_keys(keys, me, a, cache, unit.place, length - 1 - tile * 8);
+    if (tile < tiles.all) read_keys(keys, lane, a, cache, first, length - 1 - tile * 8);
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
-    for (int n = me.warp; n < GROUP_HEADS + 2; n += WARPS) {
+    for (int n = lane.warp; n < GROUP_HEADS + 2; n += WARPS) {
         int part = n < GROUP_HEADS ? 0 : n - GROUP_HEADS + 1;
         int number = part == 0 ? head * GROUP_HEADS + n : QH + (part - 1) * KVH + head;
         u16* to = part == 0 ? queries + n * (DIM + 8) : fresh + (part - 1) * DIM;
-        bool writes = part > 0 && split == 0 && slot >= 0;
-        u16* cached_at = writes ? (u16*)cache + slot + (part - 1) * a.cache_value : (u16*)0;
-        take_head(me, a, flag, layer, token, number, part, turn, to, cached_at);
+        bool writes = part > 0 && split == 0 && unit.slot >= 0;
+        u16* cached_at = writes ? (u16*)cache + unit.slot + (part - 1) * a.cache_value : (u16*)0;
+        load_head(lane, a, flag, layer, token, number, part, turn, to, cached_at);
     }
     __syncthreads();
     uint4 query[DIM / 32];
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++)
-        query[n] = me.row < GROUP_HEADS ? *(const uint4*)(queries + me.row * (DIM + 8) + n * 32 + (me.lane & 3) * 8)
+        query[n] = lane.row < GROUP_HEADS ? *(const uint4*)(queries + lane.row * (DIM + 8) + n * 32 + (lane.id & 3) * 8)
                                         : make_uint4(0, 0, 0, 0);
     Attended found = {};
     found.best = -INFINITY;
     // The warp that most likely has no other key takes the newest, too.
-    bool newest = split == unit.splits - 1 && me.warp == WARPS - 1 && length > 0;
+    bool newest = (split + 1) * WARPS == tiles.step && lane.warp == WARPS - 1 && length > 0;
 #pragma unroll 1
-    while (newest || tile < unit.tiles) {
-        const bool cached = tile < unit.tiles;
+    while (newest || tile < tiles.all) {
+        const bool cached = tile < tiles.all;
         if (!cached) {
             newest = false;
 #pragma unroll
             for (int n = 0; n < DIM / 32; n++)
-                keys.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
+                keys.key[n] = lane.row == 0 ? *(const uint4*)(fresh + n * 32 + (lane.id & 3) * 8) : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int n = 0; n < DIM / 64; n++) {
                 keys.value[n][1] = make_uint4(0, 0, 0, 0), keys.value[n][0] = make_uint4(0, 0, 0, 0);
-                if ((me.lane & 3) == 0) keys.value[n][0] = *(const uint4*)(fresh + DIM + n * 64 + me.row * 8);
+                if ((lane.id & 3) == 0) keys.value[n][0] = *(const uint4*)(fresh + DIM + n * 64 + lane.row * 8);
             }
             keys.valid = 1;
         }
-        attend_to(found, keys, query, me, a.scale);
-        if (cached) tile += unit.step;
-        if (tile < unit.tiles) read_keys(keys, me, a, cache, place_of(me, a, unit, tile), length - 1 - tile * 8);
+        attend_to(found, keys, query, lane, a.scale);
+        if (cached) tile += tiles.step;
+        if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, unit, tile), length - 1 - tile * 8);
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
-    put_attended(found, me, sums + me.warp * GROUP_HEADS * DIM);
-    if ((me.lane & 3) == 0 && me.row < GROUP_HEADS) {
-        stats[(me.warp * GROUP_HEADS + me.row) * 2] = found.best;
-        stats[(me.warp * GROUP_HEADS + me.row) * 2 + 1] = found.weight;
+    store_attended(found, lane, sums + lane.warp * GROUP_HEADS * DIM);
+    if ((lane.id & 3) == 0 && lane.row < GROUP_HEADS) {
+        stats[(lane.warp * GROUP_HEADS + lane.row) * 2] = found.best;
+        stats[(lane.warp * GROUP_HEADS + lane.row) * 2 + 1] = found.weight;
     }
     __syncthreads();
-    for (int n = me.warp * 32 + me.lane; n < GROUP_HEADS * DIM / 2; n += THREADS) {
+    for (int n = lane.warp * 32 + lane.id; n < GROUP_HEADS * DIM / 2; n += THREADS) {
         int which = n / (DIM / 2), d = n % (DIM / 2) * 2;
         float best = -INFINITY, weight = 0.f, x = 0.f, y = 0.f;
 #pragma unroll 4
@@ -242,10 +253,17 @@ __device__ __forceinline__ void attend(
             x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
         }
         float inverse = weight > 0.f ? __fdividef(1.f, weight) : 0.f;
-        int number = head * GROUP_HEADS + which, part = token * SPLITS + split;
-        tell(a.words + PK_PART + (part * HEADS_OUT + number * DIM + d) / 2, pack(x * inverse, y * inverse), flag);
-        if (d == 0)  // a closed request attends to nothing: its result is 0, and it has one part
-            tell(a.words + PK_LSE + part * QH + number, __float_as_uint(weight > 0.f ? best + __log2f(weight) : 0.f), flag);
+        int column = (head * GROUP_HEADS + which) * DIM + d, part = token * SPLITS + split;
+        const u32 pair = pack(x * inverse, y * inverse);
+        if (tiles.step == WARPS && !direct) {
+            store_flagged(a.words + PK_ATT + (token * HEADS_OUT + column) / 2, pair, flag);
+            continue;
+        }
+        store_flagged(a.words + PK_PART + (part * HEADS_OUT + column) / 2, pair, flag);
+        if (d == 0) {
+            float log = weight > 0.f ? best + __log2f(weight) : -INFINITY;
+            store_flagged(a.words + PK_LSE + part * QH + head * GROUP_HEADS + which, __float_as_uint(log), flag);
+        }
     }
     __syncthreads();  // the next product writes where these sums were
 }

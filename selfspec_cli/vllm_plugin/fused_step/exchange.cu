@@ -7,13 +7,13 @@
 //
 // A weight tile is 16 rows. Of its columns a record holds one group of 64: 512 bytes of integers in the order in which
 // lanes multiply them, and 16 scales in half precision. Tokens are rounded to signed bytes by 32 columns and multiplied
-// on tensor cores, tokens as the even columns of a product with 16 rows of weights. A weight is the high half of a byte
+// on tensor cores, tokens as columns of a product with 16 rows of weights. A weight is the high half of a byte
 // there, so 16 times itself.
 //
 // Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks) RECORDS
 // (of a chunk of a ring, at most) SLOTS (chunks of a ring) CHUNKS (of a layer, at most) TILES (most tiles of a block in a
-// phase) ROWS (most tiles of the residual in a block) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most splits that
-// readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
+// phase) ROWS (most tiles of the residual in a block) SHARED_AREA (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most
+// splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
 //
 // The parts, in order: exchange.cu, weights.cu, tokens.cu, parts.cu, attention.cu, trunk.cu.
 
@@ -40,22 +40,38 @@ typedef unsigned short u16;
 #define FULL 0xffffffffu
 #define LOG2E 1.4426950408889634f
 
+// ---- columns of a product ---------------------------------------------------------------------------------------
+// Up to four tokens are the even columns of a product, so that every lane has the sums of one of them; more are all
+// columns, and a lane has the sums of two.
+#define LANE_TOKENS (NT <= 4 ? 1 : 2)
+#define UNITS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
+#define EVEN_NT (NT == 1 ? 1 : (NT + 1) / 2 * 2)      // tokens that shared memory has room for
+#define TILE_SUMS (UNITS * LANE_TOKENS * 16)          // sums of a tile, of one warp
+
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
-#define ACT_WARP (MOST_GROUPS * NT * 64)
-#define FAC_WARP (MOST_GROUPS * NT * 8)
-#define SUMS_GEMV (WARPS * (TILES + ROWS) * NT * 16 * 4)
-#define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)
-#define SUMS ((MAX2(SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
-#define AT_ACT (WARPS * SLOTS * CHUNK)
-#define AT_FAC (AT_ACT + WARPS * ACT_WARP)
-#define AT_SUMS (AT_FAC + WARPS * FAC_WARP)
-#define AT_SQUARES (AT_SUMS + SUMS)
+// Every warp has an area of its own: its tokens as bytes, and its sums of a phase. SHARED_AREA: sums of a phase lie
+// where the bytes of the next one will be, and blocks wait for their readers; else each has its place, and those of
+// the phases that follow each other alternate.
+#define BYTES_WARP (MOST_GROUPS * EVEN_NT * 64)
+#define BYTES_SHORT ((MAX2(GROUPS_H, GROUPS_O) + WARPS - 1) / WARPS * EVEN_NT * 64)  // of all phases but down
+#define SUMS_AT_EVEN (SHARED_AREA ? BYTES_SHORT : BYTES_WARP)  // of qkv and of gate and up
+#define SUMS_AT_O (SHARED_AREA ? BYTES_SHORT : BYTES_WARP + TILES * TILE_SUMS * 4)
+#define SUMS_AT_DOWN (SHARED_AREA ? BYTES_WARP : BYTES_WARP + TILES * TILE_SUMS * 4)
+#define AREA_WARP MAX2(SUMS_AT_EVEN + TILES * TILE_SUMS * 4, SUMS_AT_DOWN + ROWS * TILE_SUMS * 4)
+#define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)  // of attention; in the warps' areas
+#define FACTORS_WARP (MOST_GROUPS * EVEN_NT * 8)
+#define AT_AREA (WARPS * SLOTS * CHUNK)
+#define AT_FACTORS (AT_AREA + (MAX2(WARPS * AREA_WARP, SUMS_ATT) + 15) / 16 * 16)
+#define AT_SQUARES ((AT_FACTORS + WARPS * FACTORS_WARP + 15) / 16 * 16)
 #define AT_RESIDUAL (AT_SQUARES + WARPS * NT * 4)
 #define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
 #define AT_ROPE (AT_NEW + 2 * DIM * 2)
 #define AT_BARRIERS (AT_ROPE + NT * DIM * 4)
-#define AT_SIZES (AT_BARRIERS + WARPS * SLOTS * 8)
+#define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
+#define AT_UNIT (AT_PLAN + 24)
+#define AT_SPLITS (AT_UNIT + 24)
+#define AT_SIZES (AT_SPLITS + NT * 4)
 #define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
 
 // ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
@@ -93,6 +109,7 @@ struct Arguments {
     long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
     long long table_row;
     float scale;               // of the scores, times log2(e)
+    u64* stamps;               // with -DSTAMPS: [NB][WARPS][LAYERS][POINTS]
 };
 
 // With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
@@ -100,6 +117,26 @@ struct Arguments {
 #define TRY(n) if (++n > PATIENCE) __trap()
 #else
 #define TRY(n)
+#endif
+
+// With -DSTAMPS every warp writes when it reaches each point: nanoseconds of the card, then clocks of its multiprocessor.
+#define POINTS 20
+#ifdef STAMPS
+#define STAMP(point) if (lane.id == 0) stamp(a.stamps + ((blockIdx.x * WARPS + lane.warp) * LAYERS + layer) * POINTS + (point))
+__device__ __forceinline__ void stamp(u64* to) {
+    u32 clocks, nanoseconds;
+    asm volatile("mov.u32 %0, %%clock;\n\tmov.u32 %1, %%globaltimer_lo;" : "=r"(clocks), "=r"(nanoseconds) :: "memory");
+    *to = u64(nanoseconds) << 32 | clocks;
+}
+#else
+#define STAMP(point)
+#endif
+
+// To measure by, with wrong results: with -DANSWERED nobody waits for another block, with -DDRY no weights are read.
+#ifdef ANSWERED
+#define READY(flags) true
+#else
+#define READY(flags) (flags)
 #endif
 
 // ---- small things ----------------------------------------------------------------------------------------------
@@ -121,40 +158,46 @@ __device__ __forceinline__ float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// The same number, of which the compiler knows nothing: what follows from it is not computed before the loop over layers,
+// where it would need a register in all phases.
+__device__ __forceinline__ int hidden_from_compiler(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
 __device__ __forceinline__ u32 address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
 
-struct Two {
+struct Pair {
     u32 a, flag_a, b, flag_b;
-    __device__ __forceinline__ bool there(u32 flag) const { return flag_a == flag && flag_b == flag; }
+    __device__ __forceinline__ bool ready(u32 flag) const { return READY(flag_a == flag && flag_b == flag); }
 };
-__device__ __forceinline__ Two read_two(const u64* place) {
+__device__ __forceinline__ Pair load_pair(const u64* place) {
     u64 a, b;
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(place) : "memory");
     return {u32(a), u32(a >> 32), u32(b), u32(b >> 32)};
 }
-__device__ __forceinline__ u64 read_one(const u64* place) {
+__device__ __forceinline__ u64 load_word(const u64* place) {
     u64 a;
     asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(place) : "memory");
     return a;
 }
-__device__ __forceinline__ u32 wait_one(const u64* place, u32 flag) {
-    u64 word = read_one(place);
+__device__ __forceinline__ u32 wait_word(const u64* place, u32 flag) {
+    u64 word = load_word(place);
     [[maybe_unused]] u32 tries = 0;
-    while (u32(word >> 32) != flag) {
+    while (!READY(u32(word >> 32) == flag)) {
         TRY(tries);
-        word = read_one(place);
+        word = load_word(place);
     }
     return u32(word);
 }
-__device__ __forceinline__ void wait_both(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
-    u64 word = read_one(place), another = read_one(other);
+__device__ __forceinline__ void wait_words(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
+    u64 word = load_word(place), another = load_word(other);
     [[maybe_unused]] u32 tries = 0;
-    while (u32(word >> 32) != flag || u32(another >> 32) != flag) {
+    while (!READY(u32(word >> 32) == flag && u32(another >> 32) == flag)) {
         TRY(tries);
-        word = read_one(place), another = read_one(other);
+        word = load_word(place), another = load_word(other);
     }
     one = u32(word), two = u32(another);
 }
-__device__ __forceinline__ void tell(u64* place, u32 value, u32 flag) {
+__device__ __forceinline__ void store_flagged(u64* place, u32 value, u32 flag) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"(u64(flag) << 32 | value) : "memory");
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape, share
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape, share
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
@@ -21,7 +21,9 @@ PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
-DIRECT = 8  # most of them that readers add up themselves, with one token
+RECORDS = (6, 4, 3, 2)  # of a copy into shared memory; the most of which that many copies have room
+SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
+DIRECT = (8, 4, 2)  # most of them that readers add up themselves, with one token, two, ...
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,13 @@ class Build:
     def options(self) -> list[str]:
         """What the kernel is compiled with."""
         shape, plan = self.shape, self.plan
-        direct = min(DIRECT, self.splits) if self.tokens == 1 else 1
+        direct = min(DIRECT[min(self.tokens, len(DIRECT)) - 1], self.splits)
         values = {
             "LAYERS": shape.layers, "HIDDEN": shape.hidden, "INTER": shape.intermediate, "QH": shape.query_heads,
             "KVH": shape.heads, "DIM": shape.dim, "PAGE": shape.page, "BIAS": int(shape.bias),
             "QKNORM": int(shape.head_norms), "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
-            "NT": self.tokens, "WARPS": plan.warps, "NB": len(plan.blocks), "TILES": plan.most_tiles,
+            "NT": self.tokens, "SHARED_AREA": int(shares_area(self.tokens)),
+            "WARPS": plan.warps, "NB": len(plan.blocks), "TILES": plan.most_tiles,
             "ROWS": plan.most_rows, "RECORDS": self.at_once, "SLOTS": self.slots,
             "CHUNKS": chunks(shape, plan, self.at_once), "DIRECT": direct,
             "SHARED": self.shared_bytes, "WORDS": self.words,
@@ -83,30 +86,47 @@ def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
                for _, q, _, rows, _, g in plan.blocks)  # fmt: skip
 
 
+def shares_area(tokens: int) -> bool:
+    """Whether a phase's sums lie where the next phase's bytes will be."""
+    return tokens >= SHARED_AREA
+
+
 def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
-    """Shared memory of a block beside the warps' rings."""
-    most = -(-max(shape.groups.values()) // plan.warps)
-    gemv = plan.warps * (plan.most_tiles + plan.most_rows) * tokens * 16 * 4
+    """Shared memory of a block beside the warps' rings; exchange.cu lays it out."""
+    groups, even = shape.groups, tokens if tokens == 1 else -(-tokens // 2) * 2
+    most, short = (-(-max(groups[name] for name in names) // plan.warps) for names in (PHASES, ("qkv", "o")))
+    tile = (tokens if tokens <= 4 else even) * 64  # bytes of the sums of a tile
+    rows = plan.most_rows * tile
+    if shares_area(tokens):
+        area = max(even * 64 * short + plan.most_tiles * tile, even * 64 * most + rows)
+    else:
+        area = even * 64 * most + plan.most_tiles * tile + rows
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
-    sums = -(-max(gemv, attention) // 16) * 16
-    residual = -(-plan.most_rows * 16 * tokens * 4 // 16) * 16
-    queries = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2
-    per_token = plan.warps * most * (64 + 8) + plan.warps * 4 + shape.dim * 4
-    return tokens * per_token + sums + residual + queries + plan.warps * chunks(shape, plan, at_once) * 2
+    areas, factors = _round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
+    residual = _round_up(plan.most_rows * 16 * tokens * 4, 16)
+    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48
+    per_token = plan.warps * 4 + shape.dim * 4 + 4
+    sizes = plan.warps * chunks(shape, plan, at_once) * 2
+    return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + planned + sizes
 
 
-def built(shape: Shape, plan: Plan, tokens: int, at_once: int, shared: int) -> Build:
-    """With as many slots as `shared` bytes have room for.
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
-    Raises ValueError where these are too few, or where a block would have to attend to more than one head.
+
+def built(shape: Shape, plan: Plan, tokens: int, shared: int) -> Build:
+    """With the largest copies into shared memory of which `shared` bytes have room for FEWEST_SLOTS.
+
+    Raises ValueError where there is no room, or where a block would have to attend to more than one head.
     """
     if tokens * shape.heads > len(plan.blocks):
         raise ValueError(f"{tokens} tokens of {shape.heads} KV heads are more than {len(plan.blocks)} multiprocessors")
-    room = shared - fixed_bytes(shape, plan, tokens, at_once)
-    slots = room // (plan.warps * (at_once * RECORD + 8))
-    if slots < FEWEST_SLOTS:
-        raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
-    return Build(shape, plan, tokens, at_once, slots)
+    for at_once in RECORDS:
+        room = shared - fixed_bytes(shape, plan, tokens, at_once)
+        slots = room // (plan.warps * (at_once * RECORD + 8))
+        if slots >= FEWEST_SLOTS:
+            return Build(shape, plan, tokens, at_once, slots)
+    raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
 
 
 class Arguments(ctypes.Structure):
@@ -119,6 +139,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in (
             "cache_block", "cache_head", "cache_token", "cache_value", "table_row")),
         ("scale", ctypes.c_float),
+        ("stamps", ctypes.c_void_p),
     ]  # fmt: skip
 
 

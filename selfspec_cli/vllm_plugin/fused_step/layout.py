@@ -146,8 +146,7 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Stream:
     """All warps' records. `put` layer after layer what `records` makes of the four weights."""
 
-    def __init__(self, shape: Shape, plan: Plan, at_once: int, device: torch.device) -> None:
-        """at_once: records of a copy into shared memory, by which the last of a stream may read too far."""
+    def __init__(self, shape: Shape, plan: Plan, device: torch.device) -> None:
         self.layers = shape.layers
         groups, tiles = shape.groups, shape.tiles
         base, first = 0, {}
@@ -171,7 +170,7 @@ class Stream:
         self._source = torch.cat(source).to(device)
         self._places = (torch.repeat_interleave(starts, each) + inside).to(device)
         self._step = torch.repeat_interleave(each, each).to(device)
-        self.records = torch.zeros(int(each.sum()) * shape.layers + at_once, RECORD, dtype=torch.uint8, device=device)
+        self.records = torch.zeros(int(each.sum()) * shape.layers, RECORD, dtype=torch.uint8, device=device)
 
     def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
         """weights: records of each of PHASES, [tiles, groups, 544]."""

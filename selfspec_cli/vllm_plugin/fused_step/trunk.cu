@@ -1,51 +1,95 @@
 // ---- the trunk -------------------------------------------------------------------------------------------------
-__device__ __forceinline__ float2 added(const float* sums, int tiles, int tile, int token, int row) {
-    float2 all = make_float2(0.f, 0.f);
+struct Rows {
+    float2 of[LANE_TOKENS];  // rows `row` and `row + 1` of each token of a unit
+};
+// Sums of all warps. area: of the first warp's.
+__device__ __forceinline__ Rows add_warps(const char* area, int tile, int unit, int row) {
+    const float* from = (const float*)area + tile * TILE_SUMS + place_of_sums(unit, row);
+    Rows all = {};
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        float2 some = *(const float2*)(sums + ((w * tiles + tile) * NT + token) * 16 + row);
-        all.x += some.x, all.y += some.y;
+    for (int w = 0; w < WARPS; w++, from += AREA_WARP / 4) {
+        if (LANE_TOKENS == 1) {
+            float2 some = *(const float2*)from;
+            all.of[0].x += some.x, all.of[0].y += some.y;
+        } else {
+            float4 some = *(const float4*)from;  // token by token within a row
+            all.of[0].x += some.x, all.of[LANE_TOKENS - 1].x += some.y;
+            all.of[0].y += some.z, all.of[LANE_TOKENS - 1].y += some.w;
+        }
     }
     return all;
 }
 
-__device__ __forceinline__ float norm_factor(const float* squares, int token) {
+// Of a token whose sum of squares is in [WARPS] parts.
+__device__ __forceinline__ float norm_factor(const float* squares) {
     float all = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) all += squares[w * NT + token];
+    for (int w = 0; w < WARPS; w += 4) {
+        float4 some = *(const float4*)(squares + w);
+        all += some.x + some.y + some.z + some.w;
+    }
     return rsqrtf(all / HIDDEN + EPSILON);
+}
+
+// Two columns of what comes before down, one of 16 lanes that round theirs together to bytes.
+__device__ __forceinline__ void store_gated(
+    const Arguments& a, u32 flag, u32 thread, int token, int column, float factor, float2 gate, float2 up
+) {
+    gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
+    float x = __fdividef(gate.x, 1.f + exp2_fast(-LOG2E * gate.x)) * up.x;
+    float y = __fdividef(gate.y, 1.f + exp2_fast(-LOG2E * gate.y)) * up.y;
+    const u32 lanes = 0xffffu << (thread & 16);
+    float most = fmaxf(fabsf(x), fabsf(y));
+#pragma unroll
+    for (int d = 1; d < 16; d *= 2) most = fmaxf(most, __shfl_xor_sync(lanes, most, d));
+    const float magic = 12582912.f, inverse = most > 0.f ? __fdividef(127.f, most) : 0.f;
+    u32 pair = __byte_perm(__float_as_uint(fmaf(x, inverse, magic)), __float_as_uint(fmaf(y, inverse, magic)), 0x40);
+    pair = __byte_perm(pair, __shfl_xor_sync(lanes, pair, 1), 0x5410);
+    if (!(thread & 1)) store_flagged(a.words + PK_GATED + (token * INTER + column) / 4, pair, flag);
+    if (thread % 16 == 0)
+        store_flagged(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(most * (1.f / (127.f * 16.f))), flag);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) char shared[];
     const u32 block = blockIdx.x, thread = threadIdx.x;
-    Lane me;
-    me.warp = thread / 32, me.lane = thread % 32, me.row = me.lane / 4, me.pair = (me.lane & 3) < NT ? (me.lane & 3) : 0;
-    me.act = shared + AT_ACT + me.warp * ACT_WARP, me.fac = shared + AT_FAC + me.warp * FAC_WARP;
-    const int* plan = a.plan + block * 6;
-    const int q0 = plan[0], qn = plan[1], o0 = plan[2], on = plan[3], g0 = plan[4], gn = plan[5];
-    const int part = me.warp ^ (me.warp / 4 & 1);  // uneven shares alternate; every scheduler gets some of both
-    const int h0 = GROUPS_H * part / WARPS, hn = GROUPS_H * (part + 1) / WARPS - h0;
-    const int c0 = GROUPS_O * part / WARPS, cn = GROUPS_O * (part + 1) / WARPS - c0;
-    const int i0 = GROUPS_I * part / WARPS, in = GROUPS_I * (part + 1) / WARPS - i0;
+    Lane lane;
+    lane.warp = thread / 32, lane.id = thread % 32, lane.row = lane.id / 4, lane.unit = (lane.id & 3) < UNITS ? (lane.id & 3) : 0;
+    lane.column = min(LANE_TOKENS == 1 ? lane.row / 2 : lane.row, NT - 1) * 64 + (lane.id & 3) * 16;
+    char* const areas = shared + AT_AREA;
+    lane.bytes = areas + lane.warp * AREA_WARP, lane.factors = shared + AT_FACTORS + lane.warp * FACTORS_WARP;
+    int2* const plan = (int2*)(shared + AT_PLAN);  // first tile and tiles of qkv, of the residual's rows, of gate and up
+    if (thread < 6) ((int*)plan)[thread] = a.plan[block * 6 + thread];
+    __syncthreads();
+    const Share hidden = share_of(GROUPS_H, lane.warp);
     const u32 base = *(volatile u32*)a.launches * (LAYERS + 1);
-    const char* stream = a.stream + a.offsets[block * WARPS + me.warp];
+    const char* stream = a.stream + a.offsets[block * WARPS + lane.warp];
     // All that is read from memory by single loads comes first: it would wait behind the weights.
-    float* residual = (float*)(shared + AT_RESIDUAL);  // [on][NT][16]
+    float* residual = (float*)(shared + AT_RESIDUAL);  // [tiles][NT][16]
 #pragma unroll 1
-    for (int n = thread; n < on * 8 * NT; n += THREADS) {
-        int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
-        u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + (o0 + tile) * 16 + row);
+    for (int n = thread; n < plan[1].y * 8 * NT; n += THREADS) {
+        int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (plan[1].x + tile) * 16 + row;
+        u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + out);
         residual[(tile * NT + token) * 16 + row] = low(pair), residual[(tile * NT + token) * 16 + row + 1] = high(pair);
-        tell(a.words + PK_X + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pair, base);
+        store_flagged(a.words + PK_X + (token * HIDDEN + out) / 2, pair, base);
     }
-    bool direct = true;  // readers add up the parts of attention themselves
+    int most = 1, *const all_splits = (int*)(shared + AT_SPLITS);  // of tokens
 #pragma unroll
-    for (int n = 0; n < NT; n++) direct &= splits_of(a.lengths[n]) <= DIRECT;
-    const Unit unit = unit_of(me, a, block);
-    long long slot = unit.token < 0 ? -1 : a.slots[unit.token];
-    if (slot >= 0) slot = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + unit.head * a.cache_head;
-    if (unit.token >= 0 && unit.length == 0) slot = -1;
+    for (int n = 0; n < NT; n++) {
+        const int splits = splits_for(a.lengths[n]);
+        most = max(most, splits);
+        if (thread == n) all_splits[n] = splits;
+    }
+    const bool direct = most > 1 && most <= DIRECT;  // readers add up all tokens' parts themselves
+    Unit* const unit = (Unit*)(shared + AT_UNIT);
+    if (thread == 0) *unit = unit_of(a, block);
+    __syncthreads();
+    long long first_keys = 0;  // where key `row` of the warp's first tile is, in elements of a layer's cache
+    if (unit->token >= 0) {
+        const Tiles keys = tiles_of(lane, *unit);
+        if (keys.tile < keys.all) first_keys = offset_of(lane, a, *unit, keys.tile);
+        prefetch_keys(lane, a, *unit, first_keys, 0);
+    }
 #pragma unroll 1
     for (int n = thread; n < NT * DIM; n += THREADS) {
         long long at = a.positions[n / DIM] * DIM + n % DIM;
@@ -55,99 +99,112 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         ((float*)(shared + AT_ROPE))[n] = plain(((const u16*)a.rope)[at]);
 #endif
     }
-    Gains gains, others;  // of the norm that is next, and of the one behind it
-    gains.read(me, a.norms, h0, hn), others.read(me, a.norms + HIDDEN, h0, hn);
+    NormWeights norm_weights;  // of the norm that is next
+    norm_weights.read(lane, a.norms, hidden);
 #if BIAS
     u32 bias = 0;  // of the layer that is next, for this thread's first rows
-    const bool biased = thread < qn * 8 * NT;
-    const u16* bias_at = a.bias + (q0 + thread / (8 * NT)) * 16 + thread % 8 * 2;
+    const bool biased = thread < plan[0].y * 8 * UNITS;
+    const u16* bias_at = a.bias + (plan[0].x + thread / (8 * UNITS)) * 16 + thread % 8 * 2;
     if (biased) bias = *(const u32*)bias_at;
 #endif
-    if (unit.token >= 0) ask_for_keys(me, a, unit, 0);
-    u16* sizes = (u16*)(shared + AT_SIZES) + me.warp * CHUNKS;
-    u16* behind = sizes_of(sizes_of(sizes_of(sizes_of(sizes, qn, hn), on, cn), gn, hn), on, in);
+    u16* sizes = (u16*)(shared + AT_SIZES) + lane.warp * CHUNKS;
+    const int groups_o = share_of(GROUPS_O, lane.warp).groups, groups_i = share_of(GROUPS_I, lane.warp).groups;
+    u16* end = sizes_of(sizes_of(sizes, plan[0].y, hidden.groups), plan[1].y, groups_o);
+    end = sizes_of(sizes_of(end, plan[2].y, hidden.groups), plan[1].y, groups_i);
     __syncthreads();
     Ring ring;
-    ring.begin(stream, sizes, behind - sizes, shared + me.warp * SLOTS * CHUNK,
-               address(shared + AT_BARRIERS) + me.warp * SLOTS * 8, me.lane);
-    float *sums = (float*)(shared + AT_SUMS), *more_sums = sums + WARPS * TILES * NT * 16;
+    ring.begin(stream, sizes, end - sizes, shared + lane.warp * SLOTS * CHUNK,
+               address(shared + AT_BARRIERS) + lane.warp * SLOTS * 8, lane.id);
     float* squares = (float*)(shared + AT_SQUARES);
     for (int layer = 0; layer < LAYERS; layer++) {
         const u32 flag = base + layer + 1;
         const bool ends = layer == LAYERS - 1;
 #pragma unroll 1
         for (int phase = 0; phase < 4; phase++) {
+            STAMP(phase * 5);
+            if (phase != 1) STAMP(phase * 5 + 1);
             // ---- what the product reads
+            const int columns = phase == 1 ? GROUPS_O : phase == 3 ? GROUPS_I : GROUPS_H;
+            const Share share = share_of(columns, hidden_from_compiler(lane.warp));
+            const int2 planned = plan[phase & 1 ? 1 : phase];
+            const int first = planned.x, tiles = planned.y;
             if (phase == 0 || phase == 2) {
                 const u64* words = a.words + (phase ? PK_MID : PK_X);
-                take<HIDDEN, true>(me, words, phase ? flag : flag - 1, gains, h0, hn, squares);
-                Gains used = others;  // those of the next layer are read now
-                if (!ends) others.read(me, a.norms + ((layer + 1) * 2 + phase / 2) * HIDDEN, h0, hn);
-                gains = used;
+                load_and_quantize<HIDDEN, true>(lane, words, phase ? flag : flag - 1, norm_weights, share, squares);
+                if (!(ends && phase)) norm_weights.read(lane, a.norms + (layer * 2 + phase / 2 + 1) * HIDDEN, share);
             } else if (phase == 3) {
-                if (on > 0) take_bytes(me, a, flag, i0, in);
+                if (tiles > 0) load_quantized(lane, a, flag, share);
             } else {
-                if (unit.token >= 0) {
-                    attend(me, a, unit, flag, layer, slot, shared, sums);
-                    if (!ends) ask_for_keys(me, a, unit, layer + 1);
+                if (unit->token >= 0) {
+                    const Unit mine = *unit;
+                    attend(lane, a, mine, first_keys, flag, layer, direct, shared, (float*)areas);
+                    if (!ends) prefetch_keys(lane, a, mine, first_keys, layer + 1);
                 }
+                STAMP(phase * 5 + 1);
                 if (direct) {
-                    if (on > 0) take_parts(me, a, flag, c0, cn);
+                    if (tiles > 0) load_parts_and_quantize(lane, a, all_splits, flag, share);
                 } else {
-                    add_up(me, a, flag, block);
-                    if (on > 0) take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, gains, c0, cn, squares);
+                    if (most > 1) add_up(lane, a, all_splits, flag, block);
+                    if (tiles > 0) load_and_quantize<HEADS_OUT, false>(lane, a.words + PK_ATT, flag, norm_weights, share, squares);
                 }
             }
-            const int tiles = phase == 0 ? qn : phase == 2 ? gn : on, groups = phase == 1 ? cn : phase == 3 ? in : hn;
-            float* sums_here = phase & 1 ? more_sums : sums;
-            product(ring, me, tiles, groups, sums_here + me.warp * tiles * NT * 16);
+            char* const sums = areas + (phase == 1 ? SUMS_AT_O : phase == 3 ? SUMS_AT_DOWN : SUMS_AT_EVEN);  // of the first warp
+            STAMP(phase * 5 + 2);
+            product(ring, lane, tiles, share.groups, (float*)(sums + lane.warp * AREA_WARP));
+            STAMP(phase * 5 + 3);
             __syncthreads();
+            STAMP(phase * 5 + 4);
             // ---- what becomes of it
             if (phase == 0) {  // queries, keys, values
-                for (int n = thread; n < qn * 8 * NT; n += THREADS) {
-                    int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (q0 + tile) * 16 + row;
-                    float factor = norm_factor(squares, token);
-                    float2 x = added(sums, qn, tile, token, row);
-                    x.x *= factor, x.y *= factor;
+                for (int n = thread; n < tiles * 8 * UNITS; n += THREADS) {
+                    int tile = n / (8 * UNITS), unit = n / 8 % UNITS, row = n % 8 * 2, out = (first + tile) * 16 + row;
+                    Rows rows = add_warps(sums, tile, unit, row);
 #if BIAS
                     u32 some = n == thread ? bias : *(const u32*)(a.bias + layer * QKV + out);
-                    x.x += low(some), x.y += high(some);
 #endif
-                    tell(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
+#pragma unroll
+                    for (int t = 0; t < LANE_TOKENS; t++) {
+                        const int token = unit * LANE_TOKENS + t;
+                        if (token >= NT) break;
+                        float factor = norm_factor(squares + token * WARPS);
+                        float2 x = make_float2(rows.of[t].x * factor, rows.of[t].y * factor);
+#if BIAS
+                        x.x += low(some), x.y += high(some);
+#endif
+                        store_flagged(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
+                    }
                 }
 #if BIAS
                 if (biased && !ends) bias = *(const u32*)(bias_at + (layer + 1) * QKV);
 #endif
             } else if (phase == 2) {  // rows 0 to 7 of a tile are gates, the others what they gate
                 // Sixteen lanes have 32 columns of a token, two each, and round them together.
-                for (int n = thread; n < gn * 4 * NT; n += THREADS) {
-                    int four = n / (16 * NT) * 4, token = n / 16 % NT, tile = four + n % 16 / 4, row = n % 4 * 2;
-                    float factor = norm_factor(squares, token);
-                    float2 gate = added(sums, gn, tile, token, row), up = added(sums, gn, tile, token, row + 8);
-                    gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
-                    float x = __fdividef(gate.x, 1.f + exp2_fast(-LOG2E * gate.x)) * up.x;
-                    float y = __fdividef(gate.y, 1.f + exp2_fast(-LOG2E * gate.y)) * up.y;
-                    const u32 lanes = 0xffffu << (thread & 16);
-                    float most = fmaxf(fabsf(x), fabsf(y));
+                for (int n = thread; n < tiles * 4 * UNITS; n += THREADS) {
+                    int unit = n / 16 % UNITS, tile = n / (16 * UNITS) * 4 + n % 16 / 4, row = n % 4 * 2;
+                    Rows gates = add_warps(sums, tile, unit, row), ups = add_warps(sums, tile, unit, row + 8);
 #pragma unroll
-                    for (int d = 1; d < 16; d *= 2) most = fmaxf(most, __shfl_xor_sync(lanes, most, d));
-                    const float magic = 12582912.f, inverse = most > 0.f ? __fdividef(127.f, most) : 0.f;
-                    u32 pair = __byte_perm(__float_as_uint(fmaf(x, inverse, magic)), __float_as_uint(fmaf(y, inverse, magic)), 0x40);
-                    pair = __byte_perm(pair, __shfl_xor_sync(lanes, pair, 1), 0x5410);
-                    int column = (g0 + tile) * 8 + row;
-                    if (!(n & 1)) tell(a.words + PK_GATED + (token * INTER + column) / 4, pair, flag);
-                    if (n % 16 == 0) tell(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(most * (1.f / (127.f * 16.f))), flag);
+                    for (int t = 0; t < LANE_TOKENS; t++) {
+                        const int token = unit * LANE_TOKENS + t;
+                        if (token >= NT) break;
+                        store_gated(a, flag, thread, token, (first + tile) * 8 + row, norm_factor(squares + token * WARPS), gates.of[t], ups.of[t]);
+                    }
                 }
             } else {  // added to the residual
                 u64* to = a.words + (phase == 3 ? PK_X : PK_MID);
-                for (int n = thread; n < on * 8 * NT; n += THREADS) {
-                    int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
-                    float2 x = added(sums_here, on, tile, token, row);
-                    float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
-                    x.x += left->x, x.y += left->y, *left = x;
-                    tell(to + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+                for (int n = thread; n < tiles * 8 * UNITS; n += THREADS) {
+                    int tile = n / (8 * UNITS), unit = n / 8 % UNITS, row = n % 8 * 2;
+                    Rows rows = add_warps(sums, tile, unit, row);
+#pragma unroll
+                    for (int t = 0; t < LANE_TOKENS; t++) {
+                        const int token = unit * LANE_TOKENS + t;
+                        if (token >= NT) break;
+                        float2 x = rows.of[t], *left = (float2*)(residual + (tile * NT + token) * 16 + row);
+                        x.x += left->x, x.y += left->y, *left = x;
+                        store_flagged(to + (token * HIDDEN + (first + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+                    }
                 }
             }
+            if (SHARED_AREA) __syncthreads();  // the next bytes lie where these sums are
         }
     }
     // ---- the last norm, a block for each token
@@ -156,16 +213,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         float square = 0.f;
         __syncthreads();
         for (int n = thread; n < HIDDEN / 2; n += THREADS) {
-            u32 pair = wait_one(words + n, base + LAYERS);
+            u32 pair = wait_word(words + n, base + LAYERS);
             square += low(pair) * low(pair) + high(pair) * high(pair);
         }
         __syncwarp();
         for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(FULL, square, d);
-        if (me.lane == 0) squares[me.warp * NT] = square;
+        if (lane.id == 0) squares[lane.warp] = square;
         __syncthreads();
-        float factor = norm_factor(squares, 0);
+        float factor = norm_factor(squares);
         for (int n = thread; n < HIDDEN / 2; n += THREADS) {
-            u32 pair = wait_one(words + n, base + LAYERS), weight = *(const u32*)(a.final_norm + 2 * n);
+            u32 pair = wait_word(words + n, base + LAYERS), weight = *(const u32*)(a.final_norm + 2 * n);
             *(u32*)(a.out + block * HIDDEN + 2 * n) = pack(low(pair) * factor * low(weight), high(pair) * factor * high(weight));
         }
         // Every block has read the count long ago: the last layer needed something of each.

@@ -7,10 +7,13 @@ struct Ring {
     u32 barriers, slot, parity, coming, chunks, left;  // coming: chunk of a layer that is requested next
     u64 policy;
 
-    __device__ __forceinline__ void request(u32 to, u32 lane) {
+    __device__ __forceinline__ void request(u32 to, u32 id) {
+#ifdef DRY
+        left = 0;
+#endif
         if (left > 0) {
             u32 bytes = sizes[coming];
-            if (lane == 0) {
+            if (id == 0) {
                 u32 barrier = barriers + to * 8;
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
                 asm volatile(
@@ -21,11 +24,11 @@ struct Ring {
             if (++coming == chunks) coming = 0;
         }
     }
-    __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 lane) {
+    __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 id) {
         next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
         slot = parity = coming = 0;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        if (lane == 0) {
+        if (id == 0) {
 #pragma unroll 1
             for (u32 n = 0; n < SLOTS; n++)
                 asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + n * 8) : "memory");
@@ -34,18 +37,20 @@ struct Ring {
         }
         __syncwarp();
 #pragma unroll 1
-        for (u32 n = 0; n < SLOTS; n++) request(n, lane);
+        for (u32 n = 0; n < SLOTS; n++) request(n, id);
     }
     // Where the next chunk is. It is there when this returns.
     __device__ __forceinline__ const char* chunk() {
+#ifndef DRY
         asm volatile(
             "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
             "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
+#endif
         return slots + slot * CHUNK;
     }
-    __device__ __forceinline__ void used(u32 lane) {
+    __device__ __forceinline__ void used(u32 id) {
         __syncwarp();
-        request(slot, lane);
+        request(slot, id);
         if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
 };
@@ -57,31 +62,70 @@ __device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3,
 }
 
 struct Lane {
-    u32 warp, lane, row, pair;  // row: of a tile, and of a product's columns; pair: token whose sums the lane has
-    char *act, *fac;            // the warp's tokens as bytes [groups][NT][64], and their factors [groups][NT][2]
+    u32 warp, id, row, unit;  // row: of a tile; unit: tokens whose sums the lane has
+    u32 column;               // where its column of a product is among a group's bytes
+    char *bytes, *factors;    // the warp's tokens [groups][EVEN_NT][64], and their factors [groups][EVEN_NT][2]
 };
+
+// A warp's groups of columns, of `groups`.
+struct Share {
+    int begin, groups;
+};
+__device__ __forceinline__ Share share_of(int groups, int warp) {
+    const int part = warp ^ (warp / 4 & 1);  // uneven shares alternate; every scheduler gets some of both
+    const int begin = groups * part / WARPS;
+    return {begin, groups * (part + 1) / WARPS - begin};
+}
 
 struct Sums {
-    float above, below;  // of rows `row` and `row + 8` of a tile
+    float above[LANE_TOKENS], below[LANE_TOKENS];  // of rows `row` and `row + 8` of a tile
+};
+struct Factors {
+    float2 of[LANE_TOKENS];  // of the two halves of a group
 };
 
-__device__ __forceinline__ uint4 bytes_of(const Lane& me, int group) {
-    bool holds = !(me.row & 1) && me.row < 2 * NT;
-    return holds ? *(const uint4*)(me.act + (group * NT + me.row / 2) * 64 + (me.lane & 3) * 16) : make_uint4(0, 0, 0, 0);
-}
-__device__ __forceinline__ float2 factors_of(const Lane& me, int group) {
-    return *(const float2*)(me.fac + (group * NT + me.pair) * 8);
+__device__ __forceinline__ Factors factors_of(const Lane& lane, int group) {
+    const char* at = lane.factors + (group * EVEN_NT + lane.unit * LANE_TOKENS) * 8;
+    Factors factors;
+    if (LANE_TOKENS == 1) {
+        factors.of[0] = *(const float2*)at;
+    } else {
+        float4 both = *(const float4*)at;
+        factors.of[0] = make_float2(both.x, both.y), factors.of[LANE_TOKENS - 1] = make_float2(both.z, both.w);
+    }
+    return factors;
 }
 
-__device__ __forceinline__ void multiply_record(Sums& sums, uint4 w, u32 scales, uint4 tokens, float2 factor) {
+__device__ __forceinline__ Sums multiply_record(uint4 w, u32 scales, uint4 tokens, const Factors& factors) {
     const u32 M = 0xf0f0f0f0u;
     int first[4], second[4];
     multiply(first, (w.x << 4) & M, (w.y << 4) & M, w.x & M, w.y & M, tokens.x, tokens.y);
     multiply(second, (w.z << 4) & M, (w.w << 4) & M, w.z & M, w.w & M, tokens.z, tokens.w);
-    float above = fmaf(float(first[0]), factor.x, float(second[0]) * factor.y);
-    float below = fmaf(float(first[2]), factor.x, float(second[2]) * factor.y);
-    sums.above = fmaf(half_to_float(scales & 0xffff), above, sums.above);
-    sums.below = fmaf(half_to_float(scales >> 16), below, sums.below);
+    Sums sums;
+#pragma unroll
+    for (int t = 0; t < LANE_TOKENS; t++) {
+        float2 factor = factors.of[t];
+        float above = fmaf(float(first[t]), factor.x, float(second[t]) * factor.y);
+        float below = fmaf(float(first[2 + t]), factor.x, float(second[2 + t]) * factor.y);
+        sums.above[t] = half_to_float(scales & 0xffff) * above, sums.below[t] = half_to_float(scales >> 16) * below;
+    }
+    return sums;
+}
+
+// Where the sums of a tile's `row` are: [UNITS][16 rows][LANE_TOKENS]. With two tokens the four units of a warp would
+// write to the same banks, so rows are exchanged by unit; a row and the next one stay side by side.
+__device__ __forceinline__ u32 place_of_sums(u32 unit, u32 row) {
+    return (unit * 16 + (LANE_TOKENS == 1 ? row : row ^ (unit * 4))) * LANE_TOKENS;
+}
+__device__ __forceinline__ void store_sums(const Lane& lane, float* tile, const Sums& sums) {
+    if ((lane.id & 3) >= UNITS) return;
+    float *above = tile + place_of_sums(lane.unit, lane.row), *below = tile + place_of_sums(lane.unit, lane.row + 8);
+    if (LANE_TOKENS == 1) {
+        *above = sums.above[0], *below = sums.below[0];
+    } else {
+        *(float2*)above = make_float2(sums.above[0], sums.above[LANE_TOKENS - 1]);
+        *(float2*)below = make_float2(sums.below[0], sums.below[LANE_TOKENS - 1]);
+    }
 }
 
 // Records of the next chunk: whole tiles, or a part of one.
@@ -89,11 +133,11 @@ __device__ __forceinline__ int records_of_chunk(int left, int group, int groups)
     return groups <= RECORDS ? min(RECORDS / groups * groups, left) : min(RECORDS, groups - group);
 }
 
-// The warp's share of the columns of `tiles` tiles, into sums [tiles][NT][16]. One place in the kernel calls it, with
+// The warp's share of the columns of `tiles` tiles, into sums [tiles][TILE_SUMS]. One place in the kernel calls it, with
 // one loop for all phases: code that is run once a layer waits for its instructions longer than for anything else.
-__device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, int groups, float* to) {
+__device__ __forceinline__ void product(Ring& ring, const Lane& lane, int tiles, int groups, float* to) {
     int left = tiles * groups, group = 0;
-    Sums sums = {0.f, 0.f};
+    Sums sums = {};
 #pragma unroll 1
     while (left > 0) {
         const int count = records_of_chunk(left, group, groups);
@@ -101,32 +145,29 @@ __device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, i
         const char* record = ring.chunk();
         uint4 weights[RECORDS], tokens[RECORDS];
         u32 scales[RECORDS];
-        float2 factors[RECORDS];
+        Factors factors[RECORDS];
         bool ends[RECORDS];
 #pragma unroll
         for (int n = 0; n < RECORDS; n++) {
             const bool here = n < count;  // what is not there is another with scales of 0
             const char* at = record + (here ? n : 0) * RECORD;
-            weights[n] = *(const uint4*)(at + me.lane * 16);
-            scales[n] = here ? *(const u32*)(at + 512 + me.row * 4) : 0;
-            tokens[n] = bytes_of(me, group);
-            factors[n] = factors_of(me, group);
+            weights[n] = *(const uint4*)(at + lane.id * 16);
+            scales[n] = here ? *(const u32*)(at + 512 + lane.row * 4) : 0;
+            tokens[n] = *(const uint4*)(lane.bytes + group * EVEN_NT * 64 + lane.column);
+            factors[n] = factors_of(lane, group);
             ends[n] = here && group + 1 == groups;
             group = !here ? group : ends[n] ? 0 : group + 1;
         }
         Sums each[RECORDS];
 #pragma unroll
-        for (int n = 0; n < RECORDS; n++) {
-            each[n] = {0.f, 0.f};
-            multiply_record(each[n], weights[n], scales[n], tokens[n], factors[n]);
-        }
+        for (int n = 0; n < RECORDS; n++) each[n] = multiply_record(weights[n], scales[n], tokens[n], factors[n]);
 #pragma unroll
         for (int n = 0; n < RECORDS; n++) {
-            sums.above += each[n].above, sums.below += each[n].below;
-            if (ends[n] && (me.lane & 3) < NT) to[me.pair * 16 + me.row] = sums.above, to[me.pair * 16 + me.row + 8] = sums.below;
-            if (ends[n]) sums = {0.f, 0.f}, to += NT * 16;
+#pragma unroll
+            for (int t = 0; t < LANE_TOKENS; t++) sums.above[t] += each[n].above[t], sums.below[t] += each[n].below[t];
+            if (ends[n]) store_sums(lane, to, sums), sums = Sums{}, to += TILE_SUMS;
         }
-        ring.used(me.lane);
+        ring.used(lane.id);
     }
 }
 

@@ -11,6 +11,9 @@ Snapshot = dict[str, Any]
 
 TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
+JUDGED, STOOD = "judged_at", "stood_at"
+"""Of a snapshot of the V2 draft loop: drafts by position that were verified when all before them stood, and those of
+them that stood."""
 REASONS = ("load", "context", "request", "cost")
 """Why a request that could be drafted for is not: the table by load, the table by context, its own wish, or because
 drafts cost more time than they bring."""

@@ -19,7 +19,7 @@ import math
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -33,18 +33,22 @@ LARGEST_VERIFY = 768
 SHORT_CONTEXT = 8192
 """Tokens of context of a whole batch below which attention takes no time of its own; beyond, each doubling does."""
 
-DRAFTING_HELD, PLAIN_HELD = 4, 16
+DRAFTING_HELD, PLAIN_HELD = 4, 8
 """Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's."""
+PLAUSIBLE = 0.75
+"""A width that was never seen at a batch size is tried at once if it is predicted to reach this share of the best."""
 TRIED_EVERY = 4
 """Of so many choices one is drawn; the others take the best by the means, which are the better guess between trials."""
 SPREAD = 0.15
 """Relative standard deviation of a step's time that is only predicted, and about that of a single observation."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows what changes."""
+FIRST_REQUESTS, MOST_REQUESTS = 40.0, 400.0
+"""Requests for which the guess counts that all expected tokens come, and requests that count after it."""
 TIME_HALF_LIFE, ACCEPTANCE_HALF_LIFE = 20.0, 30.0
 """Seconds after which what was seen counts half."""
-MEMORY = 300.0
-"""Verified drafts of a request after which what was seen before counts for 1/e."""
+MEMORY = 500.0
+"""Verified drafts of requests after which what was seen before counts for 1/e."""
 FIRST_RATE, FIRST_TRIALS = 0.8, 4.0
 """What a position is taken to accept before anything is known, and for how many drafts that counts."""
 
@@ -94,65 +98,82 @@ def _at(known: Mapping[int, float], requests: int) -> float:
 
 @dataclass
 class Acceptance:
-    """How often the draft at each position stood, of those whose drafts before it did. stood, failed: [k]."""
+    """How often the draft at each position stood, of those that were judged: they were drafted, and all before them
+    stood. stood, failed: [k]; seen: when, in seconds."""
 
     k: int
     stood: list[float] = field(default_factory=list)
     failed: list[float] = field(default_factory=list)
-    seen: float = 0.0  # when, in seconds
+    seen: float = 0.0
 
     def __post_init__(self) -> None:
         self.stood, self.failed = [0.0] * self.k, [0.0] * self.k
 
-    def add(self, accepted: Mapping[int, int], width: int, now: float) -> None:
-        """A verify pass of `width` drafts a request is over. accepted: requests by the number that stood."""
-        requests = sum(accepted.values())
-        self._fade(MEMORY / (MEMORY + requests) * 0.5 ** ((now - self.seen) / ACCEPTANCE_HALF_LIFE))
-        self.seen, reached = now, requests
-        for position in range(min(width, self.k)):
-            ended = accepted.get(position, 0)
-            self.failed[position] += ended
-            reached -= ended
-            self.stood[position] += reached
-
-    def _fade(self, share: float) -> None:
-        self.stood = [count * share for count in self.stood]
-        self.failed = [count * share for count in self.failed]
+    def add(self, judged: Sequence[int], stood: Sequence[int], now: float) -> None:
+        """Drafts were verified. judged, stood: of each position from the first on."""
+        share = MEMORY / (MEMORY + judged[0]) * self._left(now)
+        self.seen = now
+        for position in range(self.k):
+            self.stood[position] = self.stood[position] * share + stood[position]
+            self.failed[position] = self.failed[position] * share + judged[position] - stood[position]
 
     def survival(self, now: float, draw: random.Random | None = None) -> list[float]:
-        """s_1 ... s_k: drawn from what is known, or its means. A position that was not reached takes after the one
+        """s_1 ... s_k: drawn from what is known, or its means. A position that was not judged takes after the one
         before it."""
-        share, before, rates = 0.5 ** ((now - self.seen) / ACCEPTANCE_HALF_LIFE), FIRST_RATE, []
+        share, before, rates = self._left(now), FIRST_RATE, []
         for stood, failed in zip(self.stood, self.failed, strict=True):
             good, bad = stood * share + FIRST_TRIALS * before, failed * share + FIRST_TRIALS * (1 - before)
             before = min(good / (good + bad), 0.995)
             rates.append(before if draw is None else draw.betavariate(good, max(bad, 0.01)))
         return list(accumulate(rates, mul))
 
+    def _left(self, now: float) -> float:
+        return 0.5 ** ((now - self.seen) / ACCEPTANCE_HALF_LIFE)
+
 
 @dataclass
 class Seen:
-    """The time of one kind of step. mean: seconds; weight: observations that count; when: of the last, in seconds."""
+    """What is known of one kind of step.
 
-    mean: float
+    seconds: mean time. weight: times that count; when: of the last, in seconds. excess, requests: by how many tokens
+    requests got more, or less, than `Acceptance` expected, in shares of what it expected, and how many requests those
+    were. Drafts may end before their width, so that fewer come.
+    """
+
+    seconds: float
     weight: float = 0.0
     when: float = 0.0
+    excess: float = 0.0
+    requests: float = 0.0
 
     def add(self, seconds: float, now: float) -> None:
-        """Take in an observation; one that is far off is brought nearer, for a host has hiccups."""
-        self.weight = min(self._left(now), MOST_SEEN - 1)
-        if self.weight >= 4:
-            seconds = min(max(seconds, self.mean / 1.5), self.mean * 1.5)
-        self.mean += (seconds - self.mean) / (self.weight + 1)
+        """Take in a time; one that is far off is brought nearer, for a host has hiccups."""
+        left = self._left(now)
+        self.excess, self.requests = self.excess * left, self.requests * left
+        self.weight = min(self.weight * left, MOST_SEEN - 1)
+        if self.weight >= 3:
+            seconds = min(max(seconds, self.seconds / 1.5), self.seconds * 1.5)
+        self.seconds += (seconds - self.seconds) / (self.weight + 1)
         self.weight, self.when = self.weight + 1, now
+
+    def brought(self, share: float, requests: int) -> None:
+        """Take in the tokens of a step, as a share of what was expected of its requests."""
+        kept = MOST_REQUESTS / (MOST_REQUESTS + requests)
+        self.excess = self.excess * kept + (share - 1) * requests
+        self.requests = self.requests * kept + requests
+
+    def share(self, now: float) -> float:
+        """Of the tokens that `Acceptance` expects, those that come: all of them until enough requests say otherwise."""
+        left = self._left(now)
+        return 1 + self.excess * left / (self.requests * left + FIRST_REQUESTS)
 
     def drawn(self, now: float, draw: random.Random) -> float:
         """A time as likely as what is known makes it."""
-        spread = SPREAD / math.sqrt(1 + 2 * self._left(now))
-        return self.mean * math.exp(spread * draw.gauss(0.0, 1.0))
+        spread = SPREAD / math.sqrt(1 + 2 * self.weight * self._left(now))
+        return self.seconds * math.exp(spread * draw.gauss(0.0, 1.0))
 
     def _left(self, now: float) -> float:
-        return self.weight * 0.5 ** ((now - self.when) / TIME_HALF_LIFE)
+        return 0.5 ** ((now - self.when) / TIME_HALF_LIFE)
 
 
 @dataclass(frozen=True)
@@ -209,42 +230,52 @@ class LengthRule:
 
     def stepped(self, requests: int, width: int, seconds: float) -> None:
         """A decode step without prefills took `seconds`, on a context as long as that of the last choice."""
-        now, load = self.clock(), batch_size(requests)
-        key = load, self._buckets.get(load, 0), width
+        key = self._key(requests, width)
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = Seen(seconds)
-        seen.add(seconds, now)
+        seen.add(seconds, self.clock())
 
-    def accepted(self, counts: Mapping[int, int], width: int) -> None:
-        """Drafts of a step were verified. counts: requests by the number of their drafts that stood."""
-        self.acceptance.add(counts, width, self.clock())
+    def brought(self, requests: int, width: int, accepted: float) -> None:
+        """A verify pass of `width` drafts a request brought `accepted` of them, in the mean of its requests."""
+        seen = self._seen.get(self._key(requests, width))
+        if seen is not None and width:
+            seen.brought(accepted / sum(self.acceptance.survival(self.clock())[:width]), requests)
 
-    def seconds(self, requests: int, width: int, context: float = 0.0) -> float:
-        """The expected time of a step."""
-        return self._time(batch_size(requests), context_bucket(context), width).mean
+    def judged(self, judged: Sequence[int], stood: Sequence[int]) -> None:
+        """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them."""
+        if judged[0]:
+            self.acceptance.add(judged, stood, self.clock())
+
+    def _key(self, requests: int, width: int) -> tuple[int, int, int]:
+        load = batch_size(requests)
+        return load, self._buckets.get(load, 0), width
 
     def _chosen(self, load: int, bucket: int, most: int) -> Choice:
         now = self.clock()
-        times = {width: self._time(load, bucket, width) for width in self.widths if width <= most}
-        likely = _tokens(self.acceptance.survival(now))
-        means = {width: likely[width] / seen.mean for width, seen in times.items()}
+        kinds = {width: self._kind(load, bucket, width) for width in self.widths if width <= most}
+        survival = self.acceptance.survival(now)
+        means = {width: _tokens(survival, width, seen.share(now)) / seen.seconds for width, seen in kinds.items()}
         width = best = max(means, key=means.__getitem__)
         self.choices += 1
-        if self.choices % TRIED_EVERY == 0:
-            drawn = _tokens(self.acceptance.survival(now, self._random))
-            speeds = {width: drawn[width] / seen.drawn(now, self._random) for width, seen in times.items()}
+        unseen = [one for one, seen in kinds.items() if not seen.weight and means[one] >= PLAUSIBLE * means[best]]
+        if unseen:
+            width = max(unseen, key=means.__getitem__)
+        elif self.choices % TRIED_EVERY == 0:
+            drawn = self.acceptance.survival(now, self._random)
+            speeds = {one: _tokens(drawn, one, seen.share(now)) / seen.drawn(now, self._random)
+                      for one, seen in kinds.items()}  # fmt: skip
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
-        plain = times[min(times)].mean
+        plain = kinds[min(kinds)].seconds
         step = self._draft_step(load, bucket, plain)
-        return Choice(width, means[best] * load * step, step / plain, means[width] * load, times[width].mean)
+        return Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)
 
     def _draft_step(self, load: int, bucket: int, plain: float) -> float:
         seconds = self.times.draft_step(load, _context(bucket))
         return seconds if self.times.measured else seconds * plain
 
-    def _time(self, load: int, bucket: int, width: int) -> Seen:
+    def _kind(self, load: int, bucket: int, width: int) -> Seen:
         """What is known of a kind of step. What was never seen is predicted from the nearest kind that was: what that
         one took beyond the times at the start is taken to be the host's, which is the same."""
         seen = self._seen.get((load, bucket, width))
@@ -256,8 +287,8 @@ class LengthRule:
         near = min(self._seen, key=lambda key: _distance(key, load, bucket, width))
         there = self.times.step(near[0], near[2], _context(near[1]))
         if not self.times.measured:
-            return Seen(own * self._seen[near].mean / there)
-        return Seen(own + max(self._seen[near].mean - there, 0.0))
+            return Seen(own * self._seen[near].seconds / there)
+        return Seen(own + max(self._seen[near].seconds - there, 0.0))
 
 
 def batch_size(requests: int) -> int:
@@ -276,9 +307,9 @@ def _context(bucket: int) -> float:
     return 0.75 * SHORT_CONTEXT * 2**bucket
 
 
-def _tokens(survival: Iterable[float]) -> list[float]:
-    """Expected tokens of a request in a step of each width from 0 on."""
-    return list(accumulate(survival, initial=1.0))
+def _tokens(survival: Sequence[float], width: int, share: float) -> float:
+    """Expected tokens of a request in a step of a width, of whose drafts `share` of the expected tokens come."""
+    return 1.0 + share * sum(survival[:width])
 
 
 def _distance(key: tuple[int, int, int], load: int, bucket: int, width: int) -> tuple[bool, float, int]:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import LOGGER
-from selfspec_cli.vllm_plugin.v2.widths import learn_from_steps, planner_of
+from selfspec_cli.vllm_plugin.v2.widths import learn_from_step, planner_of
 
 Method = Callable[..., Any]
 Numbers = dict[str, int]
@@ -119,10 +119,10 @@ def send(original: Method) -> Method:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         began = time.perf_counter()
         outputs = original(self, scheduler_output, model_runner_output)
-        learn_from_steps(self, scheduler_output, began)
+        totals = getattr(model_runner_output, ATTRIBUTE, None)
+        learn_from_step(self, scheduler_output, totals, began)
         found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
         news, stats = _news_of(self), next(found, None)
-        totals = getattr(model_runner_output, ATTRIBUTE, None)
         # The scheduler's own numbers wait for the worker's, or for the last request: steps are to cost nothing.
         if news is not None and stats is not None and (totals is not None or not self.requests):
             planner, totals = planner_of(self), totals or {}

@@ -5,7 +5,6 @@ plain Python."""
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +56,17 @@ class DraftLengths:
         width = self.choice.width
         self.rule.stepped(len(running), width, now - last[0])
         if width and verified is not None:
-            self.rule.accepted(Counter(len(tokens) - 1 for tokens in sampled), width)
+            self._judge(sampled, verified, width)
+
+    def _judge(self, sampled: Sequence[Sequence[int]], verified: Sequence[int], width: int) -> None:
+        assert self.rule is not None
+        judged, stood = [0] * self.rule.acceptance.k, [0] * self.rule.acceptance.k
+        for tokens, drafted in zip(sampled, verified, strict=False):
+            for place in range(min(drafted, len(tokens))):
+                judged[place] += 1
+                stood[place] += place < len(tokens) - 1
+        self.rule.judged(judged, stood)
+        self.rule.brought(len(sampled), width, sum(stood) / len(sampled))
 
     def budgets(
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]

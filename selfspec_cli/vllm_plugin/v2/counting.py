@@ -26,7 +26,7 @@ def count_step(counts, rows, step, K: tl.constexpr):
     tl.store(counts + DRAFTED, tl.load(counts + DRAFTED) + rows)
     place = counts + TOTALS + K + 1 + step
     tl.store(place, tl.load(place) + rows)
-    place = counts + TOTALS + K + 1 + K + rows
+    place = counts + TOTALS + K + 1 + 3 * K + rows
     tl.store(place, tl.load(place) + 1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.counters import Snapshot
+from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
@@ -161,7 +161,7 @@ class DraftState:
             going=zeros(1),
             gate_feature=zeros(1).fill_(-1),
             gate_rule=zeros(2, dtype=torch.float32),
-            counts=zeros(len(COUNTED) + k + 1 + k + rows + 1, dtype=torch.int64),
+            counts=zeros(len(COUNTED) + k + 1 + k + 2 * k + rows + 1, dtype=torch.int64),
             max_model_len=max_model_len,
             features=features,
             budget=DraftBudget.of(table or LengthTable.fixed(k), rows, device),
@@ -207,14 +207,22 @@ class DraftState:
         return None if values is None else self._named(values)
 
     @property
+    def judged_counts(self) -> Tensor:
+        """Of `counts`, int64 [2 k]: by position, drafts that were judged, and those that stood."""
+        k = self.draft_tokens.shape[1]
+        return self.counts[self._before_active - 2 * k : self._before_active]
+
+    @property
     def _before_active(self) -> int:
-        return len(COUNTED) + 2 * self.draft_tokens.shape[1] + 1
+        return len(COUNTED) + 4 * self.draft_tokens.shape[1] + 1
 
     def _named(self, values: list[int]) -> Snapshot:
-        after = len(COUNTED) + self.draft_tokens.shape[1] + 1
-        lengths, positions = values[len(COUNTED) : after], values[after : self._before_active]
-        totals = dict(zip(COUNTED, values, strict=False))
-        return totals | {"length_histogram": lengths, "position_histogram": positions}
+        k = self.draft_tokens.shape[1]
+        after = len(COUNTED) + k + 1
+        histograms = {"length_histogram": values[len(COUNTED) : after]}
+        for number, name in enumerate(("position_histogram", JUDGED, STOOD)):
+            histograms[name] = values[after + number * k : after + (number + 1) * k]
+        return dict(zip(COUNTED, values, strict=False)) | histograms
 
 
 class DeviceGate(LiveGate):

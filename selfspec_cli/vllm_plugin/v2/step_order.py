@@ -105,7 +105,7 @@ class Reader:
 
     def __init__(self, clock: DraftClock) -> None:
         self._clock = clock
-        self._orders: dict[int, Order] = defaultdict(Order)
+        self._orders: dict[tuple[int, int], Order] = defaultdict(Order)  # by load and width
         self._read = math.inf  # when the last tokens were
         self._paused = 0.0  # seconds since then in which the host could have launched
 
@@ -139,7 +139,7 @@ class Reader:
         return (
             _drafts(future, scheduled)
             and any(name in requests and not requests[name].is_prefill_chunk for name in scheduled.num_scheduled_tokens)
-            and self._orders[_load(scheduled)].first
+            and self._orders[_load(scheduled), scheduled.num_spec_tokens_to_schedule].first
         )
 
     def _launched(self, step: tuple[Any, Any, Any], read: float, paused: float) -> None:
@@ -150,10 +150,10 @@ class Reader:
         if not _decodes(scheduled):
             return
         load = _load(scheduled)
-        order = self._orders[load]
+        order = self._orders[load, scheduled.num_spec_tokens_to_schedule]
         host, device = self._clock.launched - read - paused, self._clock.seconds()
         if host > 0 and device is not None and order.add(host, device):
-            logger.info(
+            logger.debug(
                 "early exit: at %d to %d requests, tokens are read %s the next step is launched (in between the host "
                 "takes %.2f ms, drafting %.2f ms)", 2 ** (load - 1), 2**load - 1, "before" if order.first else "after",
                 1000 * (order.host or 0), 1000 * (order.device or 0),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from selfspec_cli.early_exit.counters import REASONS, Snapshot
+from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD, Snapshot
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -54,7 +54,8 @@ class WidthPlanner:
         self._measured: Callable[[], StepTimes | None] | None = times
         self.choice: Choice | None = None  # of the step planned last
         self.steps = Counter[int]()  # planned decode steps by width
-        self._accepted = Counter[int]()  # requests of the step in hand by the number of their drafts that stood
+        self._accepted = [0, 0]  # of the step in hand: requests with drafts, and drafts of theirs that stood
+        self._positions: dict[str, int] = {}  # totals of `judged` and `stood`, by name, when they were last heard of
         self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its requests
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
@@ -108,7 +109,19 @@ class WidthPlanner:
 
     def verdict(self, accepted: int) -> None:
         """A request of the step in hand had drafts verified, of which `accepted` stood."""
-        self._accepted[accepted] += 1
+        self._accepted[0] += 1
+        self._accepted[1] += accepted
+
+    def counted(self, totals: Mapping[str, int]) -> None:
+        """The worker's totals, by name (observe/transport.py): drafts that were judged and that stood, by position."""
+        assert self.rule is not None
+        if f"{JUDGED}.0" not in totals:
+            return
+        before, width = self._positions, self.widest
+        judged, stood = ([totals[f"{name}.{place}"] - before.get(f"{name}.{place}", 0) for place in range(width)]
+                         for name in (JUDGED, STOOD))  # fmt: skip
+        self._positions = dict(totals)
+        self.rule.judged(judged, stood)
 
     def read(self, output: Any, now: float) -> None:
         """The tokens of a step were read at `now`, in seconds; its verdicts are in.
@@ -121,15 +134,15 @@ class WidthPlanner:
         load = len(scheduled)
         drafts = output.scheduled_spec_decode_tokens
         width = max(map(len, drafts.values()), default=0) if drafts else 0
-        if self._accepted:
-            self.rule.accepted(self._accepted, width)
-            self._accepted = Counter()
+        (verified, stood), self._accepted = self._accepted, [0, 0]
         last, self._last = self._last, None
         if output.scheduled_new_reqs or output.total_num_scheduled_tokens != load * (1 + width):
             return
         self._last = now, load
         if last is not None and last[1] == load and width in self.widths:
             self.rule.stepped(load, width, now - last[0])
+            if verified:
+                self.rule.brought(load, width, stood / verified)
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""
@@ -245,8 +258,12 @@ def hear_verdicts(original: Method) -> Method:
     return make_spec_decoding_stats
 
 
-def learn_from_steps(scheduler: Any, scheduler_output: Any, began: float) -> None:
-    """After `Scheduler.update_from_output`, which was called at `began`: what the step took, and what it brought."""
+def learn_from_step(scheduler: Any, scheduler_output: Any, totals: Mapping[str, int] | None, began: float) -> None:
+    """After `Scheduler.update_from_output`, which was called at `began`: what the step took, and what it brought.
+    totals: the worker's, where they came with the step."""
     planner = planner_of(scheduler)
-    if planner is not None and planner.rule is not None and scheduler_output.num_scheduled_tokens:
-        planner.read(scheduler_output, began)
+    if planner is None or planner.rule is None or not scheduler_output.num_scheduled_tokens:
+        return
+    if totals is not None:
+        planner.counted(totals)
+    planner.read(scheduler_output, began)

@@ -60,14 +60,23 @@ class Worth(NamedTuple):
 
 
 @triton.jit
-def _judge_confidence(worth, statistics, slots, drafted, num_sampled, K: tl.constexpr, PLACES: tl.constexpr):
-    """One program a row: its own drafts of the last round, and how many of them stood."""
+def _judge_confidence(
+    worth, statistics, slots, matches, counts, num_sampled, K: tl.constexpr, PLACES: tl.constexpr, FREE: tl.constexpr
+):
+    """One program a row: its drafts of the last round, and how many of them stood. counts: [2, K], by position, of all;
+    confidence is of the model's own."""
     row = tl.program_id(0)
     request, sampled = tl.load(slots + row).to(tl.int64), tl.load(num_sampled + row)
     if (request >= 0) & (sampled > 0):
-        own = tl.load(drafted + request)
-        stood, place = tl.minimum(sampled - 1, own), tl.arange(0, PLACES)
-        judged = (place < own) & (place <= stood) & (place < K)
+        own, place = tl.load(matches.drafted + request), tl.arange(0, PLACES)
+        whole = own
+        if FREE:
+            whole += tl.load(matches.copied + request)
+        stood = tl.minimum(sampled - 1, whole)
+        judged = (place < whole) & (place <= stood) & (place < K)
+        tl.atomic_add(counts + place, 1, mask=judged)
+        tl.atomic_add(counts + K + place, 1, mask=judged & (place < stood))
+        judged = judged & (place < own)
         value = tl.load(statistics + (request * K + place) * WIDTH + CONFIDENCE, mask=judged, other=0.0)
         at = tl.minimum((value * BINS).to(tl.int32), BINS - 1)
         tl.atomic_add(worth.fresh + at, 1.0, mask=judged & (place < stood))
@@ -81,10 +90,12 @@ def judge_confidence(state: DraftState, batch: InputBatch, num_sampled: Tensor) 
         state.worth,
         state.statistics,
         batch.idx_mapping,
-        state.matches.drafted,
+        state.matches,
+        state.judged_counts,
         num_sampled,
         K=places,
         PLACES=triton.next_power_of_2(places),
+        FREE=state.free is not None,
     )
 
 

@@ -56,9 +56,7 @@ def engines(monkeypatch):
     return opened
 
 
-@pytest.mark.parametrize(
-    "command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "export", "profile"]
-)
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "profile"])
 def test_every_command_has_help_with_an_example(command):
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -120,13 +118,13 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
         (("fit-lsq", "--layer", "2", "head_dir=empty.yaml", "--dry-run"), "head_dir=empty.yaml: "),
         (("fit", "head=lsq", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
-        (("heads", "layer=2", "vocab=full", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
+        (("fit", "--compare", "layer=2", "vocab=full", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("roc", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),
         (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
         (("report", "results_dir=nothing"), "no points"),
         (("report", "reslts_dir=a"), "did you mean 'results_dir'?"),
-        (("export", "results_dir=nothing"), "nothing was measured there"),
+        (("runs", "export", "results_dir=nothing"), "nothing was measured there"),
         (("doctor", "model=smolm2_135m"), "or ORG/NAME of the Hugging Face Hub; did you mean 'smollm2_135m'?"),
         (("bench", "model=./empty.yaml"), "model.path=./empty.yaml: empty.yaml is a file, not a model's folder"),
         (("fit-lsq", "--layer", "x2"), "'--layer': x2: "),
@@ -138,7 +136,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
     Path("empty.yaml").touch()
     Path("no_point.json").write_text('{"model": "x"}')
-    alone = words[0] in ("swep", "report", "export") or any("model" in word for word in words)
+    alone = words[0] in ("swep", "report", "runs") or any("model" in word for word in words)
     given = words if alone else (*words, model)
     result = call(*given)
     assert result.exit_code == 2
@@ -343,10 +341,10 @@ def test_tables_are_made_again_on_demand(engines, model, tmp_path):
     assert call("sweep", model, "results_dir=mine").exit_code == 0
     before = (tmp_path / "mine" / "summary.csv").read_bytes()
     (tmp_path / "mine" / "summary.csv").write_text("garbage")
-    assert document(call("export", "results_dir=mine", "--json"))["points"] == 2
+    assert document(call("runs", "export", "results_dir=mine", "--json"))["points"] == 2
     assert (tmp_path / "mine" / "summary.csv").read_bytes() == before
     assert len(document(call("report", "results_dir=mine", "--json"))["rows"]) == 2
-    result = call("export", "results_dir=mine", "--out", "mine/summary.csv")
+    result = call("runs", "export", "results_dir=mine", "--out", "mine/summary.csv")
     assert result.exit_code == 2 and "summary.csv is a file and not a folder; choose another --out" in result.stderr
 
 
@@ -450,7 +448,7 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
         (("bench",), "the same command begins again; selfspec sweep with the same words goes on"),
         (("fit-lsq", "--layer", "2"), "interrupted; the same command begins again"),
         (("fit", "head=lsq", "layer=2"), "interrupted; the same command begins again"),
-        (("heads", "layer=2", "vocab=full"), "rows measured so far are kept, but the same command begins again"),
+        (("fit", "--compare", "layer=2"), "rows measured so far are kept, but the same command begins again"),
         (("roc",), "interrupted; the same command begins again"),
         (("tune",), "kept, and the same command goes on from there"),
     ],

@@ -20,6 +20,7 @@ from selfspec_cli.commands.fit import fit_heads
 from selfspec_cli.commands.fit_lsq import fit_lsq
 from selfspec_cli.commands.fit_weights import fit_draft_weights
 from selfspec_cli.commands.gateway import gateway
+from selfspec_cli.commands.help import Commands
 from selfspec_cli.commands.load import load
 from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.ppl import ppl
@@ -63,6 +64,7 @@ COMMANDS = (
 
 app = typer.Typer(
     name="selfspec",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

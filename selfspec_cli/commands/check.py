@@ -101,7 +101,7 @@ def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, as_json: b
     if as_json:
         return emit(screen.plan_document(points) | {"refused": refused} | limits)
     screen.show_plan(points)
-    screen.show_facts(({"refused": refused} if refused else {}) | limits)
+    screen.show_facts({"refused": refused} | limits)
 
 
 def show(document: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec_cli.commands import configs
+from selfspec_cli.commands.help import RunsCommands
 from selfspec_cli.commands.screen import emit, guard, say, show_facts, warn
 from selfspec_cli.commands.shared import Debug, Folder, Json
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -24,7 +25,9 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import group_title, label, times
 from selfspec_cli.stages import preflight
 
-app = typer.Typer(no_args_is_help=True, help="List, filter, show, compare, delete and export measured points.")
+app = typer.Typer(
+    cls=RunsCommands, no_args_is_help=True, help="List, filter, show, compare, delete and export measured points."
+)
 
 RESULTS = "results_dir"
 Words = Annotated[

@@ -53,6 +53,10 @@ BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
 # What is left after an interrupt, and what the same command does then. Commands differ in it.
 GOES_ON = "what was measured so far is kept, and the same command goes on from there"
+SWEEP_GOES_ON = (
+    "what was measured so far is kept; the same command measures the rest, and the baseline anew unless you add "
+    "--reuse-baseline"
+)
 BEGINS_AGAIN = "the same command begins again"
 FINDINGS_KEPT = f"what was found of arms that are complete is kept, but {BEGINS_AGAIN}"
 PULL_GOES_ON = "files that were fetched are kept, and the same command fetches the rest"
@@ -216,9 +220,30 @@ def show_checks(checks: list[Check]) -> None:
 
 
 def show_facts(facts: dict[str, Any]) -> None:
-    """Name and value pairs."""
-    for name, value in facts.items():
-        say(f"{name:<8} {value}")
+    """Name and value pairs; what is None or empty is left out."""
+    shown = {name.replace("_", " "): in_words(value) for name, value in facts.items() if name != "dry_run"}
+    width = max((len(name) for name, text in shown.items() if text), default=0)
+    for name, text in shown.items():
+        if text:
+            say(f"{name:<{width}}  {text}".replace("\n", "\n" + " " * (width + 2)))
+
+
+def in_words(value: Any) -> str:
+    """A value of a plan for people: a list as a, b; yes and no for a truth value; empty for None and for no elements.
+
+    >>> in_words([{"k": 4, "drawn": False}, ("a", 1.5)])
+    'k 4, drawn no; a, 1.5'
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items() if inner is not None)
+    if isinstance(value, (list, tuple)):
+        nested = any(isinstance(inner, (list, tuple, dict)) for inner in value)
+        return ("; " if nested else ", ").join(filter(None, map(in_words, value)))
+    return str(value)
 
 
 def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:

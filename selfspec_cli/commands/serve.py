@@ -42,7 +42,19 @@ def serve(
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         count, router, own = replicas.asked(words[:split])
         cfg = configs.one(own, config)
+        warn(_without_effect(own))
         _serve(cfg, words[split:], count, router, as_json=as_json, dry_run=dry_run)
+
+
+OF_MEASURING = ("workload", "load", "tracker", "launcher", "repeats", "warmup", "perplexity_tokens")
+"""Settings of a measurement, by their first part: a server has its requests from clients."""
+
+
+def _without_effect(words: Sequence[str]) -> list[str]:
+    """A hint for each word that says nothing to a server."""
+    idle = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_MEASURING]
+    hint = "each request says its own, such as temperature, max_tokens and seed"
+    return [f"{' '.join(idle)}: without effect on a server; {hint}"] if idle else []
 
 
 def _serve(
@@ -56,7 +68,7 @@ def _serve(
         ConfigError: what `cfg` asks for cannot be had here.
         ServerError: of several servers, see `replicas.serve`.
     """
-    preflight.check(cfg)
+    preflight.check(cfg, served=True)
     cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
     warn(preflight.warnings([cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)

@@ -11,7 +11,7 @@ import typer
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import RUN_FAILED, emit, guard, say
+from selfspec_cli.commands.screen import RUN_FAILED, emit, guard, say, show_facts
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -124,9 +124,7 @@ def _exit_code(document: dict[str, Any]) -> int:
 def show(document: dict[str, Any]) -> None:
     """The verdict for people: a line a case, a line a way to sample, and the verdict last."""
     if document.get("dry_run"):
-        for name, value in document.items():
-            say(f"{name:<10} {value}")
-        return
+        return show_facts(document)
     for name, proof in document["proof"].items():
         say(f"{'caught' if proof['caught'] else 'MISSED':<15} the fault {name} that this run planted itself")
     for row in document["cases"]:

@@ -170,11 +170,6 @@ def _validate_method(cfg: RunConfig) -> None:
         raise ConfigError(
             f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=h100"
         )
-    if cfg.model.load_format == "dummy" and (cfg.perplexity_tokens or cfg.workload.prompts != "random"):
-        raise ConfigError(
-            f"model.load_format=dummy with perplexity_tokens={cfg.perplexity_tokens} and workload.prompts="
-            f"{cfg.workload.prompts}: dummy weights have no text; set perplexity_tokens=0 workload.prompts=random"
-        )
 
 
 def _validate_view(cfg: RunConfig) -> None:

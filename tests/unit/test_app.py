@@ -443,12 +443,15 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "then"),
     [
-        (("sweep",), "kept, and the same command goes on from there"),
+        (("sweep",), "and the baseline anew unless you add --reuse-baseline"),
         (("sweep", "--again"), "rows measured so far are kept, but the same command begins again"),
-        (("bench",), "the same command begins again; selfspec sweep with the same words goes on"),
+        (("bench",), "the same command begins again; selfspec sweep with the same words measures only the rest"),
         (("fit-lsq", "--layer", "2"), "interrupted; the same command begins again"),
         (("fit", "head=lsq", "layer=2"), "interrupted; the same command begins again"),
-        (("fit", "--compare", "layer=2"), "rows measured so far are kept, but the same command begins again"),
+        (
+            ("fit", "--compare", "layer=2", "vocab=full"),
+            "rows measured so far are kept, but the same command begins again",
+        ),
         (("roc",), "interrupted; the same command begins again"),
         (("tune",), "kept, and the same command goes on from there"),
     ],

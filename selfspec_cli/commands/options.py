@@ -23,17 +23,20 @@ def show_options(
     word: Annotated[
         str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
     ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Show the settings that are rarely needed, too.")] = False,
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/reference.md.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Every setting: its key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
+    """Settings: key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
     with guard(as_json, debug):
         if markdown:
             return print(options.markdown(), end="")
-        rows, choices = options.rows(word), options.choices(word)
+        rows, choices = options.rows(word, rare=every or as_json), options.choices(word)
         if not rows and not choices:
             raise ConfigError(options.unknown(word))
         if as_json:
             return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
         screen.show_options(rows, choices)
+        hidden = len(options.RARE) if not (word or every) else 0
+        screen.say(f"{hidden} more are rarely needed: selfspec options --all", "dim") if hidden else None

@@ -13,7 +13,7 @@ from selfspec_cli.stages import pull as stage
 
 @command(
     epilog="Examples: selfspec pull model=HuggingFaceTB/SmolLM2-135M-Instruct   ·   selfspec pull model=ORG/NAME "
-    "model.revision=COMMIT draft_weights=int4 engine=h100"
+    "model.revision=COMMIT draft_weights=int4 engine=gpu"
 )
 def pull(overrides: Overrides = None, as_json: Json = False, dry_run: DryRun = False, debug: Debug = False) -> None:
     """Download a model from the Hugging Face Hub: only what vLLM reads, at one commit; go on after a break."""

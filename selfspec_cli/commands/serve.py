@@ -25,8 +25,8 @@ from selfspec_cli.stages import preflight, replicas
 
 
 @command(
-    epilog="Examples: selfspec serve tuned=llama3_8b engine=h100   ·   selfspec serve layer=3 k=4 gate=margin -- "
-    "--port 8001 --api-key KEY   ·   selfspec serve tuned=llama3_8b engine=h100 replicas=2"
+    epilog="Examples: selfspec serve tuned=llama3_8b engine=gpu   ·   selfspec serve layer=3 k=4 gate=margin -- "
+    "--port 8001 --api-key KEY   ·   selfspec serve tuned=llama3_8b engine=gpu replicas=2"
 )
 def serve(
     overrides: Overrides = None,

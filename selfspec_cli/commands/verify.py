@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @command(
-    epilog="Examples: selfspec verify layer=3 k=4   ·   selfspec verify model=llama3_8b engine=h100 --batch-invariant"
+    epilog="Examples: selfspec verify layer=3 k=4   ·   selfspec verify model=llama3_8b engine=gpu --batch-invariant"
 )
 def verify(
     overrides: Overrides = None,

@@ -112,9 +112,6 @@ class ModelConfig:
         3, help="E where `layer` is not given: what measured best for this model", low=1, unset="half of its layers"
     )
     draft_length: int | None = knob(4, help="likewise k", unit="tokens", low=1, unset=f"{DRAFT_LENGTH}")
-    pipeline_parallel_size: int = knob(
-        1, help="GPUs that split the layers; the draft's and the target's must share a worker", limits="1"
-    )
 
 
 @dataclass
@@ -157,7 +154,6 @@ class EngineConfig:
     enable_prefix_caching: bool = knob(False, help="off: a repeat must not be served from the one before")
     enable_chunked_prefill: bool | None = knob(None, help="split long prompts", unset="vLLM decides")
     async_scheduling: bool | None = knob(None, help="plan a step while the last one runs", unset="vLLM decides")
-    nvtx: bool = knob(False, help="named ranges around verify, sample, draft and head, for Nsight Systems")
     extra: dict[str, Any] = knob(factory=dict, help="any other argument of vllm.LLM, by its name")
 
 

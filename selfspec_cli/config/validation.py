@@ -168,7 +168,7 @@ def _validate_method(cfg: RunConfig) -> None:
         raise ConfigError(f"acceptance_length={length}: tokens a verify step yields, must lie in [1, k + 1 = {k + 1}]")
     if length is not None and device_of(cfg) == "cpu":
         raise ConfigError(
-            f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=h100"
+            f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=gpu"
         )
 
 
@@ -223,7 +223,7 @@ def _validate_read_first(cfg: RunConfig) -> None:
         return
     ranks, one_order = cfg.model.tensor_parallel_size, "steps have one order there"
     reasons = [
-        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", f"{one_order}; choose a GPU: engine=h100"),
+        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", f"{one_order}; choose a GPU: engine=gpu"),
         ("engine.async_scheduling=false", cfg.engine.async_scheduling is False, f"{one_order}; give one of them"),
         (f"model.tensor_parallel_size={ranks}", ranks > 1, f"{one_order}; choose one GPU"),
     ]
@@ -242,7 +242,7 @@ def _validate_runner(cfg: RunConfig) -> None:
     if runner is Runner.auto or cfg.method is Method.baseline:
         return
     reasons = [
-        (f"engine={cfg.engine.name}", on_cpu, "vLLM's CPU build has one runner; choose a GPU: engine=h100"),
+        (f"engine={cfg.engine.name}", on_cpu, "vLLM's CPU build has one runner; choose a GPU: engine=gpu"),
         (
             f"method={cfg.method}",
             runner is Runner.v1 and cfg.method is Method.layer_skip,
@@ -260,16 +260,12 @@ def _refuse_any(asked: str, reasons: list[tuple[str, bool, str]], otherwise: str
 
 
 def _validate_engine(cfg: RunConfig) -> None:
-    extra = cfg.engine.extra.get("pipeline_parallel_size", 1)
-    for key, value in (
-        ("model.pipeline_parallel_size", cfg.model.pipeline_parallel_size),
-        ("engine.extra.pipeline_parallel_size", extra),
-    ):
-        if value != 1:
-            raise ConfigError(
-                f"{key}={value}: pipeline parallelism is not supported, the draft and the target share every layer "
-                "in one worker; use model.tensor_parallel_size"
-            )
+    ranks = cfg.engine.extra.get("pipeline_parallel_size", 1)
+    if ranks != 1:
+        raise ConfigError(
+            f"engine.extra.pipeline_parallel_size={ranks}: pipeline parallelism is not supported, the draft and the "
+            "target share every layer in one worker; use model.tensor_parallel_size"
+        )
     if cfg.load.kind:
         return  # clients may be more than an engine runs at once: they wait
     if cfg.workload.batch > cfg.engine.max_num_seqs:

@@ -275,11 +275,6 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             began = time.perf_counter()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
             start_seconds = time.perf_counter() - began
-        if cfg.engine.nvtx:
-            from selfspec_cli.vllm_plugin.observe.annotate import annotate_frontend
-
-            llm.collective_rpc("early_exit_annotate")
-            annotate_frontend(llm.llm_engine)
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB

@@ -188,7 +188,7 @@ def check_device(cfg: RunConfig) -> None:
     """Refuse an engine for which another vLLM is installed: it would run, and be recorded as what it is not."""
     installed, wanted = installed_device(), device_of(cfg)
     if installed is not None and installed != wanted:
-        remedy = install("cuda") if wanted == "cuda" else "choose engine=h100, or engine.device=cuda"
+        remedy = install("cuda") if wanted == "cuda" else "choose engine=gpu, or engine.device=cuda"
         raise ConfigError(f"engine={cfg.engine.name}: it runs on {wanted}, and the vLLM that is installed here is "
                           f"built for {installed}; {remedy}")  # fmt: skip
 

@@ -108,7 +108,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("bench", "model=/not/there"), "/not/there"),
         (("bench", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
         (("bench", "head=lsq", "head.path=gone.safetensors"), "gone.safetensors"),
-        (("bench", "model.pipeline_parallel_size=2"), "pipeline parallelism"),
+        (("bench", "engine.extra.pipeline_parallel_size=2"), "pipeline parallelism"),
         (("fit-lsq", "--layer", "8"), "1..7"),
         (("sweep", "workload.input_len=5000"), "together they must fit the 1024 tokens of model"),
         (("sweep", "workload.input_len=5000", "--dry-run"), "together they must fit the 1024 tokens of model"),
@@ -219,10 +219,10 @@ def test_a_disk_that_fills_or_is_read_only_is_no_crash(engines, model, monkeypat
 def test_an_engine_for_which_another_vllm_is_installed_is_planned_and_not_started(engines, model, monkeypatch):
     monkeypatch.setattr("selfspec_cli.config.facts.installed_device", lambda: "cpu")
     monkeypatch.setattr("selfspec_cli.stages.preflight.installed_device", lambda: "cpu")
-    assert call("sweep", "engine=h100", model, "--dry-run").exit_code == 0
-    result = call("sweep", "engine=h100", model)
+    assert call("sweep", "engine=gpu", model, "--dry-run").exit_code == 0
+    result = call("sweep", "engine=gpu", model)
     assert result.exit_code == 2
-    assert "engine=h100: it runs on cuda, and the vLLM that is installed here is built for cpu" in result.stderr
+    assert "engine=gpu: it runs on cuda, and the vLLM that is installed here is built for cpu" in result.stderr
     assert engines == []
 
 
@@ -231,9 +231,9 @@ def test_tune_says_beforehand_what_it_will_try(model):
     assert {"none", "margin", "varH"} <= set(plan["gates"])
     assert (plan["k"], plan["minutes"]) == ("1 to 12", 7)
     assert plan["exits"] == ["E1-lens", "E2-lens", "E4-lens"]  # copies gain nothing on a CPU
-    on_gpu = document(call("tune", model, "engine=h100", "--dry-run", "--json"))
+    on_gpu = document(call("tune", model, "engine=gpu", "--dry-run", "--json"))
     assert on_gpu["exits"] == ["E8-lens-int4", "E8-lens-int8", "E1-lens", "E2-lens", "E4-lens"]
-    assert document(call("tune", model, "engine=h100", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
+    assert document(call("tune", model, "engine=gpu", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
 
 
 def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):
@@ -241,7 +241,7 @@ def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):
     folder = model_folder(tmp_path / "long", num_hidden_layers=8, max_position_embeddings=65536)
 
     def plan(*words):
-        return document(call("tune", f"model={folder}", "engine=h100", *words, "--dry-run", "--json"))
+        return document(call("tune", f"model={folder}", "engine=gpu", *words, "--dry-run", "--json"))
 
     copies, layers = ["E8-lens-int4", "E8-lens-int8"], ["E1-lens", "E2-lens", "E4-lens"]
     assert plan("workload.input_len=8191")["exits"] == [*copies, *layers]

@@ -11,7 +11,6 @@ from typing import Any
 from selfspec_cli.commands.screen import say, warn
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_columns import asked
@@ -36,7 +35,7 @@ def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[
         cfg = preflight.with_calibration(cfg) if pays else baseline_of(cfg)
         made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
         spec, config = deployment.save(cfg, made, command)
-    except (ConfigError, SettingsError, OSError) as error:
+    except (ConfigError, OSError) as error:
         return {"error": f"what to deploy cannot be said: {error}"}
     return {
         "pays": pays,

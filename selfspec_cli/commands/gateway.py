@@ -38,10 +38,10 @@ def gateway(
 ) -> None:
     """Route requests to several servers: the best one for each, streams that survive, and the gain. See `demo`."""
     with guard(as_json, debug):
-        _route(words or [], as_json=as_json, dry_run=dry_run)
+        route(words or [], as_json=as_json, dry_run=dry_run)
 
 
-def _route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
+def route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
     """words: the name or file of a gateway, if any, and overrides KEY=VALUE."""
     from selfspec_cli.gateway import files
 

@@ -21,7 +21,6 @@ from selfspec_cli import load_patterns
 from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import view
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.folder import RecordError
@@ -73,7 +72,7 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
         yield
     except typer.Exit:
         raise
-    except (ConfigError, SettingsError) as error:
+    except ConfigError as error:
         _fail(error, str(error), BAD_INPUT, as_json, debug)
     except RecordError as error:
         _fail(error, str(error), RUN_FAILED, as_json, debug)

@@ -24,7 +24,6 @@ from selfspec_cli import interrupts, terminal
 from selfspec_cli.commands import progress_table, screen
 from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import Point
@@ -199,7 +198,7 @@ def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Scre
                 yield shown
             except BaseException as error:
                 shown.close(keep=True)
-                if not isinstance(error, (ConfigError, SettingsError, KeyboardInterrupt, typer.Exit)):
+                if not isinstance(error, (ConfigError, KeyboardInterrupt, typer.Exit)):
                     shown.show_log()
                 raise
             shown.close(keep=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import load_patterns
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.knobs import knob
@@ -26,9 +27,8 @@ from selfspec_cli.early_exit.view import canonical
 from selfspec_cli.load_patterns import PatternSettings
 from selfspec_cli.load_patterns.base import LoadPattern
 
-
-class ConfigError(ValueError):
-    """Bad input from the user. The command line shows its text, without a traceback, and exits with 2."""
+ConfigError = SettingsError
+"""Bad input from the user, by its name among commands: they show its text, without a traceback, and exit with 2."""
 
 
 class Method(StrEnum):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
@@ -28,10 +27,9 @@ from selfspec_cli.config.schema import (
     head_spec,
 )
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
+from selfspec_cli.early_exit.knobs import out_of_range, refusal
 from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
@@ -48,7 +46,7 @@ def validate(cfg: RunConfig) -> None:
         ConfigError: naming the key, the value and what is allowed.
     """
     for option, value in out_of_range(cfg):
-        check_value(option, value)
+        raise ConfigError(refusal(option, value))
     for key in ("results_dir", "head_dir"):
         if not getattr(cfg, key).strip():
             raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
@@ -59,7 +57,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_draft_sample_method(cfg)
     _validate_bandit(cfg)
     _validate_read_first(cfg)
-    _validate_length_table(cfg)
+    checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH, cfg.gate.kind)
     _validate_runner(cfg)
     _validate_load(cfg)
     _validate_launcher(cfg.launcher)
@@ -71,15 +69,6 @@ def validate(cfg: RunConfig) -> None:
         words = ", ".join(f'"{word}"' for word in PROMPTS)
         raise ConfigError(f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
                           f"({', '.join(PROMPT_TABLES)}) that exists")  # fmt: skip
-
-
-def check_value(option: Option, value: Any) -> None:
-    """Refuse a value that the range or the choices of its setting do not admit; raises ConfigError."""
-    if not admits(option, value):
-        if option.knob.words():
-            raise ConfigError(option.knob.wrong_word(value, option.key))
-        because = f", because {option.knob.because}" if option.knob.because else ""
-        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}{because}")
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
@@ -150,10 +139,7 @@ def _validate_threshold(cfg: RunConfig) -> None:
     """The threshold in force, whichever key it is from."""
     kind = cfg.gate.kind
     key = GATES[kind].key if cfg.threshold is None else None
-    try:
-        check_threshold(kind, gate_threshold(cfg), key or "threshold")
-    except SettingsError as error:
-        raise ConfigError(str(error)) from error
+    check_threshold(kind, gate_threshold(cfg), key or "threshold")
 
 
 def _validate_method(cfg: RunConfig) -> None:
@@ -228,13 +214,6 @@ def _validate_read_first(cfg: RunConfig) -> None:
         (f"model.tensor_parallel_size={ranks}", ranks > 1, f"{one_order}; choose one GPU"),
     ]
     _refuse_any("read_first=false", reasons, "read_first=true")
-
-
-def _validate_length_table(cfg: RunConfig) -> None:
-    try:
-        checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH, cfg.gate.kind)
-    except SettingsError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _validate_runner(cfg: RunConfig) -> None:

@@ -23,7 +23,6 @@ from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConf
 from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
 from selfspec_cli.engine.processes import how_they_start
@@ -253,7 +252,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
 
     Raises:
-        SettingsError, HeadError, ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
+        ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
             shut down again.
     """
     if device_of(cfg) == "cpu":
@@ -308,7 +307,7 @@ def _as_bad_input(error: Exception) -> Exception:
     """vLLM wraps what its config checks raise; give bad input its own type back."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, ValueError) and isinstance(cause, (SettingsError, ConfigError)):
+        if isinstance(cause, ConfigError):
             return cause
         if getattr(cause, "title", None) == "SpeculativeConfig" and hasattr(cause, "errors"):  # pydantic's
             return ConfigError(f"speculative: {'; '.join(one['msg'] for one in cause.errors())}")

@@ -14,7 +14,6 @@ from pathlib import Path
 from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight, pull
@@ -146,7 +145,7 @@ def _settings(cfg: RunConfig) -> Check:
     try:
         preflight.check(cfg, served=True)
         preflight.with_calibration(cfg)
-    except (ConfigError, SettingsError, ImportError) as error:  # reading a head needs torch
+    except (ConfigError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     if unknown := preflight.not_checked([cfg]):
         return Check("settings", None, unknown[0])

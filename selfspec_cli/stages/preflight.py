@@ -23,7 +23,6 @@ from selfspec_cli.config.facts import (
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.early_exit.view import DraftView
@@ -240,7 +239,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
         return None
     try:
         file = head_file(cfg, layer)
-    except (ConfigError, SettingsError):  # `check` says what is wrong with the head
+    except ConfigError:  # `check` says what is wrong with the head
         return None
     return None if file is None else (cfg.gate.kind, file)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, warn
+from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, Pairs, Ridge, command
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError
@@ -19,6 +20,7 @@ from selfspec_cli.texts import corpora
 
 if TYPE_CHECKING:
     from selfspec_cli.stages.head_plan import HeadPlan
+    from selfspec_cli.stages.heads import Comparison
 
 
 @command(
@@ -76,6 +78,19 @@ def _compare(plan: HeadPlan, pairs: int, top: int, corpus: str, as_json: bool, d
     if as_json:
         emit(comparison.document() | ({"deploy": deploy} if deploy else {}))
     else:
-        screen.show_comparison(comparison)
+        _show_comparison(comparison)
         deploying.show(deploy) if deploy else None
     return comparison.exit_code
+
+
+def _show_comparison(found: Comparison) -> None:
+    """The table of heads, the best of them, and what could not be measured."""
+    from selfspec_cli.report import heads
+
+    Console(width=None if Console().is_terminal else 136).print(heads.table(found.rows))
+    if found.best is not None:
+        best = found.best
+        say(f"best: {best.label} k={best.best_k}, predicted {best.predicted_speedup:.2f}x", "bold")
+    for name, path in found.files.items():
+        say(f"{name:<7} {path}")
+    warn(found.failed)

@@ -6,11 +6,14 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from selfspec_cli.commands import screen
-from selfspec_cli.commands.screen import emit, guard
+from selfspec_cli.commands.screen import emit, guard, say
 from selfspec_cli.commands.shared import Debug, Json, command
 from selfspec_cli.config import options
+from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
 
 
@@ -37,6 +40,20 @@ def show_options(
             raise ConfigError(options.unknown(word))
         if as_json:
             return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
-        screen.show_options(rows, choices)
+        _show(rows, choices)
         hidden = len(options.RARE) if not (word or every) else 0
         screen.say(f"{hidden} more are rarely needed: selfspec options --all", "dim") if hidden else None
+
+
+def _show(rows: list[Row], choices: list[Choice]) -> None:
+    """Settings, then the choices of those that name an object of a registry."""
+    for row in rows:
+        about = ", ".join(part for part in (row.unit or row.type, row.allowed) if part)
+        spec = f"; in a speculative_config: {row.spec_key}" if row.spec_key else ""
+        head = Text.assemble((row.key, "bold"), f" = {row.default}", (f"  ({about}{spec})", "dim"))
+        Console(soft_wrap=True).print(head)
+        say(f"    {row.help}")
+    for one in choices:
+        default = f"  (threshold: {one.default} if none is given)" if one.default else ""
+        Console(soft_wrap=True).print(Text.assemble((f"{one.key}={one.name}", "bold"), (default, "dim")))
+        say(f"    {one.help}")

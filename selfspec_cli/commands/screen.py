@@ -210,9 +210,9 @@ def in_words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items() if inner is not None)
     if isinstance(value, (list, tuple)):
-        nested = any(isinstance(inner, (list, tuple, dict)) for inner in value)
-        return ("; " if nested else ", ").join(filter(None, map(in_words, value)))
-    return str(value)
+        words = [*filter(None, map(in_words, value))]
+        return ("; " if any(", " in word for word in words) else ", ").join(words)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:

@@ -175,9 +175,14 @@ def _validate_view(cfg: RunConfig) -> None:
                                   "early-exit draft; use method=layer_skip, or leave it out")  # fmt: skip
         return
     DraftView.of(cfg).check()
-    reason = DRAFT_WEIGHTS[weights].reason_against(WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
-    if reason is not None:
-        raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
+    check_weights(cfg, WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
+
+
+def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
+    """Refuse draft weights that cannot be made or run, as far as that is known; raises ConfigError."""
+    reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known)
+    if reason is not None and cfg.method is Method.layer_skip:
+        raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
 
 
 def _validate_draft_sample_method(cfg: RunConfig) -> None:

@@ -22,7 +22,8 @@ from selfspec_cli.config.facts import (
 )
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
+from selfspec_cli.config.validation import check_weights
+from selfspec_cli.early_exit.draft_weights import WeightFacts
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.early_exit.view import DraftView
@@ -100,10 +101,7 @@ def check_model(cfg: RunConfig) -> None:
     if cfg.method is Method.layer_skip and facts.hybrid:
         raise ConfigError(f"model={name}: it has layers with a recurrent state, in which rejected drafts would stay; "
                           "method=layer_skip takes models of attention layers only")  # fmt: skip
-    known = WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe)
-    reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known) if cfg.method is Method.layer_skip else None
-    if reason is not None:
-        raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
+    check_weights(cfg, WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe))
 
 
 def check_files(cfg: RunConfig) -> None:
@@ -217,9 +215,10 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
 
 def not_checked(cfgs: Iterable[RunConfig]) -> list[str]:
     """Models whose config.json is not here, so that nothing of a point was compared with it; for people."""
-    unknown = dict.fromkeys(cfg.model.path for cfg in cfgs if config_file(cfg.model) is None)
+    models = {repr(cfg.model): cfg.model for cfg in cfgs}.values()
+    paths = dict.fromkeys(model.path for model in models if config_file(model) is None)
     return [f"layer, vocab, lengths and the head are not checked: {path} is not here (selfspec pull model={path})"
-            for path in unknown]  # fmt: skip
+            for path in paths]  # fmt: skip
 
 
 def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:

@@ -87,8 +87,10 @@ def nothing_typed(command: str, overrides: Sequence[str] | None, config: Path | 
     """Whether a command was typed without any setting: it then shows its plan, and says here what to type."""
     if overrides or config is not None:
         return False
-    note(f"selfspec {command} alone starts nothing. This is its plan; to measure it: selfspec {command} "
-         f"model={RunConfig().model.name}   ·   with settings of your own: {example}")  # fmt: skip
+    note(
+        f"selfspec {command} alone starts nothing. This is its plan; to measure it: selfspec {command} "
+        f"model={RunConfig().model.name}   ·   with settings of your own: {example}"
+    )
     return True
 
 

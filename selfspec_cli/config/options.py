@@ -15,10 +15,19 @@ from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 
-RARE = frozenset({
-    "tau", "tau_v", "draft_window", "head.target", "acceptance_length", "read_first", "runner", "model.exit_layer",
-    "model.draft_length",
-})  # fmt: skip
+RARE = frozenset(
+    {
+        "tau",
+        "tau_v",
+        "draft_window",
+        "head.target",
+        "acceptance_length",
+        "read_first",
+        "runner",
+        "model.exit_layer",
+        "model.draft_length",
+    }
+)
 """Settings that no user needs: other names of threshold, draft_context, layer and k, and what experiments set. They are
 shown by `selfspec options --all`, or for a word that they hold."""
 

@@ -40,10 +40,9 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
     looked at here are checked once."""
     seen = set()
     for cfg in cfgs:
-        parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir,
-                 cfg.perplexity_tokens)  # fmt: skip
+        parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
         view = DraftView.of(cfg)
-        looked_at = (*parts, view, cfg.k, cfg.method, repr(cfg.speculative))
+        looked_at = (*parts, cfg.perplexity_tokens, view, cfg.k, cfg.method, repr(cfg.speculative))
         if looked_at not in seen:
             seen.add(looked_at)
             check(cfg)
@@ -217,8 +216,10 @@ def not_checked(cfgs: Iterable[RunConfig]) -> list[str]:
     """Models whose config.json is not here, so that nothing of a point was compared with it; for people."""
     models = {repr(cfg.model): cfg.model for cfg in cfgs}.values()
     paths = dict.fromkeys(model.path for model in models if config_file(model) is None)
-    return [f"layer, vocab, lengths and the head are not checked: {path} is not here (selfspec pull model={path})"
-            for path in paths]  # fmt: skip
+    return [
+        f"layer, vocab, lengths and the head are not checked: {path} is not here (selfspec pull model={path})"
+        for path in paths
+    ]
 
 
 def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:

@@ -108,6 +108,7 @@ def test_zsh_completes_a_word(environment):
 @programs.needs("fish")
 def test_fish_completes_a_word(environment):
     asked = "_SELFSPEC_COMPLETE=source_fish selfspec | source; complete --do-complete 'selfspec sweep gate=mar'"
-    done = subprocess.run(["fish", "--no-config", "-c", asked], env=environment, capture_output=True, text=True,
-                          timeout=60, check=True)  # fmt: skip
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", asked], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["gate=margin"]

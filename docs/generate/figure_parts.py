@@ -130,7 +130,7 @@ python experiments/confidence_gates/rounds.py --layer 3 --setting survival:0.123
 
 
 def heads(name: str) -> str:
-    """The heads of one run of `selfspec heads`."""
+    """The heads of one run of `selfspec fit --compare`."""
     rows = [(row["E"], row["head"], row["vocab"], percent(row["agreement"]), percent(row["agreement_generated"]),
              row["best_k"], ratio(row["predicted_speedup"]), ratio(row["measured_speedup"]))
             for row in data_of(f"{name}/heads.json")["rows"]]  # fmt: skip
@@ -141,7 +141,7 @@ def heads(name: str) -> str:
 on what the model generates.
 
 ```
-selfspec heads
+selfspec fit --compare
 ```
 
 """

@@ -40,7 +40,7 @@ THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 COSTS = {1: (2.03, 0.56), 8: (2.19, 1.06), 32: (3.03, 1.66)}
 """By requests, milliseconds of a round without its draft steps and of a draft step: the coder of 1.5 B on 4-bit copies
 on H200s. In results/LOG.md 1 and 8 are the profile's on one host; at 32 the draft steps are of "Why is a draft step of
-16 to 32 tokens slow?", and their round, of 11.3 ms, of the first host's performance gate."""
+16 to 32 tokens slow?", and their round, of 11.3 ms, of the first host's performance check."""
 
 
 class Drafts(NamedTuple):

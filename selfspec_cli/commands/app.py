@@ -13,15 +13,14 @@ import typer
 from selfspec_cli import __version__
 from selfspec_cli.commands import runs
 from selfspec_cli.commands.bench import bench
+from selfspec_cli.commands.check import check
 from selfspec_cli.commands.doctor import doctor
 from selfspec_cli.commands.eval import evaluate
-from selfspec_cli.commands.export import export
 from selfspec_cli.commands.fit import fit_heads
 from selfspec_cli.commands.fit_lsq import fit_lsq
 from selfspec_cli.commands.fit_weights import fit_draft_weights
-from selfspec_cli.commands.gate import gate
 from selfspec_cli.commands.gateway import gateway
-from selfspec_cli.commands.heads import compare_heads
+from selfspec_cli.commands.help import Commands
 from selfspec_cli.commands.load import load
 from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.ppl import ppl
@@ -48,7 +47,6 @@ COMMANDS = (
     fit_lsq,
     fit_heads,
     fit_draft_weights,
-    compare_heads,
     compare_views,
     roc,
     tune,
@@ -59,14 +57,14 @@ COMMANDS = (
     ppl,
     evaluate,
     verify,
-    gate,
+    check,
     report,
-    export,
 )
 """In the order of the help."""
 
 app = typer.Typer(
     name="selfspec",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-import errno
 import json
-import os
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from selfspec_cli.commands.screen import emit, note, say, warn
+from selfspec_cli.commands.screen import say, warn
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
-from selfspec_cli.engine.deployment import Deployment
-from selfspec_cli.engine.server import listening_error
 from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label, latest
-from selfspec_cli.stages import preflight, replicas
+from selfspec_cli.stages import preflight
 
 MODELS = 3  # for which a report says what to deploy
 OF_A_SERVER = ("model=", "model.", "engine=", "engine.")
@@ -46,7 +35,7 @@ def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[
         cfg = preflight.with_calibration(cfg) if pays else baseline_of(cfg)
         made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
         spec, config = deployment.save(cfg, made, command)
-    except (ConfigError, SettingsError, OSError) as error:
+    except (ConfigError, OSError) as error:
         return {"error": f"what to deploy cannot be said: {error}"}
     return {
         "pays": pays,
@@ -125,85 +114,3 @@ def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
         what = {"what": f"{cfg.model.name}: {label(row)}, {speedup:.2f}x at {asked(row)}"}
         found.append(what | chosen("report", cfg, speedup, words))
     return found
-
-
-def serve(
-    cfg: RunConfig, more: Sequence[str], count: int = 1, router: str | None = None, *, as_json: bool, dry_run: bool
-) -> None:
-    """Replace this process by vLLM's server, which drafts as `cfg` says; or start several of them behind a router.
-
-    more: further options of vLLM's server. count, router: see `replicas.plan`.
-
-    Raises:
-        ConfigError: what `cfg` asks for cannot be had here.
-        ServerError: of several servers, see `replicas.serve`.
-    """
-    preflight.check(cfg)
-    cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
-    warn(preflight.warnings([cfg]))
-    made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
-    if count > 1:
-        return _several(made, cfg, more, count, router, as_json=as_json, dry_run=dry_run)
-    line = " ".join([made.line(), *map(shlex.quote, more)])
-    if dry_run:
-        plan = {"dry_run": True, "command": line, "speculative_config": made.speculative_config}
-        return emit(plan) if as_json else say(line)
-    preflight.check_device(cfg)
-    check_port(more)
-    note(f"starting: {line}")
-    for line in explained(made):
-        Console(stderr=True, soft_wrap=True).print(Text(line, style="dim"))
-    sys.stdout.flush()
-    with suppress(OSError):  # a stdout that a test captures is no file
-        os.dup2(sys.stdout.fileno(), 1)
-    made.replace_process(list(more))
-
-
-def check_port(options: Sequence[str]) -> None:
-    """See that the address is free on which vLLM's server would answer: it looks only after it has loaded the model.
-
-    options: of vLLM's server; without --host and --port it answers at port 8000 of every address.
-
-    Raises:
-        ConfigError: another program answers there, or there is no such port.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host", default="")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--uds")
-    try:
-        found = parser.parse_known_args(list(options))[0]
-    except argparse.ArgumentError:
-        return  # what vLLM does not understand it says itself
-    if found.uds is not None:
-        return
-    if not 0 <= found.port <= 65535:
-        raise ConfigError(f"-- --port {found.port}: allowed: from 0 to 65535")
-    error = listening_error(found.host, found.port)
-    if error is not None and error.errno == errno.EADDRINUSE:
-        raise ConfigError(
-            f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
-        ) from error
-
-
-def _several(
-    made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None, *, as_json: bool,
-    dry_run: bool,
-) -> None:  # fmt: skip
-    servers, front = replicas.plan(made, cfg, more, count, router)
-    if dry_run:
-        lines = [one.line() for one in (*servers, front)]
-        planned = {"dry_run": True, "commands": lines, "speculative_config": made.speculative_config}
-        return emit(planned) if as_json else say("\n".join(lines))
-    preflight.check_device(cfg)
-    check_port(more)
-    replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
-
-
-def explained(made: Deployment) -> list[str]:
-    """What vLLM's log is going to warn of on a CPU, and what it means here."""
-    loaded = made.environment.get("LD_PRELOAD", "")
-    if "libiomp" not in loaded or "tcmalloc" in loaded:
-        return []
-    return ["vLLM will warn that libtcmalloc is not found: an allocator that may be faster; the server works without. "
-            "Debian and Ubuntu: apt-get install libtcmalloc-minimal4"]  # fmt: skip

@@ -7,11 +7,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from selfspec_cli.commands import configs, screen
+from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import emit, guard, say
 from selfspec_cli.commands.shared import Debug, Json, Overrides, command
 from selfspec_cli.stages import doctor as doctor_stage
+from selfspec_cli.stages.doctor import Check
 from selfspec_cli.terminal import kept_apart
 
 
@@ -26,7 +29,7 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
         if as_json:
             emit({"ok": fine, "checks": [asdict(check) for check in checks]})
         else:
-            screen.show_checks(checks)
+            show(checks)
             say("A run could work here." if fine else "A run could not work here.", "bold")
         raise typer.Exit(0 if fine else 1)
 
@@ -35,3 +38,14 @@ def _patches() -> list[tuple[str, bool, str]]:
     from selfspec_cli.vllm_plugin import compat
 
     return [(name, found, reason) for name, found, reason in compat.check()]
+
+
+def show(checks: list[Check]) -> None:
+    """The doctor's lines. Names inside vLLM that are as they should be are counted; --json lists them."""
+    places = [check for check in checks if ":" in check.name]
+    right = [check for check in places if check.ok]
+    counted = f"{len(right)} of {len(places)} that selfspec replaces are there as they should be (--json lists them)"
+    for check in [check for check in checks if check not in right[1:]]:
+        check = Check("names inside vLLM", True, counted) if check in right[:1] else check
+        mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("    ", "")}[check.ok]
+        Console(soft_wrap=True).print(Text.assemble((mark, style), f" {check.name:<22} {check.detail}"))

@@ -86,7 +86,7 @@ def _run(
         names = [arms.label(one) for family in arms.families(runs) for one in family]
         if as_json:
             return emit({"dry_run": True, **facts, "arms": names})
-        return show_facts(facts | {"arms": "\n         ".join(names)})
+        return show_facts(facts | {"arms": "\n".join(names)})
     preflight.check_device(runs[0])
     results = Path(runs[0].results_dir)
     with at_work(command, results, debug) as shown:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import emit, guard
+from selfspec_cli.commands.screen import emit, guard, say
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.stages import preflight
+
+if TYPE_CHECKING:
+    from selfspec_cli.stages.fit_weights import Fitted
 
 
 @command("fit-weights", epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4,int8")
@@ -42,4 +45,13 @@ def fit_draft_weights(
             made = fit_weights.run(cfgs, prompts=prompts, out=out, **more)
         if as_json:
             return emit({"files": [{**asdict(one), "medians": one.medians} for one in made]})
-        screen.show_fitted_weights(made)
+        _show(made)
+
+
+def _show(made: list[Fitted]) -> None:
+    """What each file loses of a product's mean square, and how to use it."""
+    for one in made:
+        shares = ", ".join(f"{name} {share:.5f}" for name, share in one.medians.items())
+        say(f"{one.kind}: {shares} of a product's mean square is lost (medians over the layers)")
+        say(f"    draft_weights={one.kind} draft_weights_path={one.path}")
+    say(f"{made[0].tokens} tokens, {made[-1].seconds:.0f} s", "bold")

@@ -4,24 +4,72 @@ answers to words of the first sprint and to options of vLLM's that are not behin
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from selfspec_cli.commands.screen import guard
 from selfspec_cli.config import options
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit import old_words
-from selfspec_cli.early_exit.errors import nearest
+from selfspec_cli.early_exit.errors import closest, nearest
 
 PASS_ON = ("serve", "load")
 """Commands that hand what stands behind -- to vLLM's server."""
+
+
+class NamesCommands(TyperGroup):
+    """A group of commands that answers a word that is none of them with the line to type."""
+
+    meant: ClassVar[dict[str, str]] = {}
+    """Words that people type -> the commands that they mean."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As Typer does, with a ConfigError's exit code and form for an unknown command."""
+        word = args[0] if args else ""
+        if args and not word.startswith("-") and self.get_command(ctx, word) is None:
+            with guard("--json" in args, "--debug" in args):
+                raise ConfigError(self.answer(ctx, word, args))
+        return super().resolve_command(ctx, args)
+
+    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
+        """What is said of `word`, the first of `args`, which is no command."""
+        names = self.list_commands(ctx)
+        if word in self.meant:
+            line = shlex.join([*ctx.command_path.split(), *self.meant[word].split(), *args[1:]])
+            return f"command {word!r} is not known; type: {line}"
+        return closest(word, names, "command")
+
+
+class Commands(NamesCommands):
+    """`selfspec`."""
+
+    meant: ClassVar[dict[str, str]] = {
+        "compare": "report --compare",
+        "export": "runs export",
+        "gate": "check",
+        "heads": "fit --compare",
+        "list": "runs list",
+    }
+
+
+class RunsCommands(NamesCommands):
+    """`selfspec runs`: words such as results_dir=FOLDER or a condition are meant for its list."""
+
+    meant: ClassVar[dict[str, str]] = {"compare": "diff", "ls": "list", "rm": "delete"}
+
+    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
+        """As for any group; a condition or a setting in place of a command is answered with the list."""
+        if any(sign in word for sign in "=<>~"):
+            return f"{word} is no command of selfspec runs; type: {shlex.join(['selfspec', 'runs', 'list', *args])}"
+        return super().answer(ctx, word, args)
 
 
 class NamesValues(TyperCommand):

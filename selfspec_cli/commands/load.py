@@ -1,14 +1,54 @@
-"""`selfspec load`: put servers under load."""
+"""`selfspec load`: put servers under load that it starts, or that run already."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.screen import ROWS_KEPT, guard
+from selfspec_cli.commands.measuring import Means, Ways, measure
+from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, rows_document, say, show_facts, warn
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.working import at_work
+from selfspec_cli.config.keys import baseline_of
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.validation import validate
+from selfspec_cli.early_exit.errors import on_one_line
+from selfspec_cli.engine import clients, server
+from selfspec_cli.progress import Progress
+from selfspec_cli.record import folder as results_folder
+from selfspec_cli.record import tables
+from selfspec_cli.record.load_columns import asked as asked_in_words
+from selfspec_cli.report import make as report_stage
+from selfspec_cli.report.rows import label
+from selfspec_cli.stages import load as stage
+from selfspec_cli.stages import load_url, preflight
+from selfspec_cli.stages.plan import results_dir
+
+LOGS = "logs"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Servers that run already. baseline: what the one at `url` is compared with. model: one of several that it serves.
+    chat: ask for chats. knows_model: the user has said which model it is, so that prompts can be token ids."""
+
+    url: str
+    baseline: str | None = None
+    model: str | None = None
+    chat: bool = False
+    knows_model: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of the API."""
+        return clients.CHAT if self.chat else clients.COMPLETIONS
 
 
 @command(
@@ -38,17 +78,158 @@ def load(
     """Load-test servers: closed loop, Poisson or bursty arrivals, a soak; the baseline and each arm, one after the
     other, or one that runs already. What stands behind -- goes to the servers that are started."""
     with guard(as_json, debug, ROWS_KEPT):
-        from selfspec_cli.commands import loading
-
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         more = words[split:]
-        words = [*words[:split], *loading.limits(ttft_limit, tpot_limit, e2e_limit)]
-        runs = loading.as_loads(configs.several(words, config=config))
+        words = [*words[:split], *limits(ttft_limit, tpot_limit, e2e_limit)]
+        runs = as_loads(configs.several(words, config=config))
         how = {"as_json": as_json, "dry_run": dry_run, "debug": debug}
         if url is None:
-            loading.refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
-            return loading.own_servers(runs, more, **how)
+            refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
+            return own_servers(runs, more, **how)
         knows = config is not None or any(word.startswith(("model=", "model.")) for word in words)
-        where = loading.Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
-        loading.elsewhere(loading.of_elsewhere(runs), where, **how)
+        where = Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
+        elsewhere(of_elsewhere(runs), where, **how)
+
+
+def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> list[str]:
+    """Options as the settings that they are short for."""
+    given = {"ttft_limit": ttft, "tpot_limit": tpot, "e2e_limit": e2e}
+    return [f"load.{name}={value}" for name, value in given.items() if value is not None]
+
+
+def refuse_without_url(**given: Any) -> None:
+    """Refuse options that only a server elsewhere has; raises ConfigError."""
+    for name, value in given.items():
+        if value:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is about a server that runs already: say where it is with --url")
+
+
+def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Configs as load tests, checked as such; raises ConfigError."""
+    found = [stage.asked(cfg) for cfg in cfgs]
+    for cfg in found:
+        validate(cfg)
+    return found
+
+
+def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dry_run: bool, debug: bool) -> None:
+    """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's."""
+    for cfg in runs:
+        server.front_end(cfg)
+        if not dry_run and cfg.load.kind:
+            _check_prompts(cfg)
+    measure("load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more))
+
+
+def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Means:
+    """Servers in place of engines. more: options of vLLM's."""
+    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _page)
+
+
+def _check_prompts(cfg: RunConfig) -> None:
+    """Refuse prompts that cannot be had before a server has started; raises ConfigError."""
+    from selfspec_cli.texts import prompt_files
+
+    if prompt_files.is_prompt_file(cfg.workload.prompts):
+        prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
+
+
+def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, run_id: str) -> tuple[Any, Any]:
+    """What a sweep opens in place of an engine, and its bench."""
+    folder = Path(results_dir(runs))
+
+    @contextmanager
+    def open_server(cfg: RunConfig) -> Iterator[server.Server]:
+        name = f"{cfg.model.name}, {label(tables.planned(cfg))}"
+        shown.starting(f"{name}, as a server")
+        log = folder / LOGS / f"{run_id}-server-{len(list((folder / LOGS).glob(f'{run_id}-server-*'))) + 1}.log"
+        with ExitStack() as stack:
+            try:
+                found = stack.enter_context(server.open_server(cfg, more, log, folder / "deploy"))
+            finally:
+                shown.started()
+            yield found
+
+    opened: Any = open_server
+    return opened, stage.Loader(folder / stage.FOLDER / run_id)
+
+
+def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run: bool, debug: bool) -> None:
+    """Ask servers that run already; the exit code says how it went."""
+    folder = Path(results_dir(runs))
+    preflight.check_folder(str(folder))
+    if any(cfg.load.frontend == "rust" for cfg in runs):
+        raise ConfigError("load.frontend is about servers that selfspec starts; the one at --url has its own")
+    urls = [url for url in (where.baseline, where.url) if url is not None]
+    load_url.check(runs, urls)
+    for cfg in runs:
+        _check_prompts(cfg)
+    loads = list(dict.fromkeys(asked_in_words(tables.planned(cfg)) for cfg in runs))
+    if dry_run:
+        facts = {"servers": urls, "path": where.path, "loads": loads, "repeats": runs[0].load.repeats}
+        return emit({"dry_run": True, **facts}) if as_json else show_facts(facts)
+    servers = [server.connect(url, where.model) for url in urls]
+    run_id = results_folder.new_run_id()
+    loader = stage.Loader(folder / stage.FOLDER / run_id, where.path, where.knows_model)
+    loader.ignores_eos = all(_takes_ignore_eos(found, where.path) for found in servers)
+    warn([] if loader.ignores_eos else ["the server does not know ignore_eos: requests may end before their length"])
+    with at_work("load", folder, debug) as shown:
+        result = load_url.run(runs, servers, loader=loader, run_id=run_id, progress=shown)
+    warn([*result.warnings, *_doubts(result.points)])
+    page = _page(folder)
+    if as_json:
+        emit({"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings})
+    else:
+        from selfspec_cli.report import table
+
+        table.show(result.rows, Console())
+        say(f"rows in {folder / results_folder.SUMMARY}; page: {page}")
+    raise typer.Exit(result.exit_code)
+
+
+def _takes_ignore_eos(found: server.Server, path: str) -> bool:
+    """Whether a server answers a request that asks it to go on behind the end of the text; asks it for two tokens.
+
+    Raises:
+        ConfigError: it answers neither that nor a request without it.
+    """
+    prompt: dict[str, Any] = {"prompt": "1 2 3"}
+    if path == clients.CHAT:
+        prompt = {"messages": [{"role": "user", "content": "1 2 3"}]}
+    body = {"model": found.model, "max_tokens": 2, "temperature": 0} | prompt
+    for more in ({"ignore_eos": True}, {}):
+        try:
+            server.ask(f"{found.url}{path}", body | more)
+            return bool(more)
+        except OSError as error:
+            problem = error
+    read = getattr(problem, "read", None)
+    answer = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
+    raise ConfigError(f"--url {found.url}: {path} answers {problem} {answer}".rstrip()
+                      + ("" if path == clients.CHAT else "; --chat asks for chats")) from problem  # fmt: skip
+
+
+def _doubts(points: Sequence[Any]) -> list[str]:
+    """What the points of a command say against their own figures."""
+    return [
+        f"{label(row)}, {asked_in_words(row)}: {doubt}"
+        for point in points
+        for row in [tables.row(point)]
+        for doubt in stage.doubts(point.engine)
+    ]
+
+
+def _page(folder: Path) -> Path | None:
+    """The report page of a folder; None where it could not be made, which is a warning."""
+    try:
+        return report_stage.run(folder, folder).page
+    except Exception as error:
+        warn([f"the page could not be made: {on_one_line(error)}"])
+        return None
+
+
+def of_elsewhere(runs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Each load once, without what would say how a server drafts: of one that runs already nobody here knows it."""
+    return list({repr((cfg.workload, cfg.load)): baseline_of(cfg) for cfg in runs}.values())

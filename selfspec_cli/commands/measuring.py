@@ -16,7 +16,7 @@ from rich.console import Console
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.live_page import LivePage
-from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, note, rows_document, say, warn
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, emit, note, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.early_exit.errors import on_one_line
@@ -58,7 +58,7 @@ def why_left(ways: Ways, left: int) -> str:
     said = f"{left} point(s) did not come back from the workers that measured them"
     if ways.max_hours is not None:
         said = f"--max-hours {ways.max_hours:g} is over, and {left} point(s) were not begun"
-    return f"{said}; {ROWS_KEPT if ways.again else GOES_ON}"
+    return f"{said}; {ROWS_KEPT if ways.again else SWEEP_GOES_ON}"
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,17 @@ def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, swee
 
 
 ENGINES = Means(_engines)
+
+
+def nothing_typed(command: str, overrides: Sequence[str] | None, config: Path | None, example: str) -> bool:
+    """Whether a command was typed without any setting: it then shows its plan, and says here what to type."""
+    if overrides or config is not None:
+        return False
+    note(
+        f"selfspec {command} alone starts nothing. This is its plan; to measure it: selfspec {command} "
+        f"model={RunConfig().model.name}   ·   with settings of your own: {example}"
+    )
+    return True
 
 
 def measure(

@@ -6,11 +6,14 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from selfspec_cli.commands import screen
-from selfspec_cli.commands.screen import emit, guard
+from selfspec_cli.commands.screen import emit, guard, say
 from selfspec_cli.commands.shared import Debug, Json, command
 from selfspec_cli.config import options
+from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
 
 
@@ -23,17 +26,34 @@ def show_options(
     word: Annotated[
         str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
     ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Show the settings that are rarely needed, too.")] = False,
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/reference.md.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Every setting: its key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
+    """Settings: key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
     with guard(as_json, debug):
         if markdown:
             return print(options.markdown(), end="")
-        rows, choices = options.rows(word), options.choices(word)
+        rows, choices = options.rows(word, rare=every or as_json), options.choices(word)
         if not rows and not choices:
             raise ConfigError(options.unknown(word))
         if as_json:
             return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
-        screen.show_options(rows, choices)
+        _show(rows, choices)
+        hidden = len(options.RARE) if not (word or every) else 0
+        screen.say(f"{hidden} more are rarely needed: selfspec options --all", "dim") if hidden else None
+
+
+def _show(rows: list[Row], choices: list[Choice]) -> None:
+    """Settings, then the choices of those that name an object of a registry."""
+    for row in rows:
+        about = ", ".join(part for part in (row.unit or row.type, row.allowed) if part)
+        spec = f"; in a speculative_config: {row.spec_key}" if row.spec_key else ""
+        head = Text.assemble((row.key, "bold"), f" = {row.default}", (f"  ({about}{spec})", "dim"))
+        Console(soft_wrap=True).print(head)
+        say(f"    {row.help}")
+    for one in choices:
+        default = f"  (threshold: {one.default} if none is given)" if one.default else ""
+        Console(soft_wrap=True).print(Text.assemble((f"{one.key}={one.name}", "bold"), (default, "dim")))
+        say(f"    {one.help}")

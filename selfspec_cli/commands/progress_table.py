@@ -17,6 +17,7 @@ from selfspec_cli.report.rows import label
 from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 ROWS = 12  # arms shown at once
+OF_AN_ARM = ("warm-up", "repeats")  # counts that the row of the arm shows
 FIGURES = ("repeats", "tok/s (min to max)", "speedup (95 %)")  # beside the name of an arm
 
 
@@ -63,6 +64,7 @@ class State:
     began: float = field(init=False)
     arms: dict[str, ArmRow] = field(default_factory=dict)  # by run key, in the order in which they are measured
     current: str | None = None
+    since: float = 0.0  # when the current arm was begun
     counts: dict[str, Count] = field(default_factory=dict)
     engine: tuple[str, float] | None = None  # the engine that starts, since when
     engines: int = 0  # that a sweep needs
@@ -84,7 +86,7 @@ class State:
 
     def measuring(self, planned: Planned) -> None:
         """A point is in hand."""
-        self.current = planned.key
+        self.current, self.since = planned.key, self.clock()
         if planned.key in self.arms:
             self.arms[planned.key].state = "running"
 
@@ -100,7 +102,8 @@ class State:
             if row.speedup_low is not None and row.speedup_high is not None:
                 arm.speedup += f" ({row.speedup_low:.2f} to {row.speedup_high:.2f})"
         self.current = None
-        self.counts.pop("repeats", None)
+        for what in OF_AN_ARM:
+            self.counts.pop(what, None)
 
     def count(self, what: str, done: int, total: int) -> Count:
         """Something was counted; what is complete is no longer shown."""
@@ -136,6 +139,21 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def in_one_line(state: State) -> str:
+    """What is being done, and for how long."""
+    if state.engine is not None:
+        what, since = state.engine
+        return f"starting an engine: {what}, {duration(state.clock() - since)} so far"
+    arm = state.arms.get(state.current or "")
+    if arm is not None:
+        repeats = f"{_repeats(arm)} repeats" if arm.repeats[1] else _repeats(arm)
+        return (
+            f"measuring {arm.name}: {', '.join(filter(None, (repeats, duration(state.clock() - state.since))))} so far"
+        )
+    counts = [f"{what}: {count.done:,} of {count.total:,}" for what, count in state.counts.items()]
+    return f"{', '.join(counts) or 'at work'}, {duration(state.clock() - state.began)} so far"
+
+
 def draw(state: State, log: str | None, width: int) -> Group:
     """The whole picture: arms, what is counted, the engine that starts, where the log is. width: columns."""
     parts: list[Table | Text] = []
@@ -146,7 +164,7 @@ def draw(state: State, log: str | None, width: int) -> Group:
         so_far = duration(state.clock() - state.began)
         parts += [Text(f"{done} of {len(state.arms)} arms measured, {so_far} so far{tail}"), _table(state, width)]
     for what, count in state.counts.items():
-        if not (what == "repeats" and state.arms):
+        if not (what in OF_AN_ARM and state.arms):
             left = state.count_left(count)
             tail = "" if left is None else f", about {duration(left)} left"
             parts.append(Text(f"{what}: {count.done:,} of {count.total:,}{tail}"))
@@ -186,4 +204,6 @@ def _table(state: State, width: int) -> Table:
 def _repeats(arm: ArmRow) -> str:
     if arm.state == "failed":
         return "failed"
+    if arm.state == "running" and not arm.repeats[1]:
+        return "warm-up"
     return "{} of {}".format(*arm.repeats) if arm.repeats[1] else ""

@@ -10,7 +10,7 @@ import typer
 
 from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import emit, guard
+from selfspec_cli.commands.screen import emit, guard, say
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
 from selfspec_cli.commands.working import at_work
 
@@ -42,5 +42,20 @@ def roc(
             document = {"choice": result.choice(), "files": result.files, "deploy": deploy}
             emit({"rows": [asdict(row) for row in result.rows], **document})
         else:
-            screen.show_roc(result.rows, result.choice(), result.files)
+            _show(result.rows, result.choice(), result.files)
             deploying.show(deploy)
+
+
+def _show(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> None:
+    """Areas under the ROC curves, what each gate is expected to bring, and which one to choose."""
+    say(f"{'':<6}{'head':<14}{'gate':<12}{'AUC':>6}{'at stake':>10}   best setting, and its expected speedup", "bold")
+    for row in rows:
+        areas = [f"{area:.3f}" if area is not None else "" for area in (row.auc, row.auc_at_stake)]
+        limit = f"{row.threshold:.3g}" if row.threshold is not None else ""
+        best = f"k={row.best_k:<3} {limit:<8} {row.expected_speedup:.2f}x"
+        say(f"E={row.E:<4}{row.head:<14}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
+    say(f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
+        f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
+        f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
+    for name, path in files.items():
+        say(f"{name}: {path}")

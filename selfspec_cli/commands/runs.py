@@ -1,4 +1,4 @@
-"""`selfspec runs`: list, filter, show, compare and delete the points of a results folder."""
+"""`selfspec runs`: list, filter, show, compare, delete and export the points of a results folder."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from selfspec_cli.commands.screen import emit, guard, say, warn
+from selfspec_cli.commands import configs
+from selfspec_cli.commands.help import RunsCommands
+from selfspec_cli.commands.screen import emit, guard, say, show_facts, warn
+from selfspec_cli.commands.shared import Debug, Folder, Json
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import group_title, label, times
+from selfspec_cli.stages import preflight
 
-app = typer.Typer(no_args_is_help=True, help="List, filter, show, compare and delete measured points.")
+app = typer.Typer(
+    cls=RunsCommands, no_args_is_help=True, help="List, filter, show, compare, delete and export measured points."
+)
 
 RESULTS = "results_dir"
-Json = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -120,6 +124,48 @@ def delete(
         for row in rows:
             say(f"{row.point}  {label(row)}  {row.status}")
         say(f"{len(names)} point(s) {'would be' if dry_run else 'were'} deleted from {place}")
+
+
+@app.command(
+    epilog="Examples: selfspec runs export results_dir=results/mine   ·   selfspec runs export "
+    "results_dir=results/mine --archive results/published/mine.jsonl.xz"
+)
+def export(
+    overrides: Folder = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the tables, if not results_dir.")] = None,
+    packed: Annotated[
+        Path | None, typer.Option("--archive", help="Write the folder as one file NAME.jsonl.xz, to publish it.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make the tables of a results folder again from its points, or pack the folder into one file."""
+    with guard(as_json, debug):
+        made = _export(configs.results_dir(overrides), out, packed)
+        emit(made) if as_json else show_facts(made)
+
+
+def _export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, Any]:
+    """Make the tables of a folder or an archive, in `out` if that is named, or pack the folder; what was made.
+
+    Raises:
+        ConfigError: nothing was measured there, or it cannot be written to where it would be.
+        RecordError: a table could not be written.
+    """
+    if packed is not None:
+        if out is not None:
+            raise ConfigError("--archive writes one file, and --out tables; ask for one of them")
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; name the one to pack: results_dir=FOLDER")
+        return {"files": archive.pack(folder, packed), "archive": packed}
+    if not archive.is_folder(folder / results.RUNS):
+        raise ConfigError(f"{folder} holds no {results.RUNS}/: nothing was measured there")
+    if out is not None:
+        preflight.check_folder(str(out), "--out")
+    count, warnings = results.export(folder, out)
+    warn(warnings)
+    place = out or folder
+    return {"points": count, "tables": [str(place / name) for name in results.TABLES if (place / name).is_file()]}
 
 
 def _ask(rows: list[Record], as_json: bool) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,22 +17,17 @@ from rich.console import Console
 from rich.text import Text
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import view
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.folder import RecordError
 from selfspec_cli.record.tables import planned
 from selfspec_cli.report.rows import group_title, label
-from selfspec_cli.stages.doctor import Check
 from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 if TYPE_CHECKING:
-    from selfspec_cli.stages.fit_weights import Fitted
-    from selfspec_cli.stages.heads import Comparison
-    from selfspec_cli.stages.views import Views
+    pass
 
 POINT = (
     "arm",
@@ -53,6 +47,10 @@ BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
 # What is left after an interrupt, and what the same command does then. Commands differ in it.
 GOES_ON = "what was measured so far is kept, and the same command goes on from there"
+SWEEP_GOES_ON = (
+    "what was measured so far is kept; the same command measures the rest, and the baseline anew unless you add "
+    "--reuse-baseline"
+)
 BEGINS_AGAIN = "the same command begins again"
 FINDINGS_KEPT = f"what was found of arms that are complete is kept, but {BEGINS_AGAIN}"
 PULL_GOES_ON = "files that were fetched are kept, and the same command fetches the rest"
@@ -69,7 +67,7 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
         yield
     except typer.Exit:
         raise
-    except (ConfigError, SettingsError) as error:
+    except ConfigError as error:
         _fail(error, str(error), BAD_INPUT, as_json, debug)
     except RecordError as error:
         _fail(error, str(error), RUN_FAILED, as_json, debug)
@@ -190,35 +188,31 @@ def _point_line(chosen: Planned, settings: dict[str, str]) -> str:
     return f"  {label(row):<40} {group_title(row)}{apart}  [{chosen.key}]"
 
 
-def show_options(rows: list[Row], choices: list[Choice]) -> None:
-    """Settings, then the choices of those that name an object of a registry."""
-    for row in rows:
-        about = ", ".join(part for part in (row.unit or row.type, row.allowed) if part)
-        spec = f"; in a speculative_config: {row.spec_key}" if row.spec_key else ""
-        head = Text.assemble((row.key, "bold"), f" = {row.default}", (f"  ({about}{spec})", "dim"))
-        Console(soft_wrap=True).print(head)
-        say(f"    {row.help}")
-    for one in choices:
-        default = f"  (threshold: {one.default} if none is given)" if one.default else ""
-        Console(soft_wrap=True).print(Text.assemble((f"{one.key}={one.name}", "bold"), (default, "dim")))
-        say(f"    {one.help}")
-
-
-def show_checks(checks: list[Check]) -> None:
-    """The doctor's lines. Names inside vLLM that are as they should be are counted; --json lists them."""
-    places = [check for check in checks if ":" in check.name]
-    right = [check for check in places if check.ok]
-    counted = f"{len(right)} of {len(places)} that selfspec replaces are there as they should be (--json lists them)"
-    for check in [check for check in checks if check not in right[1:]]:
-        check = Check("names inside vLLM", True, counted) if check in right[:1] else check
-        mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("    ", "")}[check.ok]
-        Console(soft_wrap=True).print(Text.assemble((mark, style), f" {check.name:<22} {check.detail}"))
-
-
 def show_facts(facts: dict[str, Any]) -> None:
-    """Name and value pairs."""
-    for name, value in facts.items():
-        say(f"{name:<8} {value}")
+    """Name and value pairs; what is None or empty is left out."""
+    shown = {name.replace("_", " "): in_words(value) for name, value in facts.items() if name != "dry_run"}
+    width = max((len(name) for name, text in shown.items() if text), default=0)
+    for name, text in shown.items():
+        if text:
+            say(f"{name:<{width}}  {text}".replace("\n", "\n" + " " * (width + 2)))
+
+
+def in_words(value: Any) -> str:
+    """A value of a plan for people: a list as a, b; yes and no for a truth value; empty for None and for no elements.
+
+    >>> in_words([{"k": 4, "drawn": False}, ("a", 1.5)])
+    'k 4, drawn no; a, 1.5'
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items() if inner is not None)
+    if isinstance(value, (list, tuple)):
+        words = [*filter(None, map(in_words, value))]
+        return ("; " if any(", " in word for word in words) else ", ").join(words)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
@@ -229,78 +223,6 @@ def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
         name += f" {vocab}" if vocab != "full" else ""
         say(f"layer {head['layer']:<4} {name:<24} agreement {agreement:<11} {head.get('path', '(no fit)')}")
     say(f"{seconds:.1f} s in all", "bold")
-
-
-def show_comparison(found: Comparison) -> None:
-    """The table of heads, the best of them, and what could not be measured."""
-    from selfspec_cli.report import heads
-
-    Console(width=None if Console().is_terminal else 136).print(heads.table(found.rows))
-    if found.best is not None:
-        best = found.best
-        say(f"best: {best.label} k={best.best_k}, predicted {best.predicted_speedup:.2f}x", "bold")
-    for name, path in found.files.items():
-        say(f"{name:<7} {path}")
-    warn(found.failed)
-
-
-def show_roc(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> None:
-    """Areas under the ROC curves, what each gate is expected to bring, and which one to choose."""
-    say(f"{'':<6}{'head':<14}{'gate':<12}{'AUC':>6}{'at stake':>10}   best setting, and its expected speedup", "bold")
-    for row in rows:
-        areas = [f"{area:.3f}" if area is not None else "" for area in (row.auc, row.auc_at_stake)]
-        limit = f"{row.threshold:.3g}" if row.threshold is not None else ""
-        best = f"k={row.best_k:<3} {limit:<8} {row.expected_speedup:.2f}x"
-        say(f"E={row.E:<4}{row.head:<14}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
-    say(f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
-        f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
-        f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
-    for name, path in files.items():
-        say(f"{name}: {path}")
-
-
-def show_fitted_weights(made: list[Fitted]) -> None:
-    """What each file loses of a product's mean square, and how to use it."""
-    for one in made:
-        shares = ", ".join(f"{name} {share:.5f}" for name, share in one.medians.items())
-        say(f"{one.kind}: {shares} of a product's mean square is lost (medians over the layers)")
-        say(f"    draft_weights={one.kind} draft_weights_path={one.path}")
-    say(f"{made[0].tokens} tokens, {made[-1].seconds:.0f} s", "bold")
-
-
-def show_views(found: Views) -> None:
-    """Acceptance of each view at each position, what a draft step reads, and the speedup that its bytes allow."""
-    say(
-        f"{'view':<34}{'T':>5}{'tokens':>8}{'cost':>7}{'predicted':>12}   acceptance at position 1 (95 %), 2, 3 ...",
-        "bold",
-    )
-    for row in found.rows:
-        spread = f" ({row.first_low:.3f} to {row.first_high:.3f})" if row.first_low is not None else ""
-        rates = [f"{rate:.3f}" for rate in row.rates]
-        tokens = f"{row.mean_accepted_len:.2f}" if row.mean_accepted_len is not None else ""
-        cost = f"{row.cost:.2f}" if row.cost is not None else ""
-        best = f"{row.predicted:.2f}x k={row.best_k}" if row.predicted is not None else ""
-        shown = f"{row.label:<34}{row.temperature:>5g}{tokens:>8}{cost:>7}{best:>12}   "
-        say(shown + ", ".join([f"{rates[0]}{spread}", *rates[1:]] if rates else ["nothing was drafted"]))
-        if row.identical is not None and row.identical != row.outputs:
-            warn([f"{row.label}: {row.identical} of {row.outputs} outputs are those of plain decoding"])
-    say("predicted: from the bytes that a step reads at batch 1; not measured")
-    for name, path in found.files.items():
-        say(f"{name}: {path}")
-
-
-def show_tuned(document: dict[str, Any], words: Sequence[str]) -> None:
-    """What tuning measured last, what it chose, and how to use it. words: that name the choice."""
-    for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
-        limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
-        pair = (found["speedup_low"], found["speedup_high"])
-        spread = f"{found['speedup']:.2f}x" + (f" ({pair[0]:.2f} to {pair[1]:.2f})" if None not in pair else "")
-        pace = f"plain decoding {found['plain_tok_s']:.0f} tok/s"
-        say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
-    say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
-        f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s and "
-        f"{document['trials']} trials", "bold")  # fmt: skip
-    say(f"written to {document['file']}; use it with: {shlex.join(['selfspec', 'sweep', *words])}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

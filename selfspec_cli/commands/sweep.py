@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from selfspec_cli.commands import cloud, configs
-from selfspec_cli.commands.measuring import Ways, measure
-from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, guard
+from selfspec_cli.commands.measuring import Ways, measure, nothing_typed
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, guard
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, ReuseBaseline, command
 from selfspec_cli.config.schema import ConfigError
 
@@ -34,10 +34,11 @@ def sweep(
     debug: Debug = False,
 ) -> None:
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
-    with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
+    with guard(as_json, debug, ROWS_KEPT if again else SWEEP_GOES_ON):
         if again and retry_failed:
             raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
         runs = configs.several(overrides, config=config)
+        dry_run |= nothing_typed("sweep", overrides, config, "selfspec sweep gate=varH tau_v=4,5,6")
         if runs[0].launcher.kind == "sky":
             given = {"--config": config, "--again": again, "--retry-failed": retry_failed, "--max-hours": max_hours,
                      "--watch": watch, "--reuse-baseline": reuse_baseline}  # fmt: skip

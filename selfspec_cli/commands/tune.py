@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import GOES_ON, emit, guard, warn
+from selfspec_cli.commands.screen import GOES_ON, emit, guard, say, warn
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
 from selfspec_cli.commands.working import at_work
 
@@ -54,5 +56,19 @@ def tune(
         if as_json:
             emit(document | {"deploy": deploy})
         else:
-            screen.show_tuned(document, serving)
+            _show(document, serving)
             deploying.show(deploy)
+
+
+def _show(document: dict[str, Any], words: Sequence[str]) -> None:
+    """What tuning measured last, what it chose, and how to use it. words: that name the choice."""
+    for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
+        limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
+        pair = (found["speedup_low"], found["speedup_high"])
+        spread = f"{found['speedup']:.2f}x" + (f" ({pair[0]:.2f} to {pair[1]:.2f})" if None not in pair else "")
+        pace = f"plain decoding {found['plain_tok_s']:.0f} tok/s"
+        say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
+    say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
+        f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s and "
+        f"{document['trials']} trials", "bold")  # fmt: skip
+    say(f"written to {document['file']}; use it with: {shlex.join(['selfspec', 'sweep', *words])}")

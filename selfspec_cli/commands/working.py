@@ -1,14 +1,15 @@
 """While a command works: its own lines on the terminal, everything else in a log file beside the record.
 
-On a terminal one picture is drawn in place. Into a pipe go lines: one an arm, one in `QUIET` seconds of a long count.
-Nothing is drawn while requests are timed: an engine on the CPU shares its process with this screen. So the picture
-changes between repeats; only while an engine starts does it follow the clock.
+On a terminal one picture is drawn in place. Into a pipe go lines: one as each part begins and ends, and one whenever
+nothing was said for `QUIET` seconds. The picture is not drawn while requests are timed, because an engine on the CPU
+shares its process with this screen: it changes between repeats, and follows the clock only while an engine starts.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -23,14 +24,13 @@ from selfspec_cli import interrupts, terminal
 from selfspec_cli.commands import progress_table, screen
 from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import Point
 from selfspec_cli.stages.plan import Plan, Planned
 
 LOGS = "logs"
-QUIET = 20.0  # seconds between two lines about one count
+QUIET = 30.0  # seconds between two lines into a pipe
 SHOWN = 12  # lines of the log that a failure shows
 
 
@@ -46,6 +46,8 @@ class Screen(Progress):
         self._named = False  # whether a line has said where the log is
         self._said: dict[str, float] = {}  # when a count was last spoken of
         self._ready = threading.Event()
+        self._closed = threading.Event()
+        self._spoke = time.monotonic()  # when the last line was said
         draws = self.console.is_terminal if in_place is None else in_place
         self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False,
                           redirect_stderr=False, get_renderable=self._picture) if draws else None  # fmt: skip
@@ -54,12 +56,21 @@ class Screen(Progress):
         return progress_table.draw(self.state, None if self.log is None else str(self.log), self.console.width)
 
     def open(self) -> None:
-        """Begin to draw."""
+        """Begin to draw, or to speak."""
         if self._live is not None:
             self._live.start(refresh=True)
+        else:
+            threading.Thread(target=self._break_silence, daemon=True).start()
+
+    def _break_silence(self) -> None:
+        """Say what is being done whenever nothing was said for `QUIET` seconds, until the screen closes."""
+        while not self._closed.wait(max(self._spoke + QUIET - time.monotonic(), 0.01)):
+            if time.monotonic() - self._spoke >= QUIET:
+                self.say(progress_table.in_one_line(self.state))
 
     def close(self, keep: bool) -> None:
         """Stop drawing. keep: leave the last picture on the terminal."""
+        self._closed.set()
         self.started()
         if self._live is not None:
             self._live.transient = not keep
@@ -67,6 +78,7 @@ class Screen(Progress):
 
     def say(self, text: str, style: str = "") -> None:
         """A line above the picture, broken between words. The first one into a pipe is followed by where the log is."""
+        self._spoke = time.monotonic()
         self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
         if self._live is None and self.log is not None and not self._named:
             self._named = True
@@ -82,7 +94,7 @@ class Screen(Progress):
     def __call__(self, what: str, done: int, total: int) -> None:
         count = self.state.count(what, done, total)
         self.refresh()
-        if self._live is not None or what == "repeats":
+        if self._live is not None or what in progress_table.OF_AN_ARM:
             return
         now = self.state.clock()
         if done >= total or now - self._said.get(what, count.began) >= QUIET:
@@ -94,7 +106,7 @@ class Screen(Progress):
     def ended(self, what: str, done: int, total: int) -> None:
         self.state.counts.pop(what, None)
         self.refresh()
-        if self._live is None and what != "repeats" and done < total:
+        if self._live is None and what not in progress_table.OF_AN_ARM and done < total:
             self.say(f"{what}: ended after {done:,} of {total:,}")
 
     def speeds(self, tok_s: Sequence[float]) -> None:
@@ -130,6 +142,9 @@ class Screen(Progress):
 
     def measuring(self, planned: Planned) -> None:
         self.state.measuring(planned)
+        arm = self.state.arms.get(planned.key)
+        if self._live is None and arm is not None:
+            self.say(f"measuring {arm.name}")
         self.refresh()
 
     def measured(self, point: Point) -> None:
@@ -168,7 +183,7 @@ class Screen(Progress):
 def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Screen]:
     """Show the work of `command`; its log goes to `results_dir`/logs. debug: everything goes to the terminal instead.
 
-    An exception other than bad input first shows the last lines of the log.
+    A failure first shows the last lines of the log; bad input and an interrupt do not.
     """
     with interrupts.by_sigterm():
         if debug:
@@ -183,7 +198,7 @@ def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Scre
                 yield shown
             except BaseException as error:
                 shown.close(keep=True)
-                if not isinstance(error, (ConfigError, SettingsError, typer.Exit)):
+                if not isinstance(error, (ConfigError, KeyboardInterrupt, typer.Exit)):
                     shown.show_log()
                 raise
             shown.close(keep=False)

@@ -21,6 +21,8 @@ EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
+FORMER = {("engine", "h100"): "gpu"}
+"""Names that choices had, by group: the words of published commands go on meaning what they meant."""
 _SUFFIX = ".yaml"
 _EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
 

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from selfspec_cli.config import tuned_files
 from selfspec_cli.config.choices import (
     EXPERIMENT,
+    FORMER,
     REGISTRY_GROUPS,
     TUNED,
     choices,
@@ -33,9 +34,10 @@ from selfspec_cli.config.files import Files, first_line, load_config, open_files
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
-from selfspec_cli.config.validation import check_value, validate, validate_command
+from selfspec_cli.config.validation import validate, validate_command
 from selfspec_cli.config.words import Word, is_free_form, option_of, parse
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.knobs import admits, refusal
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _axis(word: Word) -> list[_Choice]:
 def _group_choice(group: str, value: Any) -> _Choice:
     if group == SPECULATIVE and isinstance(value, dict):
         return _Choice(group, values={group: value})
-    word = str(value)
+    word = FORMER.get((group, str(value)), str(value))
     if word in file_choices(group):
         return _Choice(group, files=(f"+{group}={word}" if group in REGISTRY_GROUPS else f"{group}={word}",))
     if group in REGISTRY_GROUPS:
@@ -188,7 +190,8 @@ def _converted(word: Word, value: Any) -> Any:
         raise ConfigError(f"{word.typed}: {word.key} takes one value, not a list or a mapping")
     option = option_of(word.key)
     assert option is not None  # a group has choices, and a free-form dict was left to Hydra
-    check_value(option, found)
+    if not admits(option, found):
+        raise ConfigError(refusal(option, found))
     return found
 
 

@@ -147,7 +147,13 @@ def _schemas() -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
 
 
-RETIRED: dict[str, Any] = {"head.kl": False, "verification": "full", "verification_from": None}
+RETIRED: dict[str, Any] = {
+    "head.kl": False,
+    "verification": "full",
+    "verification_from": None,
+    "model.pipeline_parallel_size": 1,
+    "engine.nvtx": False,
+}
 """Settings that there were before, by dotted key, with the value at which they asked for nothing."""
 
 

@@ -32,6 +32,8 @@ MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
 NOT_IN_A_KEY = {"model": ("exit_layer", "draft_length"), "engine": ("name", "device")}
 """The model's are in `layer` and `k` (`resolved`); an engine's name is for people, and its device is resolved too."""
 
+STILL_IN_A_KEY: dict[str, dict[str, Any]] = {"model": {"pipeline_parallel_size": 1}, "engine": {"nvtx": False}}
+"""Settings that are gone, with the value that they had in every key, so that measured points keep their keys."""
 ENGINE_KEY = "engine key"
 _DEFAULT = RunConfig()
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -229,7 +231,7 @@ class Keys:
             part = getattr(cfg, name)
             text = (name, repr(vars(part)))
             if text not in self._parts:
-                facts, without = to_plain(part), NOT_IN_A_KEY.get(name, ())
+                facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), NOT_IN_A_KEY.get(name, ())
                 if name == "load":
                     without = (*without, *_unused(part))
                 self._parts[text] = digest({key: facts[key] for key in facts if key not in without})

@@ -15,6 +15,22 @@ from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 
+RARE = frozenset(
+    {
+        "tau",
+        "tau_v",
+        "draft_window",
+        "head.target",
+        "acceptance_length",
+        "read_first",
+        "runner",
+        "model.exit_layer",
+        "model.draft_length",
+    }
+)
+"""Settings that no user needs: other names of threshold, draft_context, layer and k, and what experiments set. They are
+shown by `selfspec options --all`, or for a word that they hold."""
+
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "text"}
 
 
@@ -41,9 +57,12 @@ class Choice:
     help: str
 
 
-def rows(word: str = "") -> list[Row]:
-    """Every setting whose key or help holds `word`, in the order of the schema."""
-    made = [_row(option) for option in knobs.options(RunConfig).values()]
+def rows(word: str = "", *, rare: bool = False) -> list[Row]:
+    """The settings whose key or help holds `word`, in the order of the schema; without a word all that are not rare.
+
+    rare: without a word the rare ones too.
+    """
+    made = [_row(option) for option in knobs.options(RunConfig).values() if word or rare or option.key not in RARE]
     return [row for row in made if word.lower() in f"{row.key} {row.spec_key} {row.help}".lower()]
 
 
@@ -61,29 +80,38 @@ def choices(word: str = "") -> list[Choice]:
 
 def unknown(word: str) -> str:
     """What to say of a word that neither `rows` nor `choices` know."""
-    near = nearest(word, [row.key for row in rows()] + [one.name for one in choices()])
+    near = nearest(word, [row.key for row in rows(rare=True)] + [one.name for one in choices()])
     meant = f"did you mean {near!r}? " if near else ""
     return f"no setting or choice has {word!r} in its name or description; {meant}selfspec options lists them all"
 
 
 def draft_rows() -> list[Row]:
-    """The settings of drafting, for the commands' `--help`."""
-    return [_row(option) for option in settings.OPTIONS.values()]
+    """The settings of drafting that are not rare, for the commands' `--help`."""
+    return [_row(option) for option in settings.OPTIONS.values() if option.key not in RARE]
 
 
 def markdown() -> str:
     """The tables of settings and of choices in Markdown."""
     groups = ", ".join(f"`{group}=`" for group in GROUPS)
-    table = _table(
-        ("key", "what it is", "allowed", "default", "in a speculative_config"),
-        ((f"`{r.key}`", r.help, f"{r.type}{f', {r.unit}' if r.unit else ''}: {r.allowed}" if r.allowed else r.type,
-          r.default, f"`{r.spec_key}`" if r.spec_key else "") for r in rows()),
-    )  # fmt: skip
+    every = rows(rare=True)
+    usual, rare = ([row for row in every if (row.key in RARE) == is_rare] for is_rare in (False, True))
     named = _table(
         ("choice", "threshold if none is given", "what it does"),
         ((f"`{one.key}={one.name}`", one.default, one.help) for one in choices()),
     )
-    return f"{named}\n\n{groups} choose a named set of the settings below them.\n\n{table}\n"
+    return (
+        f"{named}\n\n{groups} choose a named set of the settings below them.\n\n{_settings(usual)}\n\n"
+        f"Rarely needed, and shown by `selfspec options --all`:\n\n{_settings(rare)}\n"
+    )
+
+
+def _settings(rows: Iterable[Row]) -> str:
+    """Settings as a table in Markdown."""
+    return _table(
+        ("key", "what it is", "allowed", "default", "in a speculative_config"),
+        ((f"`{r.key}`", r.help, f"{r.type}{f', {r.unit}' if r.unit else ''}: {r.allowed}" if r.allowed else r.type,
+          r.default, f"`{r.spec_key}`" if r.spec_key else "") for r in rows),
+    )  # fmt: skip
 
 
 def _row(option: knobs.Option) -> Row:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import load_patterns
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.knobs import knob
@@ -26,9 +27,8 @@ from selfspec_cli.early_exit.view import canonical
 from selfspec_cli.load_patterns import PatternSettings
 from selfspec_cli.load_patterns.base import LoadPattern
 
-
-class ConfigError(ValueError):
-    """Bad input from the user. The command line shows its text, without a traceback, and exits with 2."""
+ConfigError = SettingsError
+"""Bad input from the user, by its name among commands: they show its text, without a traceback, and exit with 2."""
 
 
 class Method(StrEnum):
@@ -112,9 +112,6 @@ class ModelConfig:
         3, help="E where `layer` is not given: what measured best for this model", low=1, unset="half of its layers"
     )
     draft_length: int | None = knob(4, help="likewise k", unit="tokens", low=1, unset=f"{DRAFT_LENGTH}")
-    pipeline_parallel_size: int = knob(
-        1, help="GPUs that split the layers; the draft's and the target's must share a worker", limits="1"
-    )
 
 
 @dataclass
@@ -157,7 +154,6 @@ class EngineConfig:
     enable_prefix_caching: bool = knob(False, help="off: a repeat must not be served from the one before")
     enable_chunked_prefill: bool | None = knob(None, help="split long prompts", unset="vLLM decides")
     async_scheduling: bool | None = knob(None, help="plan a step while the last one runs", unset="vLLM decides")
-    nvtx: bool = knob(False, help="named ranges around verify, sample, draft and head, for Nsight Systems")
     extra: dict[str, Any] = knob(factory=dict, help="any other argument of vllm.LLM, by its name")
 
 

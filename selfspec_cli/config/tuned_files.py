@@ -45,13 +45,8 @@ def find(name: str, folders: Iterable[Path]) -> list[TunedFile]:
     Raises:
         ConfigError: no model of that name was tuned (names the nearest), or a file of another shape.
     """
-    found: dict[str, Path] = {}
-    for folder in folders:
-        for file in sorted((folder / FOLDER).glob("*.yaml")):
-            found.setdefault(file.name, file)
-    pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
-    names = {file: match[1] for file in found if (match := pattern.fullmatch(file))}
-    wanted = [found[file] for file, model in names.items() if model == safe_name(name)]
+    names = _files(folders)
+    wanted = [file for file, model in names.items() if model == safe_name(name)]
     if not wanted:
         known, models = sorted(set(names.values())), file_choices("model")
         model = name if name in models else nearest(name, models) or name
@@ -59,6 +54,21 @@ def find(name: str, folders: Iterable[Path]) -> list[TunedFile]:
         which = closest(name, known, FOLDER) if known else f"tuned={name}: no model was tuned yet{meant}"
         raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
     return [_read(file, name) for file in wanted]
+
+
+def models(folders: Iterable[Path]) -> list[str]:
+    """The names of the models that were tuned."""
+    return sorted(set(_files(folders).values()))
+
+
+def _files(folders: Iterable[Path]) -> dict[Path, str]:
+    """Every file, with its model's name; the first folder that has a file of a name wins."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for file in sorted((folder / FOLDER).glob("*.yaml")):
+            found.setdefault(file.name, file)
+    pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
+    return {found[name]: match[1] for name in found if (match := pattern.fullmatch(name))}
 
 
 def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:

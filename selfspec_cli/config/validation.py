@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
@@ -28,10 +27,9 @@ from selfspec_cli.config.schema import (
     head_spec,
 )
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
+from selfspec_cli.early_exit.knobs import out_of_range, refusal
 from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
@@ -48,7 +46,7 @@ def validate(cfg: RunConfig) -> None:
         ConfigError: naming the key, the value and what is allowed.
     """
     for option, value in out_of_range(cfg):
-        check_value(option, value)
+        raise ConfigError(refusal(option, value))
     for key in ("results_dir", "head_dir"):
         if not getattr(cfg, key).strip():
             raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
@@ -58,7 +56,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_view(cfg)
     _validate_draft_sample_method(cfg)
     _validate_read_first(cfg)
-    _validate_length_table(cfg)
+    checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
     _validate_runner(cfg)
     _validate_load(cfg)
     _validate_launcher(cfg.launcher)
@@ -70,15 +68,6 @@ def validate(cfg: RunConfig) -> None:
         words = ", ".join(f'"{word}"' for word in PROMPTS)
         raise ConfigError(f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
                           f"({', '.join(PROMPT_TABLES)}) that exists")  # fmt: skip
-
-
-def check_value(option: Option, value: Any) -> None:
-    """Refuse a value that the range or the choices of its setting do not admit; raises ConfigError."""
-    if not admits(option, value):
-        if option.knob.words():
-            raise ConfigError(option.knob.wrong_word(value, option.key))
-        because = f", because {option.knob.because}" if option.knob.because else ""
-        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}{because}")
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
@@ -149,10 +138,7 @@ def _validate_threshold(cfg: RunConfig) -> None:
     """The threshold in force, whichever key it is from."""
     kind = cfg.gate.kind
     key = GATES[kind].key if cfg.threshold is None else None
-    try:
-        check_threshold(kind, gate_threshold(cfg), key or "threshold")
-    except SettingsError as error:
-        raise ConfigError(str(error)) from error
+    check_threshold(kind, gate_threshold(cfg), key or "threshold")
 
 
 def _validate_method(cfg: RunConfig) -> None:
@@ -167,12 +153,7 @@ def _validate_method(cfg: RunConfig) -> None:
         raise ConfigError(f"acceptance_length={length}: tokens a verify step yields, must lie in [1, k + 1 = {k + 1}]")
     if length is not None and device_of(cfg) == "cpu":
         raise ConfigError(
-            f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=h100"
-        )
-    if cfg.model.load_format == "dummy" and (cfg.perplexity_tokens or cfg.workload.prompts != "random"):
-        raise ConfigError(
-            f"model.load_format=dummy with perplexity_tokens={cfg.perplexity_tokens} and workload.prompts="
-            f"{cfg.workload.prompts}: dummy weights have no text; set perplexity_tokens=0 workload.prompts=random"
+            f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=gpu"
         )
 
 
@@ -193,9 +174,14 @@ def _validate_view(cfg: RunConfig) -> None:
                                   "early-exit draft; use method=layer_skip, or leave it out")  # fmt: skip
         return
     DraftView.of(cfg).check()
-    reason = DRAFT_WEIGHTS[weights].reason_against(WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
-    if reason is not None:
-        raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
+    check_weights(cfg, WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
+
+
+def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
+    """Refuse draft weights that cannot be made or run, as far as that is known; raises ConfigError."""
+    reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known)
+    if reason is not None and cfg.method is Method.layer_skip:
+        raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
 
 
 def _validate_draft_sample_method(cfg: RunConfig) -> None:
@@ -216,18 +202,11 @@ def _validate_read_first(cfg: RunConfig) -> None:
         return
     ranks, one_order = cfg.model.tensor_parallel_size, "steps have one order there"
     reasons = [
-        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", f"{one_order}; choose a GPU: engine=h100"),
+        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", f"{one_order}; choose a GPU: engine=gpu"),
         ("engine.async_scheduling=false", cfg.engine.async_scheduling is False, f"{one_order}; give one of them"),
         (f"model.tensor_parallel_size={ranks}", ranks > 1, f"{one_order}; choose one GPU"),
     ]
     _refuse_any("read_first=false", reasons, "read_first=true")
-
-
-def _validate_length_table(cfg: RunConfig) -> None:
-    try:
-        checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
-    except SettingsError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _validate_runner(cfg: RunConfig) -> None:
@@ -245,16 +224,12 @@ def _refuse_any(asked: str, reasons: list[tuple[str, bool, str]], otherwise: str
 
 
 def _validate_engine(cfg: RunConfig) -> None:
-    extra = cfg.engine.extra.get("pipeline_parallel_size", 1)
-    for key, value in (
-        ("model.pipeline_parallel_size", cfg.model.pipeline_parallel_size),
-        ("engine.extra.pipeline_parallel_size", extra),
-    ):
-        if value != 1:
-            raise ConfigError(
-                f"{key}={value}: pipeline parallelism is not supported, the draft and the target share every layer "
-                "in one worker; use model.tensor_parallel_size"
-            )
+    ranks = cfg.engine.extra.get("pipeline_parallel_size", 1)
+    if ranks != 1:
+        raise ConfigError(
+            f"engine.extra.pipeline_parallel_size={ranks}: pipeline parallelism is not supported, the draft and the "
+            "target share every layer in one worker; use model.tensor_parallel_size"
+        )
     if cfg.load.kind:
         return  # clients may be more than an engine runs at once: they wait
     if cfg.workload.batch > cfg.engine.max_num_seqs:

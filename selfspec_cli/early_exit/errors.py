@@ -22,15 +22,26 @@ def closest(
     """
     names = list(allowed)
     message = f"{noun} {word!r} is not known; allowed: {', '.join(names)}{further}"
-    meant = meant or nearest(word, names)
-    return f"{message}; did you mean {meant!r}?" if meant else message
+    near = [meant] if meant else equally_near(word, names)
+    return f"{message}; did you mean {' or '.join(map(repr, near))}?" if near else message
 
 
 def nearest(word: object, allowed: Iterable[str], alike: float = 0.5) -> str | None:
     """The word of `allowed` that is spelt most like `word`; None where none is so much `alike`, 0 to 1."""
-    by_lower = {name.lower(): name for name in allowed}
-    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=alike)
-    return by_lower[near[0]] if near else None
+    return next(iter(equally_near(word, allowed, alike)), None)
+
+
+def equally_near(word: object, allowed: Iterable[str], alike: float = 0.5) -> list[str]:
+    """The words of `allowed` that are spelt most like `word`, at most three; more than one only where they are equally
+    like it (int3: int4, int8). Empty where none is so much `alike`, 0 to 1."""
+    matcher = difflib.SequenceMatcher(b=str(word).lower())
+    ratios = {}
+    for name in allowed:
+        matcher.set_seq1(name.lower())
+        ratios[name] = matcher.ratio()
+    best = max(ratios.values(), default=0.0)
+    near = [name for name, ratio in ratios.items() if ratio == best]
+    return near if best >= alike and len(near) <= 3 else near[:1] if best >= alike else []
 
 
 def on_one_line(error: BaseException) -> str:

@@ -1,5 +1,5 @@
 """What must not happen while a model drafts, whatever the speed is. Each is counted on a live engine
-(`vllm_plugin/observe/watch.py`), and a performance gate asks for 0 of it."""
+(`vllm_plugin/observe/watch.py`), and a performance check asks for 0 of it."""
 
 from __future__ import annotations
 

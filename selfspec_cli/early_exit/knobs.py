@@ -135,6 +135,15 @@ def admits(option: Option, value: Any) -> bool:
     return not option.is_number or bool(option.knob.limits) or option.knob.admits(value)
 
 
+def refusal(option: Option, value: Any) -> str:
+    """What is said of a value that an option does not admit: what is allowed, and why or what was meant."""
+    about = option.knob
+    if about.words():
+        return about.wrong_word(value, option.key)
+    because = f", because {about.because}" if about.because else ""
+    return f"{option.key}={value}: out of range; allowed: {about.allowed()}{because}"
+
+
 @cache
 def _readers(schema: Hashable) -> tuple[tuple[Option, Callable[[Any], Any]], ...]:
     return tuple((option, attrgetter(key)) for key, option in options(schema).items())

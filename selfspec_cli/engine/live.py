@@ -23,7 +23,6 @@ from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConf
 from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
 from selfspec_cli.engine.processes import how_they_start
@@ -254,7 +253,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
 
     Raises:
-        SettingsError, HeadError, ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
+        ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
             shut down again.
     """
     if device_of(cfg) == "cpu":
@@ -278,11 +277,6 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             began = time.perf_counter()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
             start_seconds = time.perf_counter() - began
-        if cfg.engine.nvtx:
-            from selfspec_cli.vllm_plugin.observe.annotate import annotate_frontend
-
-            llm.collective_rpc("early_exit_annotate")
-            annotate_frontend(llm.llm_engine)
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB
@@ -316,7 +310,7 @@ def _as_bad_input(error: Exception) -> Exception:
     """vLLM wraps what its config checks raise; give bad input its own type back."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, ValueError) and isinstance(cause, (SettingsError, ConfigError)):
+        if isinstance(cause, ConfigError):
             return cause
         if getattr(cause, "title", None) == "SpeculativeConfig" and hasattr(cause, "errors"):  # pydantic's
             return ConfigError(f"speculative: {'; '.join(one['msg'] for one in cause.errors())}")

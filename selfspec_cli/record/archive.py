@@ -43,7 +43,7 @@ def refuse(results: str | os.PathLike[str]) -> None:
     if inside(results) is not None:
         raise ConfigError(
             f"results_dir={results} is an archive of published results, which is only read; name a folder: "
-            "results_dir=NAME (selfspec export: --out NAME)"
+            "results_dir=NAME (selfspec runs export: --out NAME)"
         )
 
 

@@ -25,7 +25,7 @@ from selfspec_cli.whole import cache_dir, written
 
 LIMIT = 3_000_000  # bytes of a page
 MOST_SENTENCES = 60
-MOST_GATES = 40
+MOST_CHECKS = 40
 MOST_PANELS = (300, 60, 12)
 """Of one figure: fewer where more do not fit, even with the least detailed raw times."""
 MOST_TIMES = {"events": 500_000, "requests": 100_000}
@@ -58,7 +58,7 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "counts": {"points": len(found.points), "failed": sum(not point.ok for point in found.points)},
         "warnings": found.warnings,
         "gateway": found.gateway,
-        "gates": gates(found),
+        "checks": checks(found),
         "code": code(),
         "reload": reload,
     }
@@ -137,15 +137,15 @@ def targets(found: Sources) -> list[dict[str, str]]:
     return found_targets
 
 
-def gates(found: Sources) -> list[dict[str, str]]:
-    """What performance gates said, the newest first, with what decided where they were not green."""
+def checks(found: Sources) -> list[dict[str, str]]:
+    """Verdicts of performance checks, the newest first, and what decided those that are not green."""
     shown = []
-    for line in found.gates[: -MOST_GATES - 1 : -1]:
-        deciding = [one for one in line["checks"] if one["outcome"] == line["outcome"] != "green"]
-        words = [f"{one['gate']}: {one['asked']}" + (f", {one['value']:.3g}" if one["value"] is not None else "")
+    for line in found.checks[: -MOST_CHECKS - 1 : -1]:
+        deciding = [one for one in line["results"] if one["outcome"] == line["outcome"] != "green"]
+        words = [f"{one['case']}: {one['asked']}" + (f", {one['value']:.3g}" if one["value"] is not None else "")
                  for one in deciding]  # fmt: skip
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        shown.append({"time": line["time"], "gate": line["gate"], "outcome": line["outcome"],
+        shown.append({"time": line["time"], "check": line["check"], "outcome": line["outcome"],
                      "because": "; ".join(words[:3]) + more, "code": line["place"]["code"],
                      "device": line["place"]["device"]})  # fmt: skip
     return shown

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, folder, gate_rows, profiles, query, tables
+from selfspec_cli.record import archive, folder, profiles, query, tables
 from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
 from selfspec_cli.report import gateway
+from selfspec_cli.stages.check import history
 
 
 @dataclass
@@ -24,8 +25,8 @@ class Sources:
 
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
     of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
-    from: what `selfspec heads` and `selfspec roc` wrote. profiles: what `selfspec profile` found. gates: what `selfspec
-    gate` said, the oldest first. gateway: its section.
+    from: what `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
+    verdicts of `selfspec check`, the oldest first. gateway: its section.
     """
 
     points: list[Point]
@@ -39,7 +40,7 @@ class Sources:
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    gates: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
     gateway: dict[str, Any] | None = None
 
 
@@ -76,11 +77,11 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     places: dict[str, str] = {}
     warnings: list[str] = []
     profiled: dict[str, profiles.Profile] = {}
-    gates: list[dict[str, Any]] = []
+    checks: list[dict[str, Any]] = []
     for place in folders(root):
         found, strange = folder.read(place)
         profiled |= profiles.newest(place)
-        gates += gate_rows.read(place)
+        checks += history.read(place)
         points += found
         warnings += strange
         places |= {point.id: archive.shown(place.relative_to(root)) for point in found}
@@ -93,7 +94,7 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     if not made.points:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     made.places = [places[point.id] for point in made.points]
-    made.warnings, made.gates = warnings, sorted(gates, key=lambda line: str(line.get("run_id")))
+    made.warnings, made.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
     made.gateway = gateway.section(Path(root))
     keys = {row.key for row in made.rows}
     made.profiles = [one for one in profiled.values() if not where or one.key in keys]

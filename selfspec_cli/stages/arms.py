@@ -16,14 +16,12 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.digests import layer_in_force
 from selfspec_cli.config.keys import engine_key
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
-from selfspec_cli.early_exit.errors import SettingsError, on_one_line
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality, tables
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages.plan import Planned
-
-BAD_INPUT = (ConfigError, SettingsError)
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def each(
                         raise
                     except Exception as error:
                         failed.append(failure(planned, error))
-                        if not isinstance(error, BAD_INPUT):
+                        if not isinstance(error, ConfigError):
                             break
                     finally:
                         done(len(arms) - len(waiting))
@@ -117,7 +115,7 @@ def _groups(arms: Sequence[Planned]) -> Iterator[Iterator[Planned]]:
 def failure(planned: Planned, error: Exception) -> Failure:
     """The failure of an arm as it is reported; raises KeyboardInterrupt if the user interrupted the run."""
     interrupts.check()
-    return Failure(label(planned), on_one_line(error), isinstance(error, BAD_INPUT))
+    return Failure(label(planned), on_one_line(error), isinstance(error, ConfigError))
 
 
 def label(planned: Planned) -> str:

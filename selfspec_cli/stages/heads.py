@@ -1,4 +1,4 @@
-"""`selfspec heads`: fit every head, predict its speedup on this machine, and measure the most promising ones.
+"""`selfspec fit --compare`: fit every head, predict its speedup on this machine, and measure the most promising ones.
 
 Three steps, each on engines of its own:
 

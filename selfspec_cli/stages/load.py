@@ -79,10 +79,9 @@ class Loader:
         place = self.folder / f"{self._points:03d}"
         prompts = self.prompts(cfg)
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
-        total = cfg.warmup + cfg.load.repeats
         for number in range(cfg.warmup):
             self._warm_up(cfg, server, prompts)
-            progress("repeats", number + 1, total)
+            progress("warm-up", number + 1, cfg.warmup)
         before, start = server.resident_mib(), cores.now()
         runs: list[tuple[Run, Repeat]] = []
         for number in range(cfg.load.repeats):
@@ -92,7 +91,7 @@ class Loader:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
                 runs.append((run, repeat))
                 progress.speeds([one.tok_s for _, one in runs])
-                progress("repeats", cfg.warmup + number + 1, total)
+                progress("repeats", number + 1, cfg.load.repeats)
             if run.interrupted:
                 facts["interrupted"] = True
                 break

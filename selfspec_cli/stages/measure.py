@@ -129,13 +129,21 @@ def run(
                 arm.repeats.append(generations)
         if number >= warmup and len(arms) == 1:
             progress.speeds(arms[0].tok_s)
-        progress("repeats", number + 1, warmup + repeats)
+        _report(progress, number + 1, warmup, repeats)
         seconds = sum(part.seconds for generations in taken for part in generations)
         last = number + 1 == warmup + repeats
         if number >= warmup and not last and another is not None and not another(seconds):
-            progress.ended("repeats", number + 1, warmup + repeats)
+            progress.ended("repeats", number + 1 - warmup, repeats)
             break
     return arms
+
+
+def _report(progress: Progress, done: int, warmup: int, repeats: int) -> None:
+    """Say how many runs are done: those that warm up, then the repeats."""
+    if done <= warmup:
+        progress("warm-up", done, warmup)
+    else:
+        progress("repeats", done - warmup, repeats)
 
 
 def _repeat(

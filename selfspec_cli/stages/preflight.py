@@ -13,6 +13,7 @@ from selfspec_cli.artifacts import calibrations, head_files
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import (
     config_document,
+    config_file,
     device_of,
     exit_layer,
     installed_device,
@@ -21,11 +22,12 @@ from selfspec_cli.config.facts import (
 )
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.config.validation import check_weights
+from selfspec_cli.early_exit.draft_weights import WeightFacts
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.extras import install
 from selfspec_cli.texts import chat
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -40,15 +42,18 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
     for cfg in cfgs:
         parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
         view = DraftView.of(cfg)
-        looked_at = (*parts, view, cfg.k, cfg.method, repr(cfg.speculative))
+        looked_at = (*parts, cfg.perplexity_tokens, view, cfg.k, cfg.method, repr(cfg.speculative))
         if looked_at not in seen:
             seen.add(looked_at)
             check(cfg)
 
 
-def check(cfg: RunConfig) -> None:
+def check(cfg: RunConfig, *, served: bool = False) -> None:
     """Refuse a point that could not run. Of a model on the Hub only what is in the cache is looked at; the engine
     checks the rest.
+
+    Args:
+        served: for a server, to which clients send requests of their own: the workload does not matter.
 
     Raises:
         ConfigError, HeadError: the model path or its files, the exit layer, the lengths, the head or its draft
@@ -56,8 +61,10 @@ def check(cfg: RunConfig) -> None:
     """
     check_model(cfg)
     check_files(cfg)
-    check_lengths(cfg)
+    check_context(cfg)
     check_folder(cfg.results_dir)
+    if not served:
+        check_requests(cfg)
     if cfg.method not in EARLY_EXIT:
         return
     layer = exit_layer(cfg)
@@ -93,29 +100,48 @@ def check_model(cfg: RunConfig) -> None:
     if cfg.method is Method.layer_skip and facts.hybrid:
         raise ConfigError(f"model={name}: it has layers with a recurrent state, in which rejected drafts would stay; "
                           "method=layer_skip takes models of attention layers only")  # fmt: skip
-    known = WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe)
-    reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known) if cfg.method is Method.layer_skip else None
-    if reason is not None:
-        raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
+    check_weights(cfg, WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe))
 
 
 def check_files(cfg: RunConfig) -> None:
-    """Refuse a model's folder without weights or tokenizer, and without a chat template where questions are asked
-    through one; raises ConfigError. A model on the Hub is not looked at."""
-    model, work = cfg.model, cfg.workload
+    """Refuse a model's folder without weights or tokenizer; raises ConfigError. A model on the Hub is not looked at."""
+    model = cfg.model
     weights = Path(model_path(model)).expanduser()
     if model.load_format == "auto" and weights.is_dir() and not _has(weights, WEIGHTS):
         raise ConfigError(f"model={model.name}: {weights} holds no weights ({', '.join(WEIGHTS)}); copy them there, or "
                           "measure speed alone with model.load_format=dummy")  # fmt: skip
-    folder = Path(model.tokenizer or weights).expanduser()
-    needless = (model.load_format == "dummy" and model.tokenizer is None) or cfg.engine.extra.get("skip_tokenizer_init")
-    if needless or not folder.is_dir():
-        return
-    if not _has(folder, TOKENIZERS):
+    folder = _tokenizer_folder(cfg)
+    if folder is not None and not _has(folder, TOKENIZERS):
         raise ConfigError(f"model={model.name}: {folder} holds no tokenizer (such as tokenizer.json); name another "
                           "folder or a Hugging Face id: model.tokenizer=NAME")  # fmt: skip
-    if work.prompts in chat.KINDS and not _has_chat_template(folder):
+
+
+def _tokenizer_folder(cfg: RunConfig) -> Path | None:
+    """The folder that the tokenizer is read from; None where it is on the Hub, or none is needed."""
+    model = cfg.model
+    needless = (model.load_format == "dummy" and model.tokenizer is None) or cfg.engine.extra.get("skip_tokenizer_init")
+    folder = Path(model.tokenizer or model_path(model)).expanduser()
+    return folder if not needless and folder.is_dir() else None
+
+
+def check_requests(cfg: RunConfig) -> None:
+    """Refuse a workload that this model cannot have: requests longer than its context, questions without a chat
+    template, and text for weights that are random; raises ConfigError."""
+    model, work, limit = cfg.model, cfg.workload, longest_request(cfg)
+    if limit is not None and work.input_len + work.output_len > limit:
+        raise ConfigError(
+            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
+            f"the {limit} tokens of {model.name}"
+        )
+    folder = _tokenizer_folder(cfg)
+    if folder is not None and work.prompts in chat.KINDS and not _has_chat_template(folder):
         raise ConfigError(chat.no_template(model.name))
+    scored = cfg.perplexity_tokens if not cfg.load.kind else 0  # a load test scores no text
+    if model.load_format == "dummy" and (scored or work.prompts != "random"):
+        raise ConfigError(
+            f"model.load_format=dummy with perplexity_tokens={cfg.perplexity_tokens} and workload.prompts="
+            f"{work.prompts}: dummy weights have no text; set perplexity_tokens=0 workload.prompts=random"
+        )
 
 
 def _has(folder: Path, patterns: Iterable[str]) -> bool:
@@ -129,10 +155,9 @@ def _has_chat_template(folder: Path) -> bool:
     )
 
 
-def check_lengths(cfg: RunConfig) -> None:
-    """Refuse a context that the model has no positions for, and requests and drafts that are longer than it; raises
-    ConfigError."""
-    limit, work, positions = longest_request(cfg), cfg.workload, model_facts(cfg).max_position
+def check_context(cfg: RunConfig) -> None:
+    """Refuse a context that the model has no positions for, and drafts that are longer than it; raises ConfigError."""
+    limit, positions = longest_request(cfg), model_facts(cfg).max_position
     if limit is None:
         return
     asked = cfg.model.max_model_len or cfg.engine.extra.get("max_model_len")
@@ -140,11 +165,6 @@ def check_lengths(cfg: RunConfig) -> None:
     if asked and positions and asked > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         raise ConfigError(f"model.max_model_len={asked}: {cfg.model.name} has {positions} positions; must be in "
                           f"1..{positions}, or scale them by model.hf_overrides.rope_parameters")  # fmt: skip
-    if work.input_len + work.output_len > limit:
-        raise ConfigError(
-            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
-            f"the {limit} tokens of {cfg.model.name}"
-        )
     if cfg.method in SPECULATIVE and cfg.k is not None and cfg.k >= limit:
         raise ConfigError(f"k={cfg.k}: a draft must fit the {limit} tokens of {cfg.model.name}; choose a smaller k")
 
@@ -164,7 +184,7 @@ def check_device(cfg: RunConfig) -> None:
     """Refuse an engine for which another vLLM is installed: it would run, and be recorded as what it is not."""
     installed, wanted = installed_device(), device_of(cfg)
     if installed is not None and installed != wanted:
-        remedy = "pip install 'selfspec[cuda]'" if wanted == "cuda" else "choose engine=h100, or engine.device=cuda"
+        remedy = install("cuda") if wanted == "cuda" else "choose engine=gpu, or engine.device=cuda"
         raise ConfigError(f"engine={cfg.engine.name}: it runs on {wanted}, and the vLLM that is installed here is "
                           f"built for {installed}; {remedy}")  # fmt: skip
 
@@ -189,7 +209,17 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]
     by_point = [note for cfg in cfgs for note in (speculative.warning(cfg), _early_layers_of_an_ordinary_model(cfg))]
-    return list(dict.fromkeys([*gates, *filter(None, [*flat, *by_point])]))
+    return list(dict.fromkeys([*gates, *filter(None, [*flat, *by_point]), *not_checked(cfgs)]))
+
+
+def not_checked(cfgs: Iterable[RunConfig]) -> list[str]:
+    """Models whose config.json is not here, so that nothing of a point was compared with it; for people."""
+    models = {repr(cfg.model): cfg.model for cfg in cfgs}.values()
+    paths = dict.fromkeys(model.path for model in models if config_file(model) is None)
+    return [
+        f"layer, vocab, lengths and the head are not checked: {path} is not here (selfspec pull model={path})"
+        for path in paths
+    ]
 
 
 def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
@@ -209,7 +239,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
         return None
     try:
         file = head_file(cfg, layer)
-    except (ConfigError, SettingsError):  # `check` says what is wrong with the head
+    except ConfigError:  # `check` says what is wrong with the head
         return None
     return None if file is None else (cfg.gate.kind, file)
 

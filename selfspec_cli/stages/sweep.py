@@ -18,7 +18,7 @@ from selfspec_cli import interrupts
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
-from selfspec_cli.early_exit.errors import SettingsError, on_one_line
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
@@ -27,8 +27,6 @@ from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, p
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages.launch import driver, submitit
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
-
-BAD_INPUT = (ConfigError, SettingsError)
 
 
 class Engine(Protocol):
@@ -111,7 +109,7 @@ class _Run:
         """Write down that a point could not be measured, and why."""
         interrupts.check()  # an engine whose processes got the interrupt too fails, and that says nothing of the point
         self.errors[planned.key] = error
-        self.result.bad_input += isinstance(error, BAD_INPUT)
+        self.result.bad_input += isinstance(error, ConfigError)
         self.save(_point(self, planned, None, started, reason=(prefix + on_one_line(error))[:300]))
 
 
@@ -239,7 +237,7 @@ def _measure(context: _Run, planned: Planned, engine: Engine, started: Started) 
         measured = context.bench(cfg, engine, context.progress)
     except Exception as error:
         context.fail(planned, error, started=started)
-        return isinstance(error, BAD_INPUT)
+        return isinstance(error, ConfigError)
     point = _point(context, planned, measured, started)
     if planned.is_baseline:
         context.baselines[planned.key] = (point, False)

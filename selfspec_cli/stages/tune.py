@@ -25,7 +25,7 @@ from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.errors import SettingsError, on_one_line
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.view import DraftView
@@ -399,6 +399,6 @@ def _plainest(found: Exit) -> list[Setting]:
 def _is_fitted(cfg: RunConfig) -> bool:
     try:
         preflight.head_file(cfg, int(cfg.layer or 0))
-    except (ConfigError, SettingsError):
+    except ConfigError:
         return False
     return True

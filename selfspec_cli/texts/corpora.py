@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.extras import install
 from selfspec_cli.texts import library
 
 if TYPE_CHECKING:
@@ -264,8 +265,8 @@ def _load(source: str, *args: Any, **options: Any) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ConfigError(f"corpus={source}: needs the package datasets; pip install 'selfspec[data]', or pip install "
-                          "datasets") from error  # fmt: skip
+        how = f"{install('data')}, or pip install datasets"
+        raise ConfigError(f"corpus={source}: needs the package datasets; {how}") from error
     try:
         return load_dataset(*args, **options)
     except Exception as error:  # the library raises its own types, the Hub's and the network's

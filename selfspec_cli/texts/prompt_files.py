@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import PROMPT_TABLES, ConfigError
+from selfspec_cli.extras import install
 
 CHATS = ("turns", "conversations", "messages")
 COLUMNS = (*CHATS, "prompt", "question", "text")
@@ -126,7 +127,7 @@ def _rows(path: Path, name: str) -> Iterable[Any]:
             return json.loads(text)
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ImportError as error:
-        needed = "reading .parquet needs pyarrow; pip install 'selfspec[data]'"
+        needed = f"reading .parquet needs pyarrow; {install('data')}"
         raise ConfigError(f"workload.prompts={name}: {needed}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"workload.prompts={name}: it cannot be read as {path.suffix[1:]}: "

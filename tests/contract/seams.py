@@ -148,7 +148,7 @@ SIGNATURES = {
     "vllm.v1.sample.sampler:Sampler.apply_logits_processors": "logits sampling_metadata predict_bonus_token",
     f"{MIN_TOKENS}.update_state": "batch_update",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
-    # What `selfspec profile` and `engine.nvtx` put ranges around.
+    # What `selfspec profile` puts ranges around.
     f"{V1_RUNNER}:GPUModelRunner.execute_model": "scheduler_output intermediate_tensors",
     f"{V1_RUNNER}:GPUModelRunner.sample_tokens": "grammar_output",
     f"{V1_RUNNER}:GPUModelRunner.get_model": "",

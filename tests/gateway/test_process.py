@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from fake import Fake, answer
 
-from selfspec_cli.commands import routing
+from selfspec_cli.commands import gateway as routing
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
@@ -107,7 +107,7 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
         port = taken.getsockname()[1]
         words = ["two_servers", "host=127.0.0.1", f"port={port}", f"results_dir={tmp_path}"]
         with pytest.raises(ConfigError, match=rf"port={port}: it cannot listen on 127\.0\.0\.1:{port} \(.*in use"):
-            routing.gateway(words, as_json=False, dry_run=False)
+            routing.route(words, as_json=False, dry_run=False)
 
 
 def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):

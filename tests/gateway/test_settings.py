@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 from typer.testing import CliRunner
 
-from selfspec_cli.commands import routing
+from selfspec_cli.commands import gateway as command
 from selfspec_cli.commands.app import app
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
@@ -158,7 +158,7 @@ def test_the_tables_of_the_demo_have_headings_that_need_no_glossary(capsys):
         "checks": {"streams that were continued": 1},
         "log": "requests.jsonl",
     }
-    routing._show(found)
+    command._show(found)
     shown = capsys.readouterr().out
     words = " ".join(shown.replace("┃", " ").replace("│", " ").split())
     assert "_" not in words.replace("requests.jsonl", "")  # no field's own name

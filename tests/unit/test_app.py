@@ -56,9 +56,7 @@ def engines(monkeypatch):
     return opened
 
 
-@pytest.mark.parametrize(
-    "command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "export", "profile"]
-)
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "profile"])
 def test_every_command_has_help_with_an_example(command):
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -110,7 +108,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("bench", "model=/not/there"), "/not/there"),
         (("bench", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
         (("bench", "head=lsq", "head.path=gone.safetensors"), "gone.safetensors"),
-        (("bench", "model.pipeline_parallel_size=2"), "pipeline parallelism"),
+        (("bench", "engine.extra.pipeline_parallel_size=2"), "pipeline parallelism"),
         (("fit-lsq", "--layer", "8"), "1..7"),
         (("sweep", "workload.input_len=5000"), "together they must fit the 1024 tokens of model"),
         (("sweep", "workload.input_len=5000", "--dry-run"), "together they must fit the 1024 tokens of model"),
@@ -120,13 +118,13 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
         (("fit-lsq", "--layer", "2", "head_dir=empty.yaml", "--dry-run"), "head_dir=empty.yaml: "),
         (("fit", "head=lsq", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
-        (("heads", "layer=2", "vocab=full", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
+        (("fit", "--compare", "layer=2", "vocab=full", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("roc", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),
         (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
         (("report", "results_dir=nothing"), "no points"),
         (("report", "reslts_dir=a"), "did you mean 'results_dir'?"),
-        (("export", "results_dir=nothing"), "nothing was measured there"),
+        (("runs", "export", "results_dir=nothing"), "nothing was measured there"),
         (("doctor", "model=smolm2_135m"), "or ORG/NAME of the Hugging Face Hub; did you mean 'smollm2_135m'?"),
         (("bench", "model=./empty.yaml"), "model.path=./empty.yaml: empty.yaml is a file, not a model's folder"),
         (("fit-lsq", "--layer", "x2"), "'--layer': x2: "),
@@ -138,7 +136,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
     Path("empty.yaml").touch()
     Path("no_point.json").write_text('{"model": "x"}')
-    alone = words[0] in ("swep", "report", "export") or any("model" in word for word in words)
+    alone = words[0] in ("swep", "report", "runs") or any("model" in word for word in words)
     given = words if alone else (*words, model)
     result = call(*given)
     assert result.exit_code == 2
@@ -221,10 +219,10 @@ def test_a_disk_that_fills_or_is_read_only_is_no_crash(engines, model, monkeypat
 def test_an_engine_for_which_another_vllm_is_installed_is_planned_and_not_started(engines, model, monkeypatch):
     monkeypatch.setattr("selfspec_cli.config.facts.installed_device", lambda: "cpu")
     monkeypatch.setattr("selfspec_cli.stages.preflight.installed_device", lambda: "cpu")
-    assert call("sweep", "engine=h100", model, "--dry-run").exit_code == 0
-    result = call("sweep", "engine=h100", model)
+    assert call("sweep", "engine=gpu", model, "--dry-run").exit_code == 0
+    result = call("sweep", "engine=gpu", model)
     assert result.exit_code == 2
-    assert "engine=h100: it runs on cuda, and the vLLM that is installed here is built for cpu" in result.stderr
+    assert "engine=gpu: it runs on cuda, and the vLLM that is installed here is built for cpu" in result.stderr
     assert engines == []
 
 
@@ -233,9 +231,9 @@ def test_tune_says_beforehand_what_it_will_try(model):
     assert {"none", "margin", "varH"} <= set(plan["gates"])
     assert (plan["k"], plan["minutes"]) == ("1 to 12", 7)
     assert plan["exits"] == ["E1-lens", "E2-lens", "E4-lens"]  # copies gain nothing on a CPU
-    on_gpu = document(call("tune", model, "engine=h100", "--dry-run", "--json"))
+    on_gpu = document(call("tune", model, "engine=gpu", "--dry-run", "--json"))
     assert on_gpu["exits"] == ["E8-lens-int4", "E8-lens-int8", "E1-lens", "E2-lens", "E4-lens"]
-    assert document(call("tune", model, "engine=h100", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
+    assert document(call("tune", model, "engine=gpu", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
 
 
 def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):
@@ -243,7 +241,7 @@ def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):
     folder = model_folder(tmp_path / "long", num_hidden_layers=8, max_position_embeddings=65536)
 
     def plan(*words):
-        return document(call("tune", f"model={folder}", "engine=h100", *words, "--dry-run", "--json"))
+        return document(call("tune", f"model={folder}", "engine=gpu", *words, "--dry-run", "--json"))
 
     copies, layers = ["E8-lens-int4", "E8-lens-int8"], ["E1-lens", "E2-lens", "E4-lens"]
     assert plan("workload.input_len=8191")["exits"] == [*copies, *layers]
@@ -343,10 +341,10 @@ def test_tables_are_made_again_on_demand(engines, model, tmp_path):
     assert call("sweep", model, "results_dir=mine").exit_code == 0
     before = (tmp_path / "mine" / "summary.csv").read_bytes()
     (tmp_path / "mine" / "summary.csv").write_text("garbage")
-    assert document(call("export", "results_dir=mine", "--json"))["points"] == 2
+    assert document(call("runs", "export", "results_dir=mine", "--json"))["points"] == 2
     assert (tmp_path / "mine" / "summary.csv").read_bytes() == before
     assert len(document(call("report", "results_dir=mine", "--json"))["rows"]) == 2
-    result = call("export", "results_dir=mine", "--out", "mine/summary.csv")
+    result = call("runs", "export", "results_dir=mine", "--out", "mine/summary.csv")
     assert result.exit_code == 2 and "summary.csv is a file and not a folder; choose another --out" in result.stderr
 
 
@@ -445,12 +443,15 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "then"),
     [
-        (("sweep",), "kept, and the same command goes on from there"),
+        (("sweep",), "and the baseline anew unless you add --reuse-baseline"),
         (("sweep", "--again"), "rows measured so far are kept, but the same command begins again"),
-        (("bench",), "the same command begins again; selfspec sweep with the same words goes on"),
+        (("bench",), "the same command begins again; selfspec sweep with the same words measures only the rest"),
         (("fit-lsq", "--layer", "2"), "interrupted; the same command begins again"),
         (("fit", "head=lsq", "layer=2"), "interrupted; the same command begins again"),
-        (("heads", "layer=2", "vocab=full"), "rows measured so far are kept, but the same command begins again"),
+        (
+            ("fit", "--compare", "layer=2", "vocab=full"),
+            "rows measured so far are kept, but the same command begins again",
+        ),
         (("roc",), "interrupted; the same command begins again"),
         (("tune",), "kept, and the same command goes on from there"),
     ],

@@ -1,4 +1,4 @@
-"""`selfspec fit` and `selfspec heads` as commands: what they hand on, and what they refuse before any engine starts."""
+"""`selfspec fit`, with and without --compare: what it hands on, and what it refuses before any engine starts."""
 
 from dataclasses import dataclass, field
 
@@ -63,9 +63,9 @@ def test_fit_hands_on_the_grid(monkeypatch, model):
 
 
 @pytest.mark.parametrize("corpus", ["gone.json", "hf:a:train:text:more"])
-@pytest.mark.parametrize("command", ["fit", "heads"])
+@pytest.mark.parametrize("command", [("fit",), ("fit", "--compare")])
 def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, command, corpus):
-    result = call(command, "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
+    result = call(*command, "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
     assert result.exit_code == 2
     assert f"corpus={corpus}" in result.stderr
 
@@ -83,7 +83,7 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model,
         return Found([HeadRow("m", 2, "lens", "full", 0.5)])
 
     stand_in(monkeypatch, "selfspec_cli.stages.heads", run)
-    result = call("heads", model, "--top", "3")
+    result = call("fit", "--compare", model, "--top", "3")
     assert result.exit_code == 0, result.output
     assert "lens" in result.stdout
     assert (tmp_path / "results" / "heads.png").stat().st_size > 1000
@@ -94,7 +94,7 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model,
         examples(),
         3,
     )
-    assert document(call("heads", "layer=3", "head=lens,lsq", model, "--json")) == {"rows": 1}
+    assert document(call("fit", "--compare", "layer=3", "head=lens,lsq", model, "--json")) == {"rows": 1}
     assert (plans[1][0].layers, list(plans[1][0].heads)) == ((3,), ["lens", "lsq"])
 
 
@@ -112,7 +112,7 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model,
         (("fit", "head=lens", "head.target=argmx", "layer=2"), "'argmax'"),
         (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
         (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
-        (("heads", "head=lnes"), "'lens'"),
+        (("fit", "--compare", "head=lnes"), "'lens'"),
         (("bench", "head=lsq_argmax", "layer=2"), "selfspec fit head=lsq_argmax layer=2"),
         (("sweep", "head=lens", "layer=2", "vocab=full,65"), "must be in 1..64"),
     ],
@@ -134,9 +134,9 @@ def test_a_pt_file_with_anything_but_tensors_is_refused_before_an_engine_starts(
 
 
 def test_help_has_examples():
-    for command in ("fit", "heads"):
-        result = call(command, "--help")
-        assert f"selfspec {command}" in result.stdout.split("Example")[-1]
+    for command in (("fit",), ("fit", "--compare")):
+        result = call(*command, "--help")
+        assert "selfspec fit" in result.stdout.split("Example")[-1]
         assert "--dry-run" in result.stdout
 
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 from commands import call, document, model_folder
 
+from selfspec_cli import extras
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.stages import ppl as stage
@@ -116,4 +117,4 @@ def test_without_the_harness_eval_says_what_to_install(monkeypatch, model):
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     result = call("eval", model)
     assert result.exit_code == 2
-    assert "pip install 'selfspec[eval]'" in result.stderr
+    assert extras.install("eval") in result.stderr

@@ -60,7 +60,7 @@ def test_the_same_files_give_the_same_bytes_and_made_tables_are_left_out(results
     again = Path("again.jsonl.xz")
     for left in ("heads.csv", "figure.png", ".lock"):
         (Path("mine") / left).write_text("x")
-    assert call("export", "results_dir=mine", "--archive", str(again)).exit_code == 0
+    assert call("runs", "export", "results_dir=mine", "--archive", str(again)).exit_code == 0
     assert again.read_bytes() == results.read_bytes()
     lines = [json.loads(line) for line in lzma.decompress(results.read_bytes()).decode().splitlines()]
     assert [line["file"].partition("/")[0] for line in lines] == ["quality", "runs", "runs", "runs"]
@@ -87,7 +87,7 @@ def test_nothing_is_written_into_an_archive(results):
 
 
 def test_tables_of_an_archive_are_made_in_a_folder(results):
-    assert call("export", f"results_dir={results}", "--out", "tables").exit_code == 0
+    assert call("runs", "export", f"results_dir={results}", "--out", "tables").exit_code == 0
     assert Path("tables/summary.csv").read_text() == Path("mine/summary.csv").read_text()
     assert not Path("tables/runs").exists()
 

@@ -132,5 +132,5 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
     assert (found.engine["cpu_own"], found.engine["cpu_others"]) == (0.6, 0.3)
     assert found.perplexity is None
     assert found.seconds > 0
-    assert seen == [("repeats", number, 4) for number in (1, 2, 3, 4)]
+    assert seen == [("warm-up", 1, 1), *(("repeats", number, 3) for number in (1, 2, 3))]
     assert speeds[-1] == pytest.approx([18.0, 12.0, 9.0]) and [len(one) for one in speeds] == [1, 2, 3]

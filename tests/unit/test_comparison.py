@@ -1,4 +1,4 @@
-"""Rounds laid over agreements, and what `selfspec heads` makes of them and of step times."""
+"""Rounds laid over agreements, and what `selfspec fit --compare` makes of them and of step times."""
 
 import itertools
 import random

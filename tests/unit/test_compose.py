@@ -13,7 +13,7 @@ from selfspec_cli.config import compose, files, paths
 from selfspec_cli.config.choices import choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.files import load_config
-from selfspec_cli.config.keys import baseline_of, run_key
+from selfspec_cli.config.keys import Keys, baseline_of, digest, run_key
 from selfspec_cli.config.schema import (
     GROUPS,
     LAUNCHERS_WITH,
@@ -72,8 +72,7 @@ def test_every_choice_composes_and_is_called_by_its_name():
     for group in set(GROUPS) - {"speculative"}:  # for which see test_speculative.py
         assert GROUPS[group] in choices(group)
         for name in choices(group):
-            dummy = ["perplexity_tokens=0", "workload.prompts=random"] if name.endswith("_shape") else []
-            part = getattr(one(f"{group}={name}", *dummy), group)
+            part = getattr(one(f"{group}={name}"), group)
             word = head_spec(part).name if group == "head" else getattr(part, "kind", None)
             assert name in (getattr(part, "name", None), word)
 
@@ -94,7 +93,7 @@ def test_comma_lists_are_points_in_order():
 
 
 def test_draft_weights_are_points_and_a_misspelt_one_is_refused():
-    runs = compose_runs(None, ["engine=h100", "draft_weights=shared,fp8"])
+    runs = compose_runs(None, ["engine=gpu", "draft_weights=shared,fp8"])
     assert [cfg.draft_weights for cfg in runs] == ["shared", "fp8"]
     assert "did you mean 'fp8'?" in refusal("draft_weights=fp9")
     assert "did you mean 'draft_weights'?" in refusal("draft_wieghts=fp8")
@@ -141,7 +140,7 @@ def test_points_that_measure_the_same_are_one():
         (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "margin, maxp, survival"),
         (["method=skip", "k=3"], "k=3 is not used by method 'skip'", "layer_skip, draft_model, vllm"),
         (
-            ["method=skip", "engine=h100", "acceptance_length=3"],
+            ["method=skip", "engine=gpu", "acceptance_length=3"],
             "acceptance_length=3 is not used by",
             "layer_skip, draft",
         ),
@@ -367,8 +366,8 @@ def test_free_form_arguments_of_vllm_need_no_plus():
     [
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
-        ["engine=h100", "draft_weights=fp8"],
-        ["model=llama3_8b", "engine=h100", "tracker=wandb", "workload=sanity"],
+        ["engine=gpu", "draft_weights=fp8"],
+        ["model=llama3_8b", "engine=gpu", "tracker=wandb", "workload=sanity"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "gate=maxp", "tau=1e-7"],
     ],
 )
@@ -490,9 +489,9 @@ def test_a_table_that_cannot_be_followed_is_refused(words, message):
 
 
 def test_what_tuning_writes_names_draft_weights(elsewhere):
-    cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8")
+    cfg = one("engine=gpu", "layer=6", "k=2", "draft_weights=fp8")
     tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
-    assert one("engine=h100", "tuned=reference") == cfg
+    assert one("engine=gpu", "tuned=reference") == cfg
 
 
 def test_what_tuning_writes_names_the_layers_and_the_context_that_draft(elsewhere):
@@ -502,10 +501,10 @@ def test_what_tuning_writes_names_the_layers_and_the_context_that_draft(elsewher
 
 
 def test_what_tuning_writes_names_the_order_of_steps(elsewhere):
-    cfg = one("engine=h100", "layer=6", "k=2", "read_first=false")
+    cfg = one("engine=gpu", "layer=6", "k=2", "read_first=false")
     tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
-    assert one("engine=h100", "tuned=reference") == cfg
-    assert not [word for word in tuned.overrides(one("engine=h100", "layer=6")) if "read_first" in word]
+    assert one("engine=gpu", "tuned=reference") == cfg
+    assert not [word for word in tuned.overrides(one("engine=gpu", "layer=6")) if "read_first" in word]
 
 
 def test_what_tuning_writes_names_how_drafts_are_taken(elsewhere):
@@ -613,3 +612,25 @@ def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(
     (tmp_path / "trained.yaml").write_text(yaml.safe_dump(before))
     with pytest.raises(ConfigError, match=r"trained.yaml: head.kl asks for what there is no longer"):
         load_config(tmp_path / "trained.yaml")
+
+
+def test_the_engine_of_gpus_is_found_by_the_name_that_it_had():
+    assert one("engine=h100").engine == one("engine=gpu").engine
+    assert one("engine=gpu").engine.name == "gpu"
+    assert "did you mean 'gpu'" in refusal("engine=gpuu")
+    assert [cfg.engine.name for cfg in compose_runs(None, ["engine=cpu,h100"])] == ["cpu", "gpu"]
+
+
+def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp_path):
+    cfg = one("layer=3")
+    old = to_plain(cfg)
+    old["model"]["pipeline_parallel_size"], old["engine"]["nvtx"] = 1, False
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(old))
+    assert load_config(file) == cfg
+    known = digest({key: value for key, value in old["engine"].items() if key not in ("name", "device")})
+    assert Keys()._part(cfg, "engine") == known  # what it was when the setting was there
+    old["engine"]["nvtx"] = True
+    file.write_text(yaml.safe_dump(old))
+    with pytest.raises(ConfigError, match=r"engine\.nvtx asks for what there is no longer"):
+        load_config(file)

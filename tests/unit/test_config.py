@@ -71,7 +71,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(workload=WorkloadConfig(temperature=-0.1)), "workload.temperature=-0.1"),
         (RunConfig(workload=WorkloadConfig(prompts="/not/there")), "workload.prompts=/not/there"),
         (RunConfig(workload=WorkloadConfig(batch=64)), "engine.max_num_seqs=32"),
-        (RunConfig(model=ModelConfig(pipeline_parallel_size=2)), "pipeline parallelism"),
         (RunConfig(engine=EngineConfig(extra={"pipeline_parallel_size": 2})), "pipeline parallelism"),
         (RunConfig(engine=EngineConfig(gpu_memory_utilization=1.5)), "engine.gpu_memory_utilization=1.5"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=0.0)), "engine.kv_cache_gib=0.0"),

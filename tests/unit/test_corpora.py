@@ -1,10 +1,12 @@
 """Corpora by one word: what is read, what is held out, and what is refused."""
 
 import json
+import re
 
 import pytest
 
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.extras import install
 from selfspec_cli.texts import corpora, library
 
 PARAGRAPHS = [f"Paragraph {number}. " + "Words that a model could read. " * 30 for number in range(400)]
@@ -234,7 +236,7 @@ def test_a_data_set_without_its_package_says_what_to_install(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'selfspec\[data\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install("data"))):
         corpora.load(source)
 
 

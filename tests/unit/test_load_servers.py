@@ -18,6 +18,7 @@ from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.engine import clients, server
 from selfspec_cli.engine.server import ServerError, front_end, open_server
+from selfspec_cli.extras import install
 from selfspec_cli.record import folder, tables
 from selfspec_cli.stages import cores
 
@@ -52,17 +53,17 @@ def processes(word):
     return found
 
 
-@pytest.mark.parametrize("command", ["load", "gate"])
+@pytest.mark.parametrize("command", ["load", "check"])
 def test_without_locust_no_server_starts(toys, tmp_path, monkeypatch, command):
     monkeypatch.setattr(clients, "find_spec", lambda _: None)
     words = WORDS
-    if command == "gate":
-        gate = {"name": "one", "arm": ["gate=maxp"], "workload": ["load.clients=1"], "reach": {"failed_requests": 0}}
+    if command == "check":
+        case = {"name": "one", "arm": ["gate=maxp"], "workload": ["load.clients=1"], "reach": {"failed_requests": 0}}
         file = tmp_path / "served.yaml"
-        file.write_text(json.dumps({"title": "T", "served": True, "gates": [gate]}), encoding="utf-8")
+        file.write_text(json.dumps({"title": "T", "served": True, "cases": [case]}), encoding="utf-8")
         words = [str(file)]
     result = call(command, *words, f"results_dir={tmp_path / 'results'}")
-    assert result.exit_code == 2 and "locust is not installed: pip install 'selfspec[load]'" in result.stderr
+    assert result.exit_code == 2 and f"locust is not installed: {install('load')}" in result.stderr
     assert not toys
 
 

@@ -72,11 +72,23 @@ def test_options_shows_what_has_to_do_with_a_word():
     assert call("options", "--markdown").stdout == options.markdown()
 
 
-@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "fit", "heads", "roc", "tune"])
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "fit", "roc", "tune"])
 def test_the_help_of_a_command_lists_the_draft_settings(command):
     shown = call(command, "--help").stdout
-    for key in OPTIONS:
+    for key in OPTIONS.keys() - options.RARE:
         assert key in shown
+    assert "draft_window" not in shown
+
+
+def test_settings_that_no_user_needs_are_shown_for_their_word_or_with_all():
+    assert ALL.keys() >= options.RARE
+    usual = call("options").stdout
+    lines = [line.split(" = ")[0] for line in usual.splitlines()]
+    assert not options.RARE.intersection(lines) and "threshold" in lines
+    assert f"{len(options.RARE)} more are rarely needed: selfspec options --all" in usual
+    every = [line.split(" = ")[0] for line in call("options", "--all").stdout.splitlines()]
+    assert options.RARE < set(every)
+    assert "read_first = true" in call("options", "read_first").stdout
 
 
 if __name__ == "__main__":

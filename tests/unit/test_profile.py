@@ -10,7 +10,7 @@ from commands import call, document, model_folder
 from points import BASELINE, baseline
 from test_trace import CPU
 
-from selfspec_cli.commands import profiling as shown
+from selfspec_cli.commands import profile as shown
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine import profiling

@@ -62,7 +62,7 @@ def test_a_sweep_draws_one_table_in_place_and_nothing_of_anybody_elses(tmp_path,
     last = drawn[-1].splitlines()
     arms = [line for line in last if line.lstrip().startswith(("baseline", "E=3 k="))]
     assert len(arms) == 4  # each on one line
-    assert any(re.search(r"4 of 4 +\d+\.\d \(\d+ to \d+\)", line) for line in arms)
+    assert any(re.search(r"3 of 3 +\d+\.\d \(\d+ to \d+\)", line) for line in arms)
     assert sum("2.00x (2.00 to 2.00)" in line for line in arms) >= 2, drawn[-1]
     assert any("left" in seen for seen in drawn)
     assert "4 measured, 0 skipped, 0 failed" in shown.last
@@ -109,10 +109,10 @@ def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "start"),
-    [("starting an engine", "1000"), (" of 201", "0")],
+    [("starting an engine", "1000"), (" of 200", "0")],
     ids=["while an engine starts", "while it measures"],
 )
-def test_an_interrupt_leaves_the_table_the_log_and_the_next_step(tmp_path, when, start):
+def test_an_interrupt_leaves_the_table_and_says_what_the_same_command_does(tmp_path, when, start):
     shown = shown_in(tmp_path, [*SWEEP[:-1], "repeats=200"], 80, NOISY_START=start)
     shown.read(until=when)
     while "noise-child2" not in log_of(tmp_path).read_text():  # the line on the screen comes before the engine's own
@@ -121,9 +121,10 @@ def test_an_interrupt_leaves_the_table_the_log_and_the_next_step(tmp_path, when,
     shown.read()
     assert shown.child.exitstatus == 130, shown.last
     assert "of 4 arms measured" in shown.last
-    assert "the last lines of the log:" in shown.last
-    assert "noise-child2" in shown.last
-    assert "the same command goes on from there" in " ".join(shown.last.split())
+    assert f"log: results/logs/{log_of(tmp_path).name}" in shown.last
+    assert "noise" not in shown.raw  # nothing of the log covers the table
+    said = " ".join(shown.last.split())
+    assert "the same command measures the rest, and the baseline anew unless you add --reuse-baseline" in said
     assert not shown.screen.cursor.hidden
 
 
@@ -233,3 +234,39 @@ def test_the_last_lines_of_a_log(tmp_path):
     log.write_text("one\n\ntwo\rthree\n  \nfour\n")
     assert last_lines(log, 2) == ["three", "four"]
     assert last_lines(tmp_path / "gone.log", 2) == []
+
+
+def test_a_pipe_is_told_what_is_being_done_whenever_nothing_was_said(monkeypatch):
+    monkeypatch.setattr(working, "QUIET", 0.01)
+    text, plan = io.StringIO(), planned()
+    screen = working.Screen(text, None, in_place=False)
+    screen.open()
+    screen.planned(plan)
+    try:
+        for begin, line in (
+            (lambda: screen.starting("baseline"), "starting an engine: baseline, "),
+            (lambda: (screen.started(), screen.measuring(plan.points[0])), "measuring baseline: warm-up, "),
+            (lambda: screen("repeats", 2, 5), "measuring baseline: 2 of 5 repeats, "),
+        ):
+            begin()
+            seen = len(text.getvalue())
+            while f"{line}0 s so far\n" not in text.getvalue()[seen:]:
+                time.sleep(0.005)
+    finally:
+        screen.close(keep=False)
+    assert text.getvalue().count("\nmeasuring baseline\n") == 1  # as that part begins
+    time.sleep(0.03)
+    said = text.getvalue()
+    time.sleep(0.05)
+    assert text.getvalue() == said  # a closed screen is silent
+
+
+def test_warming_up_is_no_repeat():
+    state = progress_table.State(Clock())
+    plan = planned()
+    state.plan(plan)
+    state.measuring(plan.points[0])
+    state.count("warm-up", 1, 1)
+    assert progress_table._repeats(state.arms[plan.points[0].key]) == "warm-up"
+    state.count("repeats", 1, 3)
+    assert progress_table._repeats(state.arms[plan.points[0].key]) == "1 of 3"

@@ -75,7 +75,7 @@ def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
         .encode(x=x, y="measured:Q", color=colour, tooltip=tips)
     )
     chart = (line + crosses).properties(width="container", height=320)
-    about = "What `selfspec heads` found of each exit head at each layer; a higher line is a better draft."
+    about = "What `selfspec fit --compare` found of each exit head at each layer; a higher line is a better draft."
     return figure("heads", "Exit heads", about, chart, panels)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from selfspec_cli import interrupts
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.extras import install
 from selfspec_cli.stages.launch import devices, joblib
 from selfspec_cli.stages.launch.supervise import Ended, points_of
 from selfspec_cli.stages.launch.units import Unit, description
@@ -28,7 +29,7 @@ def connected(cfg: RunConfig) -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ConfigError("launcher=ray: ray is not installed: pip install 'selfspec[ray]'") from error
+        raise ConfigError(f"launcher=ray: ray is not installed: {install('ray')}") from error
     if not ray.is_initialized():
         address = cfg.launcher.address
         local: dict[str, Any] = {} if address else {"num_cpus": _processors(cfg), "include_dashboard": False}

@@ -12,6 +12,7 @@ from selfspec_cli import interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.extras import install
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import from_json
 from selfspec_cli.stages.launch import devices, joblib
@@ -47,7 +48,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     try:
         from submitit import AutoExecutor
     except ModuleNotFoundError as error:
-        raise ConfigError("launcher=submitit: submitit is not installed: pip install 'selfspec[slurm]'") from error
+        raise ConfigError(f"launcher=submitit: submitit is not installed: {install('slurm')}") from error
     place = Path(log(units[0])).parent / f"{run_id}-jobs"
     executor = AutoExecutor(folder=place, cluster=None if cfg.launcher.cluster == "slurm" else cfg.launcher.cluster)
     on_cpu = device_of(cfg) == "cpu"

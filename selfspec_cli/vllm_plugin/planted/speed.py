@@ -1,4 +1,4 @@
-"""Faults that cost speed and change no output: what a performance gate has to find. Each function plants one in the
+"""Faults that cost speed and change no output: what a performance check has to find. Each function plants one in the
 runner of a live engine and returns its undoing."""
 
 from __future__ import annotations

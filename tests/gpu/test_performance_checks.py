@@ -1,10 +1,10 @@
-"""The micro performance gate on a GPU, and faults that cost speed: each of them turns it red.
+"""The micro performance check on a GPU, and faults that cost speed: each of them turns it red.
 
-    python tests/gpu/test_performance_gates.py [--out FILE] [KEY=VALUE ...]
+    python tests/gpu/test_performance_checks.py [--out FILE] [KEY=VALUE ...]
 
 On the embedded model, two engines, two to four minutes; CUDA graphs without torch.compile, so that they start quickly.
-A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the gate without a fault is red. Where there
-is no GPU, `--cpu` runs what can be planted there.
+A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the check without a fault is red. Where
+there is no GPU, `--cpu` runs what can be planted there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from planted_gates import gates, of_counts, red
+from planted_checks import checks, of_counts, red
 
-FILES = Path(__file__).parents[2] / "experiments" / "gates"
+FILES = Path(__file__).parents[2] / "experiments" / "checks"
 GRAPHS = [
     "engine.extra.compilation_config.mode=0",
     "engine.extra.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
@@ -53,7 +53,7 @@ ON_CPU = {
 def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, Any]:
     """Every verdict by the fault that was planted, "none" first; and whether each is what it has to be."""
     found: dict[str, Any] = {"passed": True, "verdicts": {}}
-    with tempfile.TemporaryDirectory() as results, gates(file, Path(results), words) as run:
+    with tempfile.TemporaryDirectory() as results, checks(file, Path(results), words) as run:
         for fault in (None, *caught):
             start = time.perf_counter()
             verdict = run(fault)
@@ -69,14 +69,14 @@ def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, An
     return found
 
 
-def test_each_fault_turns_the_gate_red():
+def test_each_fault_turns_the_check_red():
     found = faults(FILES / "h100_micro.yaml", GRAPHS, CAUGHT)
     assert found["passed"], {name: red(verdict) for name, verdict in found["verdicts"].items()}
 
 
 def main() -> int:
     options = argparse.ArgumentParser()
-    options.add_argument("--out", type=Path, default=Path("performance_gates.json"))
+    options.add_argument("--out", type=Path, default=Path("performance_checks.json"))
     options.add_argument("--cpu", action="store_true")
     options.add_argument("words", nargs="*", metavar="KEY=VALUE")
     chosen = options.parse_args()

@@ -1,5 +1,5 @@
-"""A performance gate with one fault after the other planted, on two engines: what a test on the CPU and a script on a
-GPU share (test_performance_gates_cpu.py, and test_performance_gates.py in tests/gpu)."""
+"""A performance check with one fault after the other planted, on two engines: what a test on the CPU and a script on a
+GPU share (test_performance_checks_cpu.py, and test_performance_checks.py in tests/gpu)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine import live
-from selfspec_cli.stages import bench, gate, gate_file
+from selfspec_cli.stages import bench
+from selfspec_cli.stages.check import file as check_file
+from selfspec_cli.stages.check import run as stage
 
 
 @dataclass
 class Kept:
-    """Opens engines for `stages.gate.run`: every run has the same one that drafts, mended behind it."""
+    """Opens engines for `stages.check.run`: every run has the same one that drafts, mended behind it."""
 
     stack: ExitStack
     engines: list[Any] = field(default_factory=list)
@@ -29,7 +31,7 @@ class Kept:
                 yield plain
             return
         if not self.engines:
-            opened = live.open_engine(cfg, worker_extension_cls=gate.FAULTY_WORKER)
+            opened = live.open_engine(cfg, worker_extension_cls=stage.FAULTY_WORKER)
             self.engines.append(self.stack.enter_context(opened))
         (engine,) = self.engines
         engine.cfg = cfg
@@ -40,8 +42,8 @@ class Kept:
 
 
 @contextmanager
-def gates(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A function that runs the gates of a file once, with a fault planted or none; the first run has to have none.
+def checks(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A function that runs a file once, with a fault planted or none; the first run has to have none.
 
     Once, whatever the clock leaves open: another run would start a plain engine beside the one that is kept, and
     vLLM's engines of one process share their metrics and their worker class."""
@@ -49,10 +51,10 @@ def gates(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Call
         opener = Kept(stack)
 
         def run(fault: str | None = None, other: Path = path, first: int = 0) -> dict[str, Any]:
-            file = gate_file.with_words(gate_file.read(other), [*words, f"results_dir={results}"])
-            file = replace(file, after=(), runs=1, gates=file.gates[first:])
-            cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.gates]
-            return gate.run(file, cfgs, open_engine=opener, bench=bench.run, plant=fault,
+            file = check_file.with_words(check_file.read(other), [*words, f"results_dir={results}"])
+            file = replace(file, after=(), runs=1, cases=file.cases[first:])
+            cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.cases]
+            return stage.run(file, cfgs, open_engine=opener, bench=bench.run, plant=fault,
                             reuse_baseline=bool(opener.engines))  # fmt: skip
 
         yield run
@@ -60,11 +62,11 @@ def gates(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Call
 
 def red(document: dict[str, Any]) -> set[str]:
     """What of a verdict is red, by the first word of what was asked for."""
-    return {check["asked"].partition(" ")[0] for check in document["checks"] if check["outcome"] == "red"}
+    return {result["asked"].partition(" ")[0] for result in document["results"] if result["outcome"] == "red"}
 
 
 def of_counts(document: dict[str, Any]) -> dict[str, str]:
     """The outcomes of everything that no clock measures."""
     timed = ("efficiency", "speedup")
-    checks = [check for check in document["checks"] if not check["asked"].startswith(timed)]
-    return {f"{check['gate']}: {check['asked']}": check["outcome"] for check in checks}
+    results = [result for result in document["results"] if not result["asked"].startswith(timed)]
+    return {f"{result['case']}: {result['asked']}": result["outcome"] for result in results}

@@ -1,7 +1,4 @@
-"""The file of a performance gate (experiments/gates/NAME.yaml): arms, workloads, and what each of them must reach.
-
-A performance gate keeps the speed. It has nothing to do with the confidence gate of a draft (`gate=...`).
-"""
+"""The file of a performance check (experiments/checks/NAME.yaml): arms, workloads, and what each of them must reach."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Case:
     """One arm on one workload. words: Hydra's, of both. invariants: names of `INVARIANTS` that must be 0."""
 
     name: str
@@ -56,21 +53,21 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class GateFile:
-    """A whole file. after: files of micro gates that must have been green before. runs: of one point, at most, before
+class CheckFile:
+    """A whole file. after: micro checks that must be green first. runs: of one point, at most, before
     it counts as not measurable. served: the arms are servers, asked over HTTP. digest: of the file's content."""
 
     name: str
     title: str
-    gates: tuple[Gate, ...]
+    cases: tuple[Case, ...]
     after: tuple[Path, ...]
     runs: int
     served: bool
     digest: str
 
 
-def read(path: Path) -> GateFile:
-    """A file as a GateFile.
+def read(path: Path) -> CheckFile:
+    """A file as a CheckFile.
 
     Raises:
         ConfigError: it cannot be read, or says something that is not understood; the message names the place.
@@ -84,33 +81,35 @@ def read(path: Path) -> GateFile:
                           + (f"; here are: {', '.join(near)}" if near else "")) from error  # fmt: skip
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    known = ("title", "after", "runs", "served", "settings", "gates")
+    known = ("title", "after", "runs", "served", "settings", "cases")
     given = _mapping(content, f"{path}", known)
     settings = _words(given.get("settings", []), f"{path}: settings")
-    if not isinstance(given.get("gates"), list) or not given["gates"]:
-        raise ConfigError(f"{path}: gates must be a list of at least one gate")
-    gates = tuple(_gate(one, settings, f"{path}: gates[{number}]") for number, one in enumerate(given["gates"]))
-    names = [gate.name for gate in gates]
+    if not isinstance(given.get("cases"), list) or not given["cases"]:
+        raise ConfigError(f"{path}: cases must be a list of at least one case")
+    cases = tuple(_case(one, settings, f"{path}: cases[{number}]") for number, one in enumerate(given["cases"]))
+    names = [case.name for case in cases]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{path}: {', '.join(sorted(repeated))}: two gates of one name")
+        raise ConfigError(f"{path}: {', '.join(sorted(repeated))}: two cases of one name")
     runs = given.get("runs", RUNS)
     if isinstance(runs, bool) or not isinstance(runs, int) or not 1 <= runs <= 20:
         raise ConfigError(f"{path}: runs={runs!r}: allowed are whole numbers from 1 to 20")
     after = tuple(path.parent / name for name in _words(given.get("after", []), f"{path}: after"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return GateFile(path.stem, str(given.get("title", "")), gates, after, runs, bool(given.get("served")), digest)
+    return CheckFile(path.stem, str(given.get("title", "")), cases, after, runs, bool(given.get("served")), digest)
 
 
-def with_words(file: GateFile, words: Sequence[str]) -> GateFile:
+def with_words(file: CheckFile, words: Sequence[str]) -> CheckFile:
     """A file with words that win over its own; but for the results folder, its verdict is then that of another file."""
     changes = [word for word in words if not word.startswith("results_dir=")]
     typed = {word.partition("=")[0] for word in words}
-    gates = [replace(gate, words=(*(word for word in gate.words if word.partition("=")[0] not in typed), *words))
-             for gate in file.gates]  # fmt: skip
-    return replace(file, gates=tuple(gates), digest=" ".join([file.digest, *changes]))
+    cases = [
+        replace(case, words=(*(word for word in case.words if word.partition("=")[0] not in typed), *words))
+        for case in file.cases
+    ]
+    return replace(file, cases=tuple(cases), digest=" ".join([file.digest, *changes]))
 
 
-def _gate(content: Any, settings: tuple[str, ...], place: str) -> Gate:
+def _case(content: Any, settings: tuple[str, ...], place: str) -> Case:
     given = _mapping(content, place, ("name", "arm", "workload", "reach", "invariants"))
     if not isinstance(given.get("name"), str):
         raise ConfigError(f"{place}: name is missing")
@@ -126,7 +125,7 @@ def _gate(content: Any, settings: tuple[str, ...], place: str) -> Gate:
         raise ConfigError(f"{place}: it asks for nothing; give it reach or invariants")
     words = [*settings, *_words(given.get("workload", []), f"{place}: workload"),
              *_words(given.get("arm", []), f"{place}: arm")]  # fmt: skip
-    return Gate(given["name"], tuple(words), bounds, names)
+    return Case(given["name"], tuple(words), bounds, names)
 
 
 def _bound(name: str, value: Any, place: str) -> Bound:

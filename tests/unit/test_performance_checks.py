@@ -1,4 +1,4 @@
-"""Performance gates: files, verdicts, repeats, the record and its rules, and what the command and the page show."""
+"""Performance checks: files, verdicts, repeats, the record and its rules, and what the command and the page show."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ import points
 import pytest
 from commands import call, document
 
-from selfspec_cli.commands import gating
+from selfspec_cli.commands import check as command
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.contexts import context_of
 from selfspec_cli.early_exit.invariants import INVARIANTS
-from selfspec_cli.record import folder, gate_rows, tables
+from selfspec_cli.record import folder, tables
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.report import make
-from selfspec_cli.stages import gate, gate_file
-from selfspec_cli.stages.gate_file import Bound, Gate
-from selfspec_cli.stages.gate_verdict import ABSENT, GREEN, RED, UNSURE, Check, judged, outcome_of, worst
+from selfspec_cli.stages.check import file as check_file
+from selfspec_cli.stages.check import history, run
+from selfspec_cli.stages.check.file import Bound, Case
+from selfspec_cli.stages.check.verdict import ABSENT, GREEN, RED, UNSURE, Result, judged, outcome_of, worst
 
-SHIPPED = sorted((Path(__file__).parents[2] / "experiments" / "gates").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "experiments" / "checks").glob("*.yaml"))
 BYTES = {"full": 100.0, "draft": 10.0, "full_kv_token": 0.0, "draft_kv_token": 0.0}
 MICRO = """
 title: a test
 runs: 3
 settings: [model=reference, workload.num_prompts=1, repeats=3, results_dir=FOLDER]
-gates:
+cases:
   - {name: one, arm: [layer=3, k=4], reach: {speedup: 1.5}}
 """
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Writes a gate file that names the results folder tmp_path/results."""
+    """Writes a check file that names the results folder tmp_path/results."""
 
     def write(text=MICRO, name="micro.yaml"):
         file = tmp_path / name
@@ -81,13 +82,13 @@ def arm(*tok_s, base=None, accepted=30, invariants=None, **more):
     return base, replace(found, repeats=repeats, engine=engine)
 
 
-def checked(gate_, *pairs):
+def checked(case, *pairs):
     known = {point.id: point for pair in pairs for point in pair}
-    return {check.asked.partition(" ")[0]: check for check in judged(gate_, [own for _, own in pairs], known)}
+    return {one.asked.partition(" ")[0]: one for one in judged(case, [own for _, own in pairs], known)}
 
 
 def test_a_slower_kernel_is_red_by_speed_and_by_efficiency():
-    asked = Gate("g", (), (Bound("speedup", 1.4), Bound("efficiency", 0.5), Bound("mean_accepted_len", 4.0)), ())
+    asked = Case("g", (), (Bound("speedup", 1.4), Bound("efficiency", 0.5), Bound("mean_accepted_len", 4.0)), ())
     fast = checked(asked, arm(150.0, 152.0, 148.0, base=points.baseline("0", 100.0, 101.0, 99.0)))
     assert {check.outcome for check in fast.values()} == {GREEN}
     # 4 tokens a round for 100 + 5 * 10 bytes where a plain step reads 100: 2.67 times as fast.
@@ -109,14 +110,14 @@ def test_efficiency_counts_what_drafts_attend_to(words):
 
 
 def test_a_lost_draft_is_red_by_counts_alone():
-    asked = Gate("g", (), (Bound("mean_accepted_len", 3.5), Bound("accept_rate", 0.55), Bound("predicted", 2.0)), ())
+    asked = Case("g", (), (Bound("mean_accepted_len", 3.5), Bound("accept_rate", 0.55), Bound("predicted", 2.0)), ())
     lost = checked(asked, arm(accepted=10))
     assert [lost[name].outcome for name in ("mean_accepted_len", "accept_rate", "predicted")] == [RED] * 3
     assert lost["mean_accepted_len"].value == 2.0
 
 
 def test_ratios_to_the_baseline_and_what_has_one_value():
-    asked = Gate("g", (), (Bound("tpot_ms", 0.9, True), Bound("start_seconds", 1.25, True)), ())
+    asked = Case("g", (), (Bound("tpot_ms", 0.9, True), Bound("start_seconds", 1.25, True)), ())
     one = arm(
         150.0, 151.0, 149.0, base=points.baseline("0", 100.0, 101.0, 99.0, start_seconds=10.0), start_seconds=11.0
     )
@@ -133,7 +134,7 @@ def test_ratios_to_the_baseline_and_what_has_one_value():
 
 @pytest.mark.parametrize("name", INVARIANTS)
 def test_an_invariant_is_counted_or_said_not_to_apply(name):
-    asked = Gate("g", (), (), (name,))
+    asked = Case("g", (), (), (name,))
     for found, outcome in (
         ({"measured": {name: 0}, "not_applicable": {}}, GREEN),
         ({"measured": {name: 2}, "not_applicable": {}}, RED),
@@ -148,11 +149,11 @@ def test_a_sampled_baseline_is_no_greedy_pair():
     found = {"measured": {"sampled_rows": 0}, "not_applicable": {}}
     base = points.baseline()
     base = replace(base, arm=base.arm | {"temperature": 0.8})
-    assert checked(Gate("g", (), (), ("sampled_rows",)), arm(base=base, invariants=found))["sampled_rows"].value == 1
+    assert checked(Case("g", (), (), ("sampled_rows",)), arm(base=base, invariants=found))["sampled_rows"].value == 1
 
 
 def test_a_point_that_failed_is_red_with_its_reason():
-    (check,) = judged(Gate("g", (), (Bound("speedup", 1.0),), ()), [points.failed()], {})
+    (check,) = judged(Case("g", (), (Bound("speedup", 1.0),), ()), [points.failed()], {})
     assert check.outcome == RED and check.note == "out of memory"
 
 
@@ -160,12 +161,12 @@ def test_a_point_that_failed_is_red_with_its_reason():
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_file_is_understood_and_its_micro_gate_is_there(path):
-    file = gate_file.read(path)
+def test_a_shipped_file_is_understood_and_its_micro_check_is_there(path):
+    file = check_file.read(path)
     assert file.title and all(after in SHIPPED for after in file.after)
     assert bool(file.after) == ("micro" not in file.name)
-    keys = {Keys().run(compose_runs(None, [*one.words], sweep=False)[0]) for one in file.gates}
-    assert len(keys) == len(file.gates)
+    keys = {Keys().run(compose_runs(None, [*one.words], sweep=False)[0]) for one in file.cases}
+    assert len(keys) == len(file.cases)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +184,13 @@ def test_a_shipped_file_is_understood_and_its_micro_gate_is_there(path):
 )
 def test_a_mistake_is_named(written, old, new, words):
     assert old in MICRO
-    result = call("gate", str(written(MICRO.replace(old, new))), "--dry-run")
+    result = call("check", str(written(MICRO.replace(old, new))), "--dry-run")
     assert result.exit_code == 2 and words in result.stderr.replace("'", ""), result.stderr
 
 
 def test_a_file_that_is_not_there_names_its_neighbours(written):
     written()
-    result = call("gate", str(written().with_name("mikro.yaml")))
+    result = call("check", str(written().with_name("mikro.yaml")))
     assert result.exit_code == 2 and "micro.yaml" in result.stderr.replace("\n", "")
 
 
@@ -215,9 +216,9 @@ class Bench:
 
 
 def measured(path, *runs, **more):
-    file, bench = gate_file.read(path), Bench(*runs)
-    cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.gates]
-    return gate.run(file, cfgs, open_engine=bench.open, bench=bench, **more), bench
+    file, bench = check_file.read(path), Bench(*runs)
+    cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.cases]
+    return run.run(file, cfgs, open_engine=bench.open, bench=bench, **more), bench
 
 
 INTERRUPT = ()
@@ -238,11 +239,11 @@ def test_it_repeats_what_it_cannot_tell_and_does_not_guess(written):
 def test_an_interrupt_keeps_the_verdict_of_the_runs_before(written, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         measured(written(), BETWEEN, INTERRUPT)
-    (line,) = gate_rows.read(tmp_path / "results")
+    (line,) = history.read(tmp_path / "results")
     assert (line["outcome"], line["runs"], len(line["points"])) == (UNSURE, 1, 2)
     with pytest.raises(KeyboardInterrupt):
         measured(written(), INTERRUPT)
-    assert len(gate_rows.read(tmp_path / "results")) == 1  # nothing was judged
+    assert len(history.read(tmp_path / "results")) == 1  # nothing was judged
 
 
 def test_its_points_are_ordinary_points_and_its_lines_are_only_added_to(written, tmp_path):
@@ -251,57 +252,57 @@ def test_its_points_are_ordinary_points_and_its_lines_are_only_added_to(written,
     results = tmp_path / "results"
     kept, _ = folder.read(results)
     assert [point.id for point in kept] == [*first["points"], *second["points"]] and len(kept) == 4
-    lines = gate_rows.read(results)
+    lines = history.read(results)
     assert [line["outcome"] for line in lines] == [GREEN, RED]
     assert lines[0] == {name: value for name, value in first.items() if name != "file"}
-    with (results / gate_rows.FILE).open("a") as file:
+    with (results / history.FILE).open("a") as file:
         file.write('{"outcome": "gre')  # a process that was killed
-    assert len(gate_rows.read(results)) == 2
+    assert len(history.read(results)) == 2
 
 
-def test_a_full_gate_waits_for_three_green_micro_gates_of_the_same_code(written, tmp_path, monkeypatch):
+def test_a_full_check_waits_for_three_green_micro_checks_of_the_same_code(written, tmp_path, monkeypatch):
     full = written(MICRO.replace("runs: 3", "runs: 3\nafter: [micro.yaml]"), "full.yaml")
     micro = written()
     for count in range(3):
-        with pytest.raises(ConfigError, match=f"it was so {count} times: selfspec gate .*micro.yaml"):
+        with pytest.raises(ConfigError, match=f"it was so {count} times: selfspec check .*micro.yaml"):
             measured(full, CLEAR)
         measured(micro, CLEAR)
     found, _ = measured(full, CLEAR)
     assert found["outcome"] == GREEN
-    monkeypatch.setattr(gate_rows, "code", lambda: "another")
+    monkeypatch.setattr(history, "code", lambda: "another")
     with pytest.raises(ConfigError, match="it was so 0 times"):
         measured(full, CLEAR)
     monkeypatch.undo()
     measured(micro, SLOW)
     with pytest.raises(ConfigError, match="it was so 0 times"):
         measured(full, CLEAR)
-    result = call("gate", str(full), "--json")
+    result = call("check", str(full), "--json")
     assert result.exit_code == 2 and "was green 3 times in a row" in document(result)["error"]
 
 
 def test_a_file_that_asks_for_less_begins_its_count_anew(written):
     measured(written(), CLEAR)
-    lines = gate_rows.read(written().parent / "results")
-    file = gate_file.read(written())
+    lines = history.read(written().parent / "results")
+    file = check_file.read(written())
     where = lines[0]["place"]
-    assert gate_rows.green_in_a_row(lines, file.name, file.digest, where) == 1
-    changed = gate_file.with_words(file, ["results_dir=elsewhere", "layer=6"])
+    assert history.green_in_a_row(lines, file.name, file.digest, where) == 1
+    changed = check_file.with_words(file, ["results_dir=elsewhere", "layer=6"])
     assert (
-        changed.gates[0].words[-2:] == ("results_dir=elsewhere", "layer=6") and "layer=3" not in changed.gates[0].words
+        changed.cases[0].words[-2:] == ("results_dir=elsewhere", "layer=6") and "layer=3" not in changed.cases[0].words
     )
-    assert gate_rows.green_in_a_row(lines, file.name, changed.digest, where) == 0
-    assert gate_file.with_words(file, ["results_dir=elsewhere"]).digest == file.digest
-    easier = gate_file.read(written(MICRO.replace("1.5", "1.0")))
-    assert gate_rows.green_in_a_row(lines, easier.name, easier.digest, where) == 0
-    assert gate_rows.green_in_a_row(lines, file.name, file.digest, where | {"device": "another"}) == 0
+    assert history.green_in_a_row(lines, file.name, changed.digest, where) == 0
+    assert check_file.with_words(file, ["results_dir=elsewhere"]).digest == file.digest
+    easier = check_file.read(written(MICRO.replace("1.5", "1.0")))
+    assert history.green_in_a_row(lines, easier.name, easier.digest, where) == 0
+    assert history.green_in_a_row(lines, file.name, file.digest, where | {"device": "another"}) == 0
 
 
 def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
     from selfspec_cli.vllm_plugin.planted import speed
 
-    assert set(gate.PLANTED) == set(speed.ON_CUDA)
+    assert set(run.PLANTED) == set(speed.ON_CUDA)
     for more in ([], ["--dry-run"]):
-        result = call("gate", str(written()), "--plant", "lost_drft", *more)
+        result = call("check", str(written()), "--plant", "lost_drft", *more)
         assert result.exit_code == 2
         assert "allowed: lost_draft, " in result.stderr and "did you mean 'lost_draft'?" in result.stderr
 
@@ -310,18 +311,18 @@ def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
 
 
 DOCUMENT = {
-    "gate": "micro", "title": "t", "outcome": UNSURE, "runs": 3, "seconds": 1.5, "points": ["a"], "file": "gates.jsonl",
-    "time": "2026-11-25T00:00:00+0000",
-    "checks": [vars(check) for check in (
-        Check("one", "speedup at least 2", UNSURE, 2.0, 1.9, 2.1), Check("one", "eager_steps none", GREEN, 0.0),
-        Check("one", "allocations none", ABSENT, note="on the CPU"),
-        Check("two", "speedup at least 1", RED, 0.5, 0.4, 0.6),
+    "check": "micro", "title": "t", "outcome": UNSURE, "runs": 3, "seconds": 1.5, "points": ["a"],
+    "file": "checks.jsonl", "time": "2026-11-25T00:00:00+0000",
+    "results": [vars(one) for one in (
+        Result("one", "speedup at least 2", UNSURE, 2.0, 1.9, 2.1), Result("one", "eager_steps none", GREEN, 0.0),
+        Result("one", "allocations none", ABSENT, note="on the CPU"),
+        Result("two", "speedup at least 1", RED, 0.5, 0.4, 0.6),
     )],
 }  # fmt: skip
 
 
-def test_junit_has_a_case_for_each_check():
-    suite = ElementTree.fromstring(gating.as_junit(DOCUMENT))
+def test_junit_has_a_test_case_for_each_result():
+    suite = ElementTree.fromstring(command.as_junit(DOCUMENT))
     counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
     assert counts == ["4", "1", "1", "1"]
     cases = {(case.get("classname"), case.get("name")): [child.tag for child in case] for case in suite}
@@ -330,22 +331,22 @@ def test_junit_has_a_case_for_each_check():
 
 
 def test_the_last_line_has_the_word_of_the_verdict(capsys):
-    gating.show(DOCUMENT)
+    command.show(DOCUMENT)
     shown = capsys.readouterr().out
     assert "not measurable: one, speedup at least 2 (after 3 runs)" in shown
     assert "not applicable, because on the CPU: allocations" in shown
 
 
 def test_a_dry_run_says_what_is_asked_for_and_starts_nothing(written):
-    found = document(call("gate", str(written()), "--dry-run", "--json"))
+    found = document(call("check", str(written()), "--dry-run", "--json"))
     assert found["one"] == ["speedup at least 1.5"] and found["refused"] is None
-    assert not (written().parent / "results" / gate_rows.FILE).exists()
+    assert not (written().parent / "results" / history.FILE).exists()
 
 
 def test_the_page_has_the_history(written, tmp_path):
     measured(written(), CLEAR)
     measured(written(), SLOW)
     page = make.run(tmp_path / "results", tmp_path).page.read_text()
-    assert "Performance gates" in page and "one: speedup at least 1.5, 1.31" in page
-    lines = json.loads(json.dumps(gate_rows.read(tmp_path / "results")))
+    assert "Performance checks" in page and "one: speedup at least 1.5, 1.31" in page
+    lines = json.loads(json.dumps(history.read(tmp_path / "results")))
     assert page.count(lines[0]["place"]["code"]) >= 2

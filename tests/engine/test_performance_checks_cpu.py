@@ -1,4 +1,4 @@
-"""The performance gate of the CPU that is shipped, on the embedded model; and faults that cost speed, each of which
+"""The performance check of the CPU that is shipped, on the embedded model; and faults that cost speed, each of which
 turns it red. One engine that drafts serves all of it."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from planted_gates import gates, of_counts, red
+from planted_checks import checks, of_counts, red
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.compose import compose_runs
@@ -16,7 +16,7 @@ from selfspec_cli.record import folder
 
 pytestmark = pytest.mark.engine
 
-FILE = Path(__file__).parents[2] / "experiments" / "gates" / "cpu_micro.yaml"
+FILE = Path(__file__).parents[2] / "experiments" / "checks" / "cpu_micro.yaml"
 SHORT = ["repeats=3", "warmup=1"]
 CAUGHT = {
     "lost_draft": {"mean_accepted_len"},
@@ -29,14 +29,14 @@ CAUGHT = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    results = tmp_path_factory.mktemp("gates")
-    with gates(FILE, results, SHORT) as made:
+    results = tmp_path_factory.mktemp("checks")
+    with checks(FILE, results, SHORT) as made:
         made.results = results
         made.clean = made()
         yield made
 
 
-def test_the_shipped_gate_is_green_but_for_what_a_clock_measures(run, report):
+def test_the_shipped_check_is_green_but_for_what_a_clock_measures(run, report):
     outcomes = of_counts(run.clean)
     assert set(outcomes.values()) == {"green", "not applicable"}, outcomes
     points, _ = folder.read(run.results, set(run.clean["points"]))
@@ -44,7 +44,7 @@ def test_the_shipped_gate_is_green_but_for_what_a_clock_measures(run, report):
     assert len(drafting) == 2 and all(point.engine["invariants"]["measured"] for point in drafting)
     drafted = [repeat.verified for point in drafting for repeat in point.repeats]
     assert all(0 < one.accepted < one.places for one in drafted)
-    timed = [f"{one['value']:.2f}" for one in run.clean["checks"] if one["asked"].startswith("efficiency")]
+    timed = [f"{one['value']:.2f}" for one in run.clean["results"] if one["asked"].startswith("efficiency")]
     report(f"efficiency against the cost model: {', '.join(timed)} (not asserted)")
 
 
@@ -52,7 +52,7 @@ def test_the_shipped_gate_is_green_but_for_what_a_clock_measures(run, report):
 def test_a_planted_fault_turns_it_red(run, fault):
     found = run(fault, first=1)
     assert found["outcome"] == "red" and found["planted"] == fault
-    assert CAUGHT[fault] <= red(found), found["checks"]
+    assert CAUGHT[fault] <= red(found), found["results"]
     # Greedy outputs stay the model's own, so these faults cost speed alone.
     assert "identical_share" not in red(found)
 

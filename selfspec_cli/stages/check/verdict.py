@@ -1,4 +1,4 @@
-"""Whether points reach what a performance gate asks for: green, red, or not measurable. Everything here is pure.
+"""Whether points reach what a performance check asks for: green, red, or not measurable. Everything here is pure.
 
 A value is that of all repeats of all runs, with its 95 % interval (`record.intervals`). It is green where the whole
 interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
@@ -13,7 +13,7 @@ from typing import Any
 from selfspec_cli.record import tables
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import Point, median
-from selfspec_cli.stages.gate_file import IDENTICAL, START, Bound, Gate
+from selfspec_cli.stages.check.file import IDENTICAL, START, Bound, Case
 
 GREEN, RED, UNSURE, ABSENT = "green", "red", "not measurable", "not applicable"
 OUTCOMES = (RED, UNSURE, GREEN)
@@ -23,10 +23,10 @@ FOUND = "invariants"
 
 
 @dataclass(frozen=True)
-class Check:
+class Result:
     """One thing that was asked for, and what came out. value, low, high: None where nothing was measured."""
 
-    gate: str
+    case: str
     asked: str
     outcome: str
     value: float | None = None
@@ -43,19 +43,19 @@ class Check:
         return f"{self.value:.4g}" + ("" if same else f" ({self.low:.4g} to {self.high:.4g})")
 
 
-def judged(gate: Gate, points: Sequence[Point], known: Mapping[str, Point]) -> list[Check]:
-    """Every check of a gate. points: of its arm, one a run; known: all points of the command by id, baselines among
+def judged(case: Case, points: Sequence[Point], known: Mapping[str, Point]) -> list[Result]:
+    """Every result of a case. points: of its arm, one a run; known: all points of the command by id, baselines among
     them."""
     failed = [point for point in points if not point.ok]
     if failed or not points:
         reason = failed[0].reason if failed else "no point was measured"
-        return [Check(gate.name, "to be measured", RED, note=reason)]
-    found = [_of_bound(gate.name, bound, points, known) for bound in gate.reach]
-    return found + [_of_invariant(gate.name, name, points, known) for name in gate.invariants]
+        return [Result(case.name, "to be measured", RED, note=reason)]
+    found = [_of_bound(case.name, bound, points, known) for bound in case.reach]
+    return found + [_of_invariant(case.name, name, points, known) for name in case.invariants]
 
 
 def worst(outcomes: Iterable[str]) -> str:
-    """The outcome of several checks together; green where all of them are, or do not apply."""
+    """The outcome of several results together; green where all of them are, or do not apply."""
     return min((one for one in outcomes if one in OUTCOMES), key=OUTCOMES.index, default=GREEN)
 
 
@@ -66,14 +66,14 @@ def outcome_of(bound: Bound, low: float, high: float) -> str:
     return GREEN if low >= bound.limit else RED if high < bound.limit else UNSURE
 
 
-def _of_bound(gate: str, bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) -> Check:
+def _of_bound(case: str, bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) -> Result:
     found = _value(bound, points, known)
     if found is None:
-        return Check(gate, str(bound), UNSURE, note=f"{bound.measure} has no value here")
+        return Result(case, str(bound), UNSURE, note=f"{bound.measure} has no value here")
     value, interval = found
     if interval is None:
-        return Check(gate, str(bound), UNSURE, value, note="one value alone has no interval")
-    return Check(gate, str(bound), outcome_of(bound, *interval), value, *interval)
+        return Result(case, str(bound), UNSURE, value, note="one value alone has no interval")
+    return Result(case, str(bound), outcome_of(bound, *interval), value, *interval)
 
 
 Value = tuple[float, tuple[float, float] | None]
@@ -129,16 +129,16 @@ def _of_speedup(points: Sequence[Point], over_predicted: bool) -> Value | None:
     return median(ours) / median(theirs) / predicted, low_high
 
 
-def _of_invariant(gate: str, name: str, points: Sequence[Point], known: Mapping[str, Point]) -> Check:
+def _of_invariant(case: str, name: str, points: Sequence[Point], known: Mapping[str, Point]) -> Result:
     asked, counts = f"{name} none", []
     for point in points:
         found: Mapping[str, Any] = point.engine.get(FOUND) or {}
         if name in found.get("not_applicable", {}):
-            return Check(gate, asked, ABSENT, note=found["not_applicable"][name])
+            return Result(case, asked, ABSENT, note=found["not_applicable"][name])
         if name not in found.get("measured", {}):
-            return Check(gate, asked, UNSURE, note="it was not counted")
+            return Result(case, asked, UNSURE, note="it was not counted")
         counts.append(int(found["measured"][name]))
         base = known.get(point.compared_with.baseline) if point.compared_with else None
         if name == "sampled_rows" and base is not None:  # greedy in both arms
             counts[-1] += bool(base.arm.get("temperature"))
-    return Check(gate, asked, RED if max(counts) else GREEN, float(max(counts)))
+    return Result(case, asked, RED if max(counts) else GREEN, float(max(counts)))

@@ -1,6 +1,6 @@
-"""A performance gate: measure its arms beside their baselines, count what must not happen, judge, and keep the verdict.
+"""A performance check: measure arms and their baselines, count what must not happen, judge, and keep the verdict.
 
-The points are ordinary points of the results folder, measured by the loop of a sweep; the counting comes behind each
+The points are ordinary points of the results folder, measured by the loop of a sweep; counting follows each
 measurement on the same engine. What stays between red and green is measured again, up to the file's `runs`.
 """
 
@@ -17,11 +17,11 @@ from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
-from selfspec_cli.record import gate_rows
 from selfspec_cli.record.point import Measurement, Point
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.gate_file import Gate, GateFile, read
-from selfspec_cli.stages.gate_verdict import FOUND, UNSURE, Check, judged, worst
+from selfspec_cli.stages.check import history
+from selfspec_cli.stages.check.file import Case, CheckFile, read
+from selfspec_cli.stages.check.verdict import FOUND, UNSURE, Result, judged, worst
 from selfspec_cli.stages.plan import results_dir
 from selfspec_cli.texts.prompts import workload_prompts
 
@@ -32,21 +32,21 @@ WATCHED = 48  # tokens of each request while it is counted what must not happen
 Open = Callable[..., AbstractContextManager[Any]]
 
 
-def refusal(file: GateFile, folder: Path, device: str) -> str | None:
-    """Why a full gate is not measured yet: the first of its micro gates that was not green often enough; else None."""
-    lines, where = gate_rows.read(folder), gate_rows.place(device)
+def refusal(file: CheckFile, folder: Path, device: str) -> str | None:
+    """Why a full check is not measured yet: the first micro check that was not green often enough, or None."""
+    lines, where = history.read(folder), history.place(device)
     for path in file.after:
         micro = read(path)
-        count = gate_rows.green_in_a_row(lines, micro.name, micro.digest, where)
-        if count < gate_rows.IN_A_ROW:
-            return (f"{file.name} is measured once {micro.name} was green {gate_rows.IN_A_ROW} times in a row with "
+        count = history.green_in_a_row(lines, micro.name, micro.digest, where)
+        if count < history.IN_A_ROW:
+            return (f"{file.name} is measured once {micro.name} was green {history.IN_A_ROW} times in a row with "
                     f"this code, on this machine, with these versions; in {folder} it was so {count} times: "
-                    f"selfspec gate {path}")  # fmt: skip
+                    f"selfspec check {path}")  # fmt: skip
     return None
 
 
 def run(
-    file: GateFile,
+    file: CheckFile,
     cfgs: Sequence[RunConfig],
     *,
     open_engine: Open,
@@ -56,16 +56,16 @@ def run(
     run_id: str | None = None,
     reuse_baseline: bool = False,
 ) -> dict[str, Any]:
-    """Measure and judge; the verdict, which is also added to the folder's gates.jsonl.
+    """Measure and judge; the verdict, which is also added to the folder's checks.jsonl.
 
     Args:
-        cfgs: one for each gate of the file, all of one results folder.
+        cfgs: one for each case of the file, all of one results folder.
         plant: a fault of `PLANTED` that every drafting engine gets. Such a run says nothing of the code, so its cfgs
             should name a results folder of its own.
         reuse_baseline: compare with baselines of earlier commands, where there are some.
 
     Raises:
-        ConfigError: what the cfgs ask for cannot be had, or a micro gate has to be green first.
+        ConfigError: what the cfgs ask for cannot be had, or a micro check has to be green first.
         RecordError: a point or the verdict could not be written.
     """
     folder, keys, began = Path(results_dir(cfgs)), Keys(), time.perf_counter()
@@ -74,18 +74,18 @@ def run(
     if (reason := refusal(file, folder, device)) is not None and plant is None:
         raise ConfigError(reason)
     points: list[Point] = []
-    checks: list[Check] = []
+    found: list[Result] = []
     wanted, runs = list(names), 0
 
     def kept() -> dict[str, Any]:
         line: dict[str, Any] = {
-            "run_id": run_id or results.new_run_id(), "time": results.now(), "gate": file.name, "title": file.title,
-            "digest": file.digest, "outcome": worst(check.outcome for check in checks), "runs": runs,
-            "place": gate_rows.place(device), "checks": [asdict(check) for check in checks],
+            "run_id": run_id or results.new_run_id(), "time": results.now(), "check": file.name, "title": file.title,
+            "digest": file.digest, "outcome": worst(one.outcome for one in found), "runs": runs,
+            "place": history.place(device), "results": [asdict(one) for one in found],
             "points": [point.id for point in points], "planted": plant,
             "seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
-        return line | {"file": str(gate_rows.add(folder, line))}
+        return line | {"file": str(history.add(folder, line))}
 
     while wanted and runs < file.runs:
         chosen = {name: cfg for name, cfg in zip(names, cfgs, strict=True) if name in wanted}
@@ -99,18 +99,18 @@ def run(
         if done.bad_input:
             raise ConfigError(str(done.failed[0].reason))
         points, runs = points + done.points, runs + 1
-        checks = verdicts(file.gates, names, points, _baselines(folder, points) if reuse_baseline else [])
-        wanted = [name for gate, name in zip(file.gates, names, strict=True) if _unsure(gate, checks)]
+        found = verdicts(file.cases, names, points, _baselines(folder, points) if reuse_baseline else [])
+        wanted = [name for case, name in zip(file.cases, names, strict=True) if _unsure(case, found)]
     return kept()
 
 
 def verdicts(
-    gates: Sequence[Gate], names: Sequence[str], points: Sequence[Point], others: Sequence[Point] = ()
-) -> list[Check]:
-    """Every check of every gate. names: run keys of the gates' arms. others: baselines of earlier commands."""
+    cases: Sequence[Case], names: Sequence[str], points: Sequence[Point], others: Sequence[Point] = ()
+) -> list[Result]:
+    """Every result of every case. names: run keys of the cases' arms. others: baselines of earlier commands."""
     known = {point.id: point for point in [*others, *points]}
-    pairs = zip(gates, names, strict=True)
-    return [check for gate, name in pairs for check in judged(gate, [p for p in points if p.key == name], known)]
+    pairs = zip(cases, names, strict=True)
+    return [one for case, name in pairs for one in judged(case, [p for p in points if p.key == name], known)]
 
 
 def watched(bench: sweep.Bench) -> sweep.Bench:
@@ -150,8 +150,8 @@ def _baselines(folder: Path, points: Sequence[Point]) -> list[Point]:
     return results.read(folder, {point.compared_with.baseline for point in points if point.compared_with})[0]
 
 
-def _unsure(gate: Gate, checks: Sequence[Check]) -> bool:
+def _unsure(case: Case, found: Sequence[Result]) -> bool:
     """Whether more repeats may tell: nothing is red, and some value is not measurable although it is there."""
-    mine = [check for check in checks if check.gate == gate.name]
-    unsure = [check for check in mine if check.outcome == UNSURE]
-    return worst(check.outcome for check in mine) == UNSURE and all(check.value is not None for check in unsure)
+    mine = [one for one in found if one.case == case.name]
+    unsure = [one for one in mine if one.outcome == UNSURE]
+    return worst(one.outcome for one in mine) == UNSURE and all(one.value is not None for one in unsure)

@@ -1,4 +1,4 @@
-"""What performance gates said, run after run: lines of JSON in a results folder, which are only ever added to."""
+"""Verdicts of performance checks, run after run: lines of JSON in a results folder, which are only ever added to."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from selfspec_cli.config import machine
 from selfspec_cli.record import archive
 from selfspec_cli.record.guarded import explained
 
-FILE = "gates.jsonl"
+FILE = "checks.jsonl"
 IN_A_ROW = 3
-"""Runs of a micro gate that must have been green before a full one is measured."""
+"""Runs of a micro check that must have been green before a full one is measured."""
 
 
 @cache
 def code() -> str:
     """A digest of all that is installed of selfspec: another one, another code."""
-    root, made = Path(__file__).parents[1], hashlib.sha256()
+    root, made = Path(__file__).parents[2], hashlib.sha256()
     for file in sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts):
         made.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return made.hexdigest()[:12]
 
 
 def place(device: str) -> dict[str, Any]:
-    """Code, machine and versions: what has to be the same for a micro gate to say something of a full one."""
+    """Code, machine and versions: what has to be the same for a micro check to say something of a full one."""
     versions = {name: version for name, version in machine.versions().items() if name in machine.DECISIVE}
     return {"code": code(), "device": device, "cpu": machine.cpu(), "versions": versions}
 
@@ -65,7 +65,7 @@ def green_in_a_row(lines: list[dict[str, Any]], name: str, digest: str, where: d
     """How many of the last runs of a file were green one after the other, of the same content, code, machine and
     versions."""
     count = 0
-    for line in reversed([line for line in lines if line.get("gate") == name and not line.get("planted")]):
+    for line in reversed([line for line in lines if line.get("check") == name and not line.get("planted")]):
         same = line.get("digest") == digest and line.get("place") == where
         if not same or line["outcome"] != "green":
             break

@@ -1,0 +1,150 @@
+"""`selfspec check`: is the speed still what a file asks for; the verdict as a table, as JSON and as JUnit XML."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+from xml.etree import ElementTree
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from selfspec_cli.commands import configs, screen
+from selfspec_cli.commands import load as load_command
+from selfspec_cli.commands.measuring import ENGINES, Means
+from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, emit, guard, say, warn
+from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.working import at_work
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.record import folder as results_folder
+from selfspec_cli.stages import plan, preflight
+from selfspec_cli.stages.check import file as check_file
+from selfspec_cli.stages.check import run as stage
+from selfspec_cli.stages.check.file import CheckFile
+from selfspec_cli.stages.check.verdict import ABSENT, GREEN, RED, UNSURE, Result
+from selfspec_cli.whole import written
+
+STYLES = {GREEN: "green", RED: "bold red", UNSURE: "yellow"}
+WIDTH = 160  # of a table that no terminal shows
+PLANTS = "planted"  # folder of runs with a fault, below the results folder
+
+
+@command(
+    epilog="Examples: selfspec check experiments/checks/cpu_micro.yaml   ·   selfspec check "
+    "experiments/checks/h100_8b.yaml results_dir=results/h100 --junit checks.xml",
+    settings=False,
+)
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/checks/; docs/verify.md.")],
+    overrides: Overrides = None,
+    junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdict as JUnit XML, too.")] = None,
+    plant: Annotated[
+        str | None, typer.Option("--plant", help="Plant a fault that costs speed: the verdict must be red.")
+    ] = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Performance check: is the speed still what FILE asks for? Exit code 0: green; 1: red, or not measurable, which
+    the last line says; 2: bad input, or its micro check was not green yet."""
+    with guard(as_json, debug, ROWS_KEPT):
+        asked = check_file.with_words(check_file.read(file), overrides or [])
+        cfgs = _configs(asked, file, plant)
+        folder = Path(plan.results_dir(cfgs))
+        if dry_run:
+            return _show_plan(asked, cfgs, folder, as_json)
+        preflight.check_device(cfgs[0])
+        means: Means = load_command.servers(cfgs, []) if asked.served else ENGINES
+        run_id = results_folder.new_run_id()
+        with at_work("check", folder, debug) as shown:
+            open_engine, bench = means.opened(shown, run_id)
+            document = stage.run(
+                asked, cfgs, open_engine=open_engine, bench=bench, progress=shown, plant=plant, run_id=run_id
+            )
+        if junit is not None:
+            with written(junit) as part:
+                part.write_bytes(as_junit(document))
+        emit(document) if as_json else show(document)
+        raise typer.Exit(0 if document["outcome"] == GREEN else RUN_FAILED)
+
+
+def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]:
+    """The checked config of each case, as this machine can run it.
+
+    Raises:
+        ConfigError: a setting, or `plant`, that there is not or that does not go with this file.
+    """
+    cfgs = [configs.one([*case.words], None) for case in asked.cases]
+    cfgs = load_command.as_loads(cfgs) if asked.served else cfgs
+    if plant is not None:
+        if plant not in stage.PLANTED:
+            raise ConfigError(closest(plant, stage.PLANTED, "--plant"))
+        if asked.served:
+            raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
+        cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]
+    preflight.check_all(cfgs)
+    found = preflight.for_this_machine([preflight.with_calibration(cfg) for cfg in cfgs])
+    eager = [cfg.engine for cfg in cfgs] != [cfg.engine for cfg in found]
+    warn([*preflight.warnings(found), *([configs.NO_COMPILER] if eager else [])])
+    return found
+
+
+def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, as_json: bool) -> None:
+    """What would be measured, and what each case asks for."""
+    points = plan.plan(cfgs, results_folder.heads(folder), again=True)
+    refused = stage.refusal(asked, folder, Keys().device(cfgs[0]))
+    limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
+    if as_json:
+        return emit(screen.plan_document(points) | {"refused": refused} | limits)
+    screen.show_plan(points)
+    screen.show_facts({"refused": refused} | limits)
+
+
+def show(document: dict[str, Any]) -> None:
+    """A table for each case, and the verdict in one line."""
+    results, console = [Result(**one) for one in document["results"]], Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=WIDTH)
+    for name in dict.fromkeys(result.case for result in results):
+        table = Table(title=name, title_justify="left", title_style="bold", header_style="bold", box=None)
+        for column in ("asked for", "measured", "outcome"):
+            table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
+        for result in (result for result in results if result.case == name and result.outcome != ABSENT):
+            said = result.outcome + (f": {result.note}" if result.note else "")
+            table.add_row(result.asked, result.measured, said, style=STYLES[result.outcome])
+        console.print(table)
+    absent = [result for result in results if result.outcome == ABSENT]
+    for note in dict.fromkeys(result.note for result in absent):
+        names = dict.fromkeys(result.asked.partition(" ")[0] for result in absent if result.note == note)
+        say(f"{ABSENT}, because {note}: {', '.join(names)}", "dim")
+    say(f"{document['outcome']}: {in_short(document)}", "bold")
+    say(f"{document['seconds']} s, {len(document['points'])} points; {document['file']}")
+
+
+def in_short(document: dict[str, Any]) -> str:
+    """The verdict's reason on one line."""
+    of = [f"{one['case']}, {one['asked']}" for one in document["results"] if one["outcome"] == document["outcome"]]
+    times = f"after {document['runs']} run{'s' if document['runs'] > 1 else ''}"
+    if document["outcome"] == GREEN:
+        return f"{len(of)} limits of {document['check']} {times}"
+    return f"{'; '.join(of[:4])}{f' and {len(of) - 4} more' if len(of) > 4 else ''} ({times})"
+
+
+def as_junit(document: dict[str, Any]) -> bytes:
+    """The verdict as JUnit XML: red is a failure, not measurable an error, not applicable skipped."""
+    results = [Result(**one) for one in document["results"]]
+    tags = {RED: "failure", UNSURE: "error", ABSENT: "skipped"}
+    suite = ElementTree.Element("testsuite", name=document["check"], tests=str(len(results)),
+                                time=str(document["seconds"]), timestamp=document["time"])  # fmt: skip
+    for outcome, name in ((RED, "failures"), (UNSURE, "errors"), (ABSENT, "skipped")):
+        suite.set(name, str(sum(result.outcome == outcome for result in results)))
+    for result in results:
+        case = ElementTree.SubElement(suite, "testcase", classname=result.case, name=result.asked)
+        if result.outcome in tags:
+            message = ": ".join(filter(None, (result.outcome, result.measured, result.note)))
+            ElementTree.SubElement(case, tags[result.outcome], message=message)
+    return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)) + b"\n"

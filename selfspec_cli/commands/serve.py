@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import emit, guard, note, say, warn
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.engine import deployment
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import listening_error
@@ -43,7 +45,14 @@ def serve(
         count, router, own = replicas.asked(words[:split])
         cfg = configs.one(own, config)
         warn(_without_effect(own))
-        _serve(cfg, words[split:], count, router, as_json=as_json, dry_run=dry_run)
+        one_line = config is None and not any(map(_says_how_to_draft, own))
+        _serve(cfg, words[split:], count, router, one_line=one_line, as_json=as_json, dry_run=dry_run)
+
+
+def _says_how_to_draft(word: str) -> bool:
+    """Whether an override is one of drafting; tuned settings and experiments are too."""
+    key = word.partition("=")[0]
+    return key in ("tuned", "experiment", "method", "speculative") or key in OPTIONS or key.partition(".")[0] in OPTIONS
 
 
 OF_MEASURING = ("workload", "load", "tracker", "launcher", "repeats", "warmup", "perplexity_tokens")
@@ -58,11 +67,19 @@ def _without_effect(words: Sequence[str]) -> list[str]:
 
 
 def _serve(
-    cfg: RunConfig, more: Sequence[str], count: int = 1, router: str | None = None, *, as_json: bool, dry_run: bool
+    cfg: RunConfig,
+    more: Sequence[str],
+    count: int = 1,
+    router: str | None = None,
+    *,
+    one_line: bool = False,
+    as_json: bool,
+    dry_run: bool,
 ) -> None:
     """Replace this process by vLLM's server, which drafts as `cfg` says; or start several of them behind a router.
 
-    more: further options of vLLM's server. count, router: see `replicas.plan`.
+    more: further options of vLLM's server. count, router: see `replicas.plan`. one_line: nobody said how to draft, so
+    the engine chooses.
 
     Raises:
         ConfigError: what `cfg` asks for cannot be had here.
@@ -72,6 +89,8 @@ def _serve(
     cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
     warn(preflight.warnings([cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
+    if one_line:
+        made = replace(made, speculative_config={"method": "selfspec"})
     if count > 1:
         return _several(made, cfg, more, count, router, as_json=as_json, dry_run=dry_run)
     line = " ".join([made.line(), *map(shlex.quote, more)])

@@ -22,6 +22,8 @@ from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.knobs import Option, options
+from selfspec_cli.early_exit.rule import WIDTHS
+from selfspec_cli.early_exit.view import own_settings
 
 _FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)\(.*\)\s*")
 _SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
@@ -47,7 +49,22 @@ def parse(words: Iterable[str]) -> list[Word]:
     Raises:
         ConfigError: one that cannot be read, a key that there is not, a word that is no choice of its setting.
     """
-    return [_parse(text) for text in words]
+    return [_parse(text) for text in _written_out(list(words))]
+
+
+ONE_LINE = "method=selfspec"
+_CHOSEN = ("method=layer_skip", "gate=auto", f"k={WIDTHS[0]}", f"free_drafts={WIDTHS[0]}")
+_COPIES = "draft_weights=int4"
+
+
+def _written_out(words: list[str]) -> list[str]:
+    """`method=selfspec` as the settings that it stands for, but for those that the other words name."""
+    if ONE_LINE not in words:
+        return words
+    named = {word.partition("=")[0].partition(".")[0] for word in words if word != ONE_LINE}
+    copies = [] if named & {"layer", "head", "vocab", *own_settings()} else [_COPIES]
+    chosen = [word for word in (*_CHOSEN, *copies) if word.partition("=")[0] not in named]
+    return [*chosen, *(word for word in words if word != ONE_LINE)]
 
 
 @cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from selfspec_cli.early_exit.counters import REASONS
-from selfspec_cli.vllm_plugin.observe.transport import IN_FORCE, take_out
+from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD
+from selfspec_cli.vllm_plugin.observe.transport import take_out
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.vllm_names import (
     AggregateStatLoggerBase,
@@ -59,12 +59,22 @@ class DraftingStatLogger(AggregateStatLoggerBase):
                        "Tokens drafted at each position of a draft.")  # fmt: skip
         self._labelled("off", "rounds_without_drafts", "reason", REASONS,
                        "Steps after which a request was not drafted for, by what switched it off.")  # fmt: skip
-        self._in_force = self._gauge("draft_length", "Most tokens that a running request may draft.")
-        cost = self._gauge("draft_cost", "Estimated cost of one draft step, in plain decoding steps.")
+        self._labelled("steps_of_width", "steps_by_draft_slots", "slots", range(settings.width + 1),
+                       "Steps planned, by the draft slots of each request; 0 is plain decoding.")  # fmt: skip
+        self._labelled(JUDGED, "draft_tokens_judged_per_pos", "position", range(settings.width),
+                       "Drafts at each position that were verified when all before them stood.")  # fmt: skip
+        self._labelled(STOOD, "draft_tokens_stood_per_pos", "position", range(settings.width),
+                       "Of these, drafts that stood.")  # fmt: skip
+        self._gauges = {
+            "in_force": (self._gauge("draft_length", "Most tokens that a running request may draft."), 1.0),
+            "expected_us": (self._gauge("expected_step_seconds", "Time that the next decode step should take."), 1e-6),
+            "real_us": (self._gauge("step_seconds", "Time that the last decode step took."), 1e-6),
+            "step_cost_milli": (self._gauge("draft_cost", "Cost of one draft step, in plain decoding steps."), 1e-3),
+        }
         layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         for index in engine_indexes:
-            self._in_force[index].set(settings.k)
-            cost[index].set(settings.assumed_draft_step(layers))
+            self._gauges["in_force"][0][index].set(settings.k)
+            self._gauges["step_cost_milli"][0][index].set(settings.assumed_draft_step(layers))
 
     def _counter(self, name: str, what: str, *labels: str) -> Any:
         names = ["model_name", "engine", *labels]
@@ -95,8 +105,9 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         if scheduler_stats is None:
             return
         for name, number in take_out(scheduler_stats).items():
-            if name == IN_FORCE:
-                self._in_force[engine_idx].set(number)
+            if name in self._gauges:
+                gauge, unit = self._gauges[name]
+                gauge[engine_idx].set(number * unit)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(number)
 

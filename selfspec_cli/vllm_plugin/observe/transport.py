@@ -40,8 +40,8 @@ CARRIER = "num_kv_fetch_reqs_by_stage"
 PREFIX = "selfspec."
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """Environment variable of a vLLM whose API server is not in Python, and so without our logger."""
-IN_FORCE = "in_force"
-"""The one number that is a state, and no count."""
+STATES = ("in_force", "expected_us", "real_us", "step_cost_milli")
+"""The numbers that are states, and no counts."""
 UNSENT = ("seconds", "active_histogram", "drafted")
 """Of a snapshot, what is long, no whole number, or a sum of what is sent."""
 
@@ -89,12 +89,12 @@ class News:
 
     def since(self, totals: Numbers) -> Numbers:
         """The growth of each total, and the state where it changed; what did not change is left out."""
-        news = {}
+        news: Numbers = {}
         for name, value in totals.items():
             before = self._known.get(name)
-            if name == IN_FORCE and value != before:
-                news[name] = value
-            elif name != IN_FORCE and value > (before or 0):  # a counter takes nothing negative
+            if name in STATES:
+                news |= {name: value} if value != before else {}
+            elif value > (before or 0):  # a counter takes nothing negative
                 news[name] = value - (before or 0)
         self._known |= totals
         return news

@@ -56,6 +56,7 @@ class WidthPlanner:
         self.steps = Counter[int]()  # planned decode steps by width
         self._accepted = [0, 0]  # of the step in hand: requests with drafts, and drafts of theirs that stood
         self._positions: dict[str, int] = {}  # totals of `judged` and `stood`, by name, when they were last heard of
+        self._seconds = 0.0  # that the last decode step took
         self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its requests
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
@@ -103,7 +104,11 @@ class WidthPlanner:
 
     def landed(self) -> Snapshot:
         """What goes to a server's metrics."""
-        return {"off": dict(self.off), "in_force": self.in_force, "steps_of_width": dict(self.steps)}
+        states = {}
+        if self.choice is not None:
+            states = {"expected_us": round(1e6 * self.choice.seconds), "real_us": round(1e6 * self._seconds),
+                      "step_cost_milli": round(1000 * self.choice.step_cost)}  # fmt: skip
+        return {"off": dict(self.off), "in_force": self.in_force, "steps_of_width": dict(self.steps)} | states
 
     # ---- what steps take, and bring ------------------------------------------------------------------------------
 
@@ -140,7 +145,8 @@ class WidthPlanner:
             return
         self._last = now, load
         if last is not None and last[1] == load and width in self.widths:
-            self.rule.stepped(load, width, now - last[0])
+            self._seconds = now - last[0]
+            self.rule.stepped(load, width, self._seconds)
             if verified:
                 self.rule.brought(load, width, stood / verified)
 

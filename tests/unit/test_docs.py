@@ -70,31 +70,65 @@ QUOTING = [
     "README.md",
     *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")),
 ]
-PLANTED = ["docs/which_models.md", "docs/blog/early_exit.md", "docs/load.md"]
+PLANTED = ["docs/which_models.md", "docs/blog/early_exit.md", "docs/measurements.md"]
+
+
+def _next_digit(text, place):
+    """The text with another digit there."""
+    return text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
 
 
 @pytest.mark.parametrize("name", QUOTING)
 def test_every_figure_that_is_quoted_is_that_of_the_point_it_names(quoted, name):
-    assert quoted.problems((ROOT / name).read_text(encoding="utf-8")) == []
+    assert quoted.problems((ROOT / name).read_text(encoding="utf-8"), quoted.listed().get(name, [])) == []
+
+
+def test_every_page_of_the_list_is_a_page(quoted):
+    assert set(quoted.listed()) <= set(QUOTING) == set(quoted.pages())
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_digit_in_a_quoted_figure_is_found(quoted, name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    places = [match.end(1) - 1 for match in quoted.MARKED.finditer(text)]
-    assert len(places) >= 15
+    text, quotes = (ROOT / name).read_text(encoding="utf-8"), quoted.listed()[name]
+    hidden = [range(*part.span()) for part in quoted.GENERATED.finditer(text)]
+    places = [
+        place
+        for figure in quoted._occurrences(text, {figure for figure, _ in quotes})
+        for place in range(*figure.span())
+        if text[place].isdigit() and not any(place in part for part in hidden)
+    ]
+    assert len(places) >= 3 * 15
     for place in places:
-        wrong = text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
-        (found,) = quoted.problems(wrong)
-        assert " is " in found
+        assert quoted.problems(_next_digit(text, place), quotes), text[place - 40 : place + 10]
 
 
-def test_what_a_comment_may_say(quoted):
-    one = "2.20x<!-- gpu/widened e4209e624b23 speedup -->"
-    assert quoted.problems(f"{one} and **2.20x**<!-- gpu/widened e4209e624b23-20261121-201444-dfbb speedup -->") == []
-    assert quoted.problems("2.05x<!-- external: a paper -->, 60 requests, 1.5 ms") == []
-    assert quoted.problems("<!-- cpu -->\n| 9.99x |\n<!-- /cpu -->\n") == []
-    assert quoted.problems(f"{one}, 2.20x") == ["2.20x names no published point"]
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_digit_on_the_page_and_in_the_list_is_found(quoted, name):
+    quotes = quoted.listed()[name]
+    for figure, source in quotes:
+        if quoted.value(source) is None:
+            continue
+        wrong = _next_digit(figure, max(place for place, letter in enumerate(figure) if letter.isdigit()))
+        (problem,) = quoted.problems(f"It is {wrong}.", [(wrong, source)])
+        assert " is " in problem
+
+
+def test_figures_that_changed_places_are_found(quoted):
+    quotes = [("2.20x", "gpu/widened e4209e624b23 speedup"), ("63 %", "gpu/widened e4209e624b23 accept_rate")]
+    assert quoted.problems("2.20x, of 63 %", quotes) == []
+    assert quoted.problems("63 %, and 2.20x", quotes) == ["63 % is where quoted.tsv has 2.20x"]
+
+
+def test_what_a_line_may_say(quoted):
+    one = ("2.20x", "gpu/widened e4209e624b23 speedup")
+    other = ("2.20x", "gpu/widened e4209e624b23-20261121-201444-dfbb speedup")
+    assert quoted.problems("2.20x and **2.20x**", [one, other]) == []
+    assert quoted.problems("2.05x, 60 requests, 1.5 ms", [("2.05x", "external: a paper")]) == []
+    assert quoted.problems("<!-- cpu -->\n| 9.99x |\n<!-- /cpu -->\n", []) == []
+    assert quoted.problems("2.20x, 2.20x", [one]) == ["2.20x names no published point"]
+    assert quoted.problems("2.20x", [("2.20x", "-")]) == ["2.20x names no published point"]
+    assert quoted.problems("63 % of 63 %", [("63 %", "gpu/widened e4209e624b23 accept_rate"), ("63 %", "-")]) == []
+    assert quoted.problems("nothing", [one]) == ["2.20x is in quoted.tsv and not on the page"]
     for source, words in (
         ("gpu/widened 000000000000 speedup", "0 points"),
         ("cpu 04e1af9d46c8 speedup", "2 points"),
@@ -104,11 +138,25 @@ def test_what_a_comment_may_say(quoted):
         ("serving/none.json: rows", "nothing published"),
         ("serving/soak_cpu.json: rows: 7: tok_s_median", "nothing published"),
     ):
-        (found,) = quoted.problems(f"2.20x<!-- {source} -->")
-        assert words in found
+        (problem,) = quoted.problems("2.20x", [("2.20x", source)])
+        assert words in problem
     assert quoted.value("gpu/smollm2/h100+gpu/smollm2/slow_host_h100 e7dd82f25482 speedup") == pytest.approx(
         1.642, abs=1e-3
     )
+
+
+def test_a_comment_moves_into_the_list_and_lines_follow_their_sentences(quoted):
+    page = (
+        "It is **2.20x**<!-- gpu/widened e4209e624b23 speedup --> by 63 %<!-- gpu/widened e4209e624b23 accept_rate -->."
+    )
+    assert quoted.problems(page, [])
+    clean, lines, lost = quoted.moved(page, [])
+    assert clean == "It is **2.20x** by 63 %." and lost == [] and quoted.problems(clean, lines) == []
+    turned = "By 63 % it is 2.20x, and 2.20x again."
+    same, ordered, lost = quoted.moved(turned, lines)
+    assert same == turned and ordered == lines[::-1] and lost == []
+    assert quoted.problems(turned, ordered) == ["2.20x names no published point"], "the second one names none"
+    assert quoted.moved("It is 2.21x by 63 %.", lines)[2] == lines[:1], "a line is not lost in silence"
 
 
 def test_a_row_of_the_readme_is_one_setting(doc_pages):

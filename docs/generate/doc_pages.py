@@ -21,7 +21,7 @@ from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
 from figure_readme import served, settings, speedups
-from figure_sprint import by_context, conversations, in_short, milestones
+from figure_sprint import conversations, in_short, milestones
 from figure_views import first_drafts
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
@@ -37,7 +37,8 @@ This page is made from `results/published/` by `docs/generate/` whenever the sit
 - **Speedups are over the baseline of the same run** and no other. Absolute times differ from machine to machine.
 - The points were measured before raw times were kept, so most rows have the least and the greatest of their repeats, and
   no interval.
-- Commands are as they were typed, with the folder for the results left out.
+- Commands are as they were typed, with the folder for the results left out. A script that such a command names and that
+  is not in `experiments/` measured once; it is in the history: `git show 066e492d:experiments/NAME.py`.
 """
 
 
@@ -120,8 +121,6 @@ WRITTEN = (
     ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
     ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),
     ("docs/measurements.md", "conversations", conversations),
-    ("docs/limits.md", "by_context", by_context),
-    ("docs/limits.md", "by_context_coder", lambda: by_context("gpu/qwen_1.5b_h200/by_context.json")),
     ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/which_models.md", "first_drafts", first_drafts),
     ("docs/reference.md", "columns", columns),

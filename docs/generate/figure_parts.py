@@ -22,25 +22,28 @@ from figure_serving import (
 
 
 def gates() -> str:
-    """The arms of every run of experiments/confidence_gates/compare.py."""
+    """Write a table of arms that took turns on one engine."""
     lines = []
-    for file in names("gates/*_E*"):
-        rows = rows_of(file) if file.endswith(".csv") else data_of(file).get("rows")
-        if not rows or not {"gate", "speedup"} <= set(rows[0]):
-            continue
-        for row in [] if file.endswith("screened.csv") else rows:
+    for file in names("gates/fixed_E*"):
+        for row in data_of(file)["rows"]:
             between = f"{ratio(row['speedup_min'])} to {ratio(row['speedup_max'])}"
-            lines.append((f"`{file}`", row["E"], row["k"] or "plain", gate_of(row), number(row["tok_s_median"], 4),
-                          f"{ratio(row['speedup'])} ({between})"))  # fmt: skip
+            lines.append(
+                (
+                    f"`{file}`",
+                    row["E"],
+                    row["k"] or "plain",
+                    gate_of(row),
+                    number(row["tok_s_median"], 4),
+                    f"{ratio(row['speedup'])} ({between})",
+                )
+            )
     text = """### gates: comparisons on one engine
 
-Arms of one engine take turns prompt by prompt; every arm is a row. `fixed` files hold every draft length without a gate and
-some settings; `grid` files hold the best points of a grid, measured a second time. `gates/grid_E3_screened.csv` is the
-first screening of one of them, 98 arms on a few prompts, whose order is partly luck; it is not shown. Files with "widened" are from one H200, the others from two CPU cores.
+Arms of one engine take turns prompt by prompt; every arm is a row: every draft length without a gate, and some settings.
+Files with "widened" are from one H200, the others from two CPU cores.
 
 ```
 python experiments/confidence_gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
-python experiments/confidence_gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 ```
 
 """
@@ -57,17 +60,15 @@ def gate_costs() -> str:
     """What a gate costs on a GPU."""
     text = """### gates: what one costs on a GPU
 
-Milliseconds of a step or a round, medians; one H200, Llama-3-8B shape, E=8, k=3. The second file was measured with
-adaptive verification on another card.
+Median milliseconds of a plain step or of a speculation step; one H200, Llama-3-8B shape, E=8, k=3.
 
 ```
 python experiments/confidence_gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
 ```
 
 """
-    rows = [(f"`{name}`", row, f"{figures['ms']:.3f}") for name in ("cost_on_gpu.json", "cost_on_gpu_adaptive.json")
-            for row, figures in data_of(f"gates/{name}")["rows"].items()]  # fmt: skip
-    return text + table(("file", "what", "ms"), rows)
+    rows = [(row, f"{figures['ms']:.3f}") for row, figures in data_of("gates/cost_on_gpu.json")["rows"].items()]
+    return text + table(("what", "ms"), rows)
 
 
 def roc() -> str:
@@ -90,43 +91,20 @@ selfspec roc
 
 
 def tuning() -> str:
-    """What `selfspec tune` chose."""
-    rows = []
-    for name in ("choice.json", "choice_stalled.json"):
-        found = data_of(f"gates/tune/{name}")
-        words = [word for word in found["overrides"] if not word.startswith(("model=", "head=", "vocab="))]
-        rows.append((f"`{name}`", " ".join(words), ratio(found["speedup"]), f"{found['seconds']:.0f} s"))
+    """Write what `selfspec tune` chose."""
+    choice = data_of("gates/tune/choice.json")
+    words = [word for word in choice["overrides"] if not word.startswith(("model=", "head=", "vocab="))]
     text = """### gates: what `selfspec tune` chose
 
-On two CPU cores. During `choice_stalled.json` the machine stalled. `reference.yaml` is the file that was written.
+On two CPU cores. `reference.yaml` is the file that was written.
 
 ```
 selfspec tune
 ```
 
 """
-    return text + table(("file", "chosen", "measured speedup", "time of the search"), rows)
-
-
-def round_times() -> str:
-    """Where a round's time goes on a CPU."""
-    verify = [
-        (row["tokens_verified"], row["steps"], number(row["model_us"], 5)) for row in rows_of("gates/verify_E3.csv")
-    ]
-    layers = [(row["rows"], row["us_a_layer"]) for row in rows_of("gates/gemm_rows.csv")]
-    found = data_of("gates/rounds_E3.json")
-    text = f"""### gates: times of rounds on a CPU
-
-Two CPU cores, E=3, setting {found["setting"]}. Asking the gate takes {found["gate_us_each_time"]:.0f} µs each time. The
-second table is the time of one layer's products over so many tokens.
-
-```
-python experiments/confidence_gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
-```
-
-"""
-    first = table(("tokens verified", "steps", "µs of the model"), verify)
-    return f"{text}{first}\n\n{table(('tokens', 'µs a layer'), layers)}"
+    row = (" ".join(words), ratio(choice["speedup"]), f"{choice['seconds']:.0f} s")
+    return text + table(("chosen", "measured speedup", "time of the search"), [row])
 
 
 def heads(name: str) -> str:
@@ -209,11 +187,10 @@ python experiments/quality_table.py reference results/quality/reference --run
 
 
 PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
-    (gates, ("gates/*_E*")),
-    (gate_costs, ("gates/cost_on_gpu*.json",)),
+    (gates, ("gates/fixed_E*",)),
+    (gate_costs, ("gates/cost_on_gpu.json",)),
     (roc, ("gates/roc/*",)),
     (tuning, ("gates/tune/*",)),
-    (round_times, ("gates/gemm_rows.csv",)),
     (lambda: heads("heads"), ("heads/heads.json",)),
     (lambda: heads("heads_2"), ("heads_2/heads.json",)),
     (views, ("views/*",)),

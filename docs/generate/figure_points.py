@@ -22,7 +22,7 @@ ABOUT = {
     "gpu/tensor_parallel": "The same model on two GPUs.",
     "gpu/widened": "Real acceptance at the cost of a large model: the reference model, widened to hidden size 4096 without changing its function (`python experiments/reference_model/widen.py --out reference_widened` makes it).",
     "gpu/widened_lowbit": "The same model drafting on copies in 8 and 4 bits, four and five tokens a round. With five, 4-bit drafts are the faster ones.",
-    "gpu/plain_widened": "The control of the reference model, plainly trained (`model=reference_plain`), widened like it, drafting with copies of all its layers; the last line's copies are rounded with data and have corrections of rank 32 (`experiments/views/widen_fitted.py`). Its engine runs up to eight requests at once, so its 4-bit products are Marlin's, also for one.",
+    "gpu/plain_widened": "The control of the reference model, plainly trained (`model=reference_plain`), widened like it, drafting with copies of all its layers; the last line's copies are rounded with data and have corrections of rank 32. Its engine runs up to eight requests at once, so its 4-bit products are Marlin's, also for one.",
     "gpu/plain_widened_one": "The same control in an engine for one request at a time, on the layout of copies that it has, with the draft's attention in one kernel.",
     "gpu/plain_widened_one_newer": "The same by the newer kernel for one token, with norms and activations that round for the product behind them.",
     "gpu/widened_one": "The early-exit-trained model in such an engine. A measurement with six drafts was cut off.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from figure_cells import at, data_of, number, percent, points_of, ratio, table
+from figure_cells import at, number, percent, points_of, ratio, table
 from figure_quality import cells
 
 from selfspec_cli.record import tables
@@ -63,25 +63,6 @@ def in_short() -> str:
         "tokens a pass of the full model",
         "outputs that are plain decoding's",
     )
-    return table(header, lines)
-
-
-VIEWS = {"3-23": "first 3 of 24 layers", "6-23": "first 6 layers", "int8": "all layers in 8 bits", "int4": "in 4 bits"}
-"""Views of experiments/views/by_context.py, as its files call them."""
-
-
-def by_context(file: str = "sprint/by_context_reference.json") -> str:
-    """Estimated speedups of views at each length of the context."""
-    rows = data_of(file)["rows"]
-    lengths = sorted({row["context"] for row in rows})
-    found = {(row["view"], row["context"]): row for row in rows}
-    lines = []
-    for view in dict.fromkeys(row["view"] for row in rows):
-        kind, _, window = view.partition(" ")
-        cells = (found[view, at] for at in lengths)
-        shown = [f"{ratio(one['speedup'])} ({percent(one['given_before'][0])})" for one in cells]
-        lines.append((VIEWS[kind] + (f", window {int(window):,}" if window else ""), *shown))
-    header = ("view (first drafts accepted)", *(f"{at:,} tokens" for at in lengths))
     return table(header, lines)
 
 

@@ -16,11 +16,12 @@
     PYTHONPATH=. python docs/generate/quoted.py         [--drop]
 
 which moves such comments into the list, and sorts the list after sentences have moved. It refuses to drop a line whose
-figure is no longer on its page, unless it is told to.
+figure is no longer on its page, unless --drop is given.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import statistics
@@ -161,29 +162,44 @@ def _occurrences(prose: str, listed_figures: set[str]) -> Iterator[re.Match[str]
 
 
 def moved(text: str, quotes: Quotes) -> tuple[str, Quotes, Quotes]:
-    """Move the comments of a page into its lines: the page without them, its lines in order, and lines left over."""
-    sources: dict[str, list[str]] = defaultdict(list)
-    for figure, source in quotes:
-        sources[figure].append(source)
-    comments: dict[int, str] = {}  # by the place at which the figure begins in the page without comments
+    """Move the comments of a page into its lines: the page without them, its lines in order, and lines left over.
+
+    Figures that kept their places keep their points; of the others, equal figures take theirs in order.
+    """
+    clean, comments = _without_comments(text)
+    hidden = [range(*match.span()) for match in GENERATED.finditer(clean)]
+    known = {figure for figure, _ in quotes} | {figure for figure, _ in comments.values()}
+    seen = [match for match in _occurrences(clean, known) if not any(match.start() in part for part in hidden)]
+    points: dict[int, str] = {}  # by the number of the figure on the page
+    for number, match in enumerate(seen):
+        if match.start() in comments:
+            points[number] = comments[match.start()][1]
+    uncommented = [number for number in range(len(seen)) if number not in points]
+    old, new = [figure for figure, _ in quotes], [seen[number][0] for number in uncommented]
+    rest = dict(enumerate(quotes))
+    for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+        for step in range(block.size):
+            points[uncommented[block.b + step]] = rest.pop(block.a + step)[1]
+    for number in uncommented:
+        place = next((place for place, (figure, _) in rest.items() if figure == seen[number][0]), None)
+        if number not in points and place is not None:
+            points[number] = rest.pop(place)[1]
+        elif number not in points and not SPEEDUP.fullmatch(seen[number][0]):
+            points[number] = OTHER_MEANING  # `problems` asks for the point of a speedup
+    lines = [(match[0], points[number]) for number, match in enumerate(seen) if number in points]
+    return clean, lines, [line for line in rest.values() if line[1] != OTHER_MEANING]
+
+
+def _without_comments(text: str) -> tuple[str, dict[int, tuple[str, str]]]:
+    """Return a page without comments, and by the place of each commented figure the figure and its point."""
+    comments: dict[int, tuple[str, str]] = {}
     clean, end = "", 0
     for match in COMMENTED.finditer(text):
         clean += text[end : match.start()]
-        comments[len(clean)] = match[4]
-        sources.setdefault(match[1] + match[2], [])
+        comments[len(clean)] = match[1] + match[2], match[4]
         clean += match[1] + match[2] + (match[3] or "")
         end = match.end()
-    clean += text[end:]
-    hidden = [range(*match.span()) for match in GENERATED.finditer(clean)]
-    lines = []
-    for match in _occurrences(clean, set(sources)):
-        if any(match.start() in part for part in hidden):
-            continue
-        known = sources.get(match[0], [])
-        source = comments.get(match.start()) or (known.pop(0) if known else OTHER_MEANING)
-        if source != OTHER_MEANING or not SPEEDUP.fullmatch(match[0]):  # `problems` asks for the point of a speedup
-            lines.append((match[0], source))
-    return clean, lines, [(figure, source) for figure, rest in sources.items() for source in rest]
+    return clean + text[end:], comments
 
 
 def main() -> int:

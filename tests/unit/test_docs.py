@@ -159,6 +159,12 @@ def test_a_comment_moves_into_the_list_and_lines_follow_their_sentences(quoted):
     assert quoted.moved("It is 2.21x by 63 %.", lines)[2] == lines[:1], "a line is not lost in silence"
 
 
+def test_a_removed_sentence_takes_its_own_line_with_it(quoted):
+    lines = [("1.1x", "first"), ("2.20x", "first"), ("1.31x", "-"), ("2.20x", "second"), ("3.00x", "third")]
+    _, kept, lost = quoted.moved("Now 2.20x and 3.00x.", lines)
+    assert kept == lines[3:] and lost == lines[:2]
+
+
 def test_a_row_of_the_readme_is_one_setting(doc_pages):
     readme = sys.modules["figure_readme"]
     for keys, words in (({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4

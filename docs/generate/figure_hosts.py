@@ -46,20 +46,52 @@ def served() -> str:
     rows = []
     for level, over in found["compared"].items():
         sides = [found["rows"][level][side] for side in ("plain", "early exit")]
-        rows.append((level.removeprefix("closed "), *(number(side["tok_s"], 3) for side in sides),
-                     ratio(over["throughput"]), ratio(over["wanted"]),
-                     *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
-                     *(f"{side['server_cpu']['python']:.2f}" for side in sides)))  # fmt: skip
-    header = ("clients", "plain tok/s", "drafts tok/s", "throughput", "wanted", "p99 TPOT over plain",
-              "p99 TTFT over plain", "the same, settled", "API server, of a core: plain", "drafts")  # fmt: skip
+        rows.append(
+            (
+                level.removeprefix("closed "),
+                *(number(side["tok_s"], 3) for side in sides),
+                ratio(over["throughput"]),
+                ratio(over["wanted"]),
+                *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
+                *(f"{side['server_cpu']['python']:.2f}" for side in sides),
+            )
+        )
+    header = (
+        "clients",
+        "plain tok/s",
+        "drafts tok/s",
+        "throughput",
+        "wanted",
+        "p99 TPOT over plain",
+        "p99 TTFT over plain",
+        "the same, settled",
+        "API server, of a core: plain",
+        "drafts",
+    )
     return table(header, rows)
 
 
 def served_section() -> str:
     """The same as a section of the page of all figures, with its command."""
-    given = {name: value for name, value in data_of(SERVED)["arguments"].items()
-             if name in ("layer", "k", "draft_weights", "table", "clients", "groups", "seconds", "few_seconds", "kv_gib",
-                         "memory_share", "minutes", "prompts")}  # fmt: skip
+    given = {
+        name: value
+        for name, value in data_of(SERVED)["arguments"].items()
+        if name
+        in (
+            "layer",
+            "k",
+            "draft_weights",
+            "table",
+            "clients",
+            "groups",
+            "seconds",
+            "few_seconds",
+            "kv_gib",
+            "memory_share",
+            "minutes",
+            "prompts",
+        )
+    }
     words = " ".join(f"--{name.replace('_', '-')} '{value}'" for name, value in given.items())
     return f"""### serving: a pretrained coder on chat questions
 

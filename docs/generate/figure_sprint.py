@@ -30,20 +30,43 @@ def milestones(place: str = POINTS) -> str:
         (name,) = experiments_of(point)
         delta = None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}"
         same = None if row.arm != "layer_skip" else f"{row.identical} of {row.outputs}"
-        rows.append((_milestone(name, row), label(row), _wanted(name, row, targets), ratio(_by_bytes(row, read, layer)),
-                     ratio(row.speedup), percent(row.accept_rate), number(row.mean_accepted_len), delta, same))  # fmt: skip
-    header = ("milestone", "arm", "expected", "by bytes read", "measured", "accept rate", "tokens a verify step", "ΔPPL of library code",
-              "identical outputs")  # fmt: skip
+        rows.append(
+            (
+                _milestone(name, row),
+                label(row),
+                _wanted(name, row, targets),
+                ratio(_by_bytes(row, read, layer)),
+                ratio(row.speedup),
+                percent(row.accept_rate),
+                number(row.mean_accepted_len),
+                delta,
+                same,
+            )
+        )
+    header = (
+        "milestone",
+        "arm",
+        "expected",
+        "by bytes read",
+        "measured",
+        "accept rate",
+        "tokens a verify step",
+        "ΔPPL of library code",
+        "identical outputs",
+    )
     return table(header, sorted(rows, key=lambda row: row[0]))
 
 
 def in_short() -> str:
     """One line for each step of the plan, without speeds: other programs ran beside these points."""
-    steps = (("plain decoding", "m0", {}), ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
-             ("the same with a least-squares head", "m2", {"arm": "skip"}),
-             ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
-             ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
-             ("drafts, tuned", "m5", {"arm": "layer_skip"}))  # fmt: skip
+    steps = (
+        ("plain decoding", "m0", {}),
+        ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
+        ("the same with a least-squares head", "m2", {"arm": "skip"}),
+        ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
+        ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
+        ("drafts, tuned", "m5", {"arm": "layer_skip"}),
+    )
     found = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
     lines = []
     for name, milestone, wanted in steps:

@@ -60,8 +60,12 @@ def four_bits(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[
         made[f"{stem}weight_packed"], made[f"{stem}weight_scale"] = rounded(tensor)
         made[f"{stem}weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
     weights = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    about = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
+    about = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
     return made, config | {"quantization_config": about}
 
 
@@ -92,8 +96,11 @@ def _layer(name: str) -> int:
 def _save(chosen: argparse.Namespace, name: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     folder = chosen.out / name
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for pattern in ("tokenizer*", "chat_template.jinja", "generation_config.json"):
         for file in chosen.model.glob(pattern):

@@ -47,14 +47,19 @@ def main() -> None:
         raise SystemExit(f"--texts {chosen.texts}: too few to train on and to hold some out; at least 2")
     head = _head(chosen).to(chosen.device, getattr(torch, chosen.dtype))
     size = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-    print(f"{len(trained)} texts of {chosen.length} tokens after {time.monotonic() - began:.0f} s; {size:,} parameters "
-          "to train", flush=True)  # fmt: skip
+    print(
+        f"{len(trained)} texts of {chosen.length} tokens after {time.monotonic() - began:.0f} s; {size:,} parameters "
+        "to train",
+        flush=True,
+    )
     states = _States(model, head.target_layer_ids)
     train(chosen, head, states, trained)
     head.eval()
     with torch.no_grad():
-        parts = [head(**states.batch(held[at : at + chosen.batch]), **_how(chosen))[2]
-                 for at in range(0, len(held), chosen.batch)]  # fmt: skip
+        parts = [
+            head(**states.batch(held[at : at + chosen.batch]), **_how(chosen))[2]
+            for at in range(0, len(held), chosen.batch)
+        ]
     print(f"held out: {_accepted(parts, chosen.steps_ahead)}", flush=True)
     head.save_pretrained(chosen.out)
     print(f"saved to {chosen.out} after {time.monotonic() - began:.0f} s")
@@ -126,8 +131,17 @@ def layer_of(config: Any) -> Any:
     from transformers import LlamaConfig
 
     if config.model_type not in KINDS:
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "hidden_act",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "rope_parameters",
+        )
         if missing := [name for name in names if not hasattr(config, name)]:
             raise SystemExit(
                 f"a {config.model_type} has no {', '.join(missing)}; allowed: models with layers like Llama's"

@@ -20,8 +20,14 @@ from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
 from selfspec_cli.scripts import existing
 
-COLUMNS = ("method and setting", "speedup", "accept rate", "tokens a verify step",
-           "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
+COLUMNS = (
+    "method and setting",
+    "speedup",
+    "accept rate",
+    "tokens a verify step",
+    "rounds that accept 1, 2, 3, ... drafts",
+    "identical outputs",
+)
 TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
 """What the prompts of a workload are, for readers who do not know its name."""
 POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
@@ -51,8 +57,11 @@ def lost(place: Path) -> Iterator[str]:
         for group in groups(tables.row(point) for point in points):
             measured = arms(group.rows)
             ours = [row for row in measured if row.arm == "layer_skip"]
-            above = [row for row in measured if ours and row not in ours
-                     and (row.speedup_low or row.speedup or 0) > max(_high(own) for own in ours)]  # fmt: skip
+            above = [
+                row
+                for row in measured
+                if ours and row not in ours and (row.speedup_low or row.speedup or 0) > max(_high(own) for own in ours)
+            ]
             if not above:
                 continue
             first = group.rows[0]
@@ -78,8 +87,9 @@ def markdown(place: Path) -> Iterator[str]:
     """The lines of all tables of a results folder."""
     points = [point for point in folder.read(place)[0] if point.ok]
     if not points:
-        raise SystemExit(f"{place}: it holds no measured point; measure with: selfspec sweep experiment=rivals "
-                         f"results_dir={place}")  # fmt: skip
+        raise SystemExit(
+            f"{place}: it holds no measured point; measure with: selfspec sweep experiment=rivals results_dir={place}"
+        )
     accepted = {point.id: tables.accept_row(point) for point in points}
     for group in groups(tables.row(point) for point in points):
         if len(group.rows) > 1:

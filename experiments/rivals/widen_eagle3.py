@@ -71,8 +71,11 @@ def main() -> None:
     config["transformer_layer_config"] = new
     config["speculators_config"]["verifier"]["name_or_path"] = str(chosen.model.absolute())
     chosen.out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to(getattr(torch, chosen.dtype)).contiguous() for name, tensor in made.items()},
-              chosen.out / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: tensor.to(getattr(torch, chosen.dtype)).contiguous() for name, tensor in made.items()},
+        chosen.out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (chosen.out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     print(f"{chosen.out}: {sum(tensor.numel() for tensor in made.values()):,} parameters of its own")
 

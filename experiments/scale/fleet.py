@@ -211,9 +211,18 @@ def check(run: dict[str, Any]) -> list[dict[str, Any]]:
         server = fitted(measured(run, side), levels[0][1])
         for level, row in levels:
             simulated = median_ms(server, row)
-            rows.append({"side": side, "load": level, "fitted": level == levels[0][0], "stall_ms": server.stall,
-                         "requests_s": row["rate"], "measured_ms": row["e2e_ms"],
-                         "simulated_ms": simulated, "difference": simulated / row["e2e_ms"] - 1})  # fmt: skip
+            rows.append(
+                {
+                    "side": side,
+                    "load": level,
+                    "fitted": level == levels[0][0],
+                    "stall_ms": server.stall,
+                    "requests_s": row["rate"],
+                    "measured_ms": row["e2e_ms"],
+                    "simulated_ms": simulated,
+                    "difference": simulated / row["e2e_ms"] - 1,
+                }
+            )
     return rows
 
 
@@ -227,8 +236,10 @@ def keeps(servers: Sequence[Server], rate: float, limits: dict[str, float]) -> b
     `least_time`."""
     served = simulate(servers, poisson(lambda time: rate, rate, SECONDS, 0), least_time(), 0)
     settled = served[len(served) // 5 :]
-    return (percentile([one.token for one in settled], 0.99) <= limits["token"]
-            and percentile([one.first for one in settled], 0.99) <= limits["first"])  # fmt: skip
+    return (
+        percentile([one.token for one in settled], 0.99) <= limits["token"]
+        and percentile([one.first for one in settled], 0.99) <= limits["first"]
+    )
 
 
 def needed(server: Server, rate: float, limits: dict[str, float]) -> int:
@@ -240,8 +251,10 @@ def needed(server: Server, rate: float, limits: dict[str, float]) -> int:
     alone = {"token": server.token(1), "first": server.first(0)}
     for name, limit in limits.items():
         if limit < alone[name]:
-            raise ValueError(f"--{name} {1000 * limit:g}: no number of servers keeps it; {server.name} takes "
-                             f"{1000 * alone[name]:.2f} ms for a request alone; allowed: that or more")  # fmt: skip
+            raise ValueError(
+                f"--{name} {1000 * limit:g}: no number of servers keeps it; {server.name} takes "
+                f"{1000 * alone[name]:.2f} ms for a request alone; allowed: that or more"
+            )
     high = 1
     while not keeps([server] * high, rate, limits):
         high *= 2

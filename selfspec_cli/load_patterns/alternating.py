@@ -20,8 +20,7 @@ class AlternatingSettings:
         low=1,
         unset="all clients ask all the time",
     )
-    period: float = knob(10.0, help="time after which all clients ask again, with low_clients", unit="s",
-                         above=0)  # fmt: skip
+    period: float = knob(10.0, help="time after which all clients ask again, with low_clients", unit="s", above=0)
 
 
 class Alternating(LoadPattern):
@@ -40,8 +39,10 @@ class Alternating(LoadPattern):
         """Require a smaller number than `clients`, in a closed loop."""
         opened = load.rate is not None or load.share is not None
         if opened or load.clients is None or load.low_clients >= load.clients:
-            return (f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
-                    "(load.clients) it is the smaller number of clients, which ask all the time")  # fmt: skip
+            return (
+                f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
+                "(load.clients) it is the smaller number of clients, which ask all the time"
+            )
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:

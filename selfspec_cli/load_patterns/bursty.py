@@ -34,8 +34,10 @@ class Bursty(Poisson):
     def problem(self, load: Any) -> str | None:
         """Require an open loop."""
         if not super().asked(load):
-            return (f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
-                    "load.rate or load.share")  # fmt: skip
+            return (
+                f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
+                "load.rate or load.share"
+            )
         return None
 
     def at_once(self, load: Any) -> int:

@@ -40,8 +40,10 @@ class Closed(LoadPattern):
     def problem(self, load: Any) -> str | None:
         """Require a request for each client."""
         if load.requests is not None and load.requests < load.clients and load.share is None:
-            return (f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than clients; use "
-                    f"load.requests={load.clients} or more")  # fmt: skip
+            return (
+                f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than clients; use "
+                f"load.requests={load.clients} or more"
+            )
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:

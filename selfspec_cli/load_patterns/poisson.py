@@ -80,8 +80,10 @@ class Poisson(LoadPattern):
         """Require one rate, or clients, and not both."""
         if load.rate is not None and (load.clients is not None or load.share is not None):
             other = "clients" if load.clients is not None else "share"
-            return (f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; requests "
-                    "arrive at a rate, or each client sends its own when the last one has ended")  # fmt: skip
+            return (
+                f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; requests "
+                "arrive at a rate, or each client sends its own when the last one has ended"
+            )
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:

@@ -167,8 +167,10 @@ def check(source: str) -> None:
     if source.startswith("hf:"):
         parse(source)
     elif source not in ("stdlib", "random") and not _file(source)[0].is_file():
-        raise ConfigError(f"corpus={source}: there is no such file; allowed: stdlib, random, {FORM}, a .json, .jsonl "
-                          "or .parquet file, or a text file")  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: there is no such file; allowed: stdlib, random, {FORM}, a .json, .jsonl "
+            "or .parquet file, or a text file"
+        )
 
 
 def _split(source: str, documents: Iterable[str]) -> Corpus:
@@ -177,8 +179,10 @@ def _split(source: str, documents: Iterable[str]) -> Corpus:
     named = [(f"{source} block {number}", block) for number, block in enumerate(blocks)]
     held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
     if not fitting:
-        raise ConfigError(f"corpus={source}: too little text ({sum(map(len, blocks)):,} characters); "
-                          f"at least {2 * BLOCK:,} are needed")  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: too little text ({sum(map(len, blocks)):,} characters); "
+            f"at least {2 * BLOCK:,} are needed"
+        )
     return Corpus(source, fitting, held_out)
 
 
@@ -220,8 +224,10 @@ class HubName:
 
 
 _SPLIT = r"[\w.-]+(?:\[[^\[\]]*\])?"
-_HUB = re.compile(rf"hf:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<config>[^:@\[\]]+))?"
-                  rf"(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*)(?::(?P<column>[^:]+))?)?")  # fmt: skip
+_HUB = re.compile(
+    rf"hf:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<config>[^:@\[\]]+))?"
+    rf"(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*)(?::(?P<column>[^:]+))?)?"
+)
 
 
 def parse(source: str) -> HubName:
@@ -235,8 +241,9 @@ def parse(source: str) -> HubName:
     """
     match = _HUB.fullmatch(source)
     if match is None:
-        raise ConfigError(f"corpus={source}: write {FORM}, for example "
-                          "hf:wikimedia/wikipedia@20231101.en:train[:1%]:text")  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: write {FORM}, for example hf:wikimedia/wikipedia@20231101.en:train[:1%]:text"
+        )
     return HubName(match["name"], match["config"], match["split"] or "train", match["column"])
 
 
@@ -267,8 +274,9 @@ def _load(source: str, *args: Any, **options: Any) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ConfigError(f"corpus={source}: needs the package datasets; pip install 'selfspec[data]', or pip install "
-                          "datasets") from error  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: needs the package datasets; pip install 'selfspec[data]', or pip install datasets"
+        ) from error
     try:
         return load_dataset(*args, **options)
     except Exception as error:  # the library raises its own types, the Hub's and the network's
@@ -291,8 +299,10 @@ def _texts(source: str, rows: Iterable[Mapping[str, Any]], column: str | None) -
     except ConfigError:
         raise
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"corpus={source}: a row's {name!r} is neither text nor a ShareGPT conversation, a list of "
-                          f'{{"value": ...}} ({_said(error)})') from error  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: a row's {name!r} is neither text nor a ShareGPT conversation, a list of "
+            f'{{"value": ...}} ({_said(error)})'
+        ) from error
     except Exception as error:  # as in _load: a stream is read only now
         raise ConfigError(f"corpus={source}: cannot be read ({_said(error)})") from error
 

@@ -12,16 +12,52 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 HELD_OUT: tuple[str, ...] = (
-    "argparse", "calendar", "cmd", "configparser", "csv", "dataclasses", "difflib", "doctest", "fractions", "ftplib",
-    "gettext", "heapq", "http.cookiejar", "imaplib", "ipaddress", "json.decoder", "logging.handlers", "mailbox",
-    "optparse", "pickle", "plistlib", "pprint", "shlex", "smtplib", "statistics", "tarfile", "textwrap", "turtle",
-    "typing", "unittest.mock",
-)  # fmt: skip
+    "argparse",
+    "calendar",
+    "cmd",
+    "configparser",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "doctest",
+    "fractions",
+    "ftplib",
+    "gettext",
+    "heapq",
+    "http.cookiejar",
+    "imaplib",
+    "ipaddress",
+    "json.decoder",
+    "logging.handlers",
+    "mailbox",
+    "optparse",
+    "pickle",
+    "plistlib",
+    "pprint",
+    "shlex",
+    "smtplib",
+    "statistics",
+    "tarfile",
+    "textwrap",
+    "turtle",
+    "typing",
+    "unittest.mock",
+)
 _HELD_OUT_TAILS = [tuple(f"{name.replace('.', '/')}.py".split("/")) for name in HELD_OUT]
 NOT_FOR_FITTING = frozenset(
-    {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3",
-     "pydoc_data", "ensurepip"}
-)  # fmt: skip
+    {
+        "test",
+        "tests",
+        "idlelib",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib2to3",
+        "pydoc_data",
+        "ensurepip",
+    }
+)
 
 WINDOW_LINES = 8
 MIN_WINDOW_CHARS = 120  # windows of closing brackets and `else:` lines occur everywhere and prove nothing
@@ -120,9 +156,13 @@ def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
 
 
 def token_windows(
-    encode: Callable[[str], list[int]], texts: list[tuple[str, str]], length: int, count: int, seed: int,
+    encode: Callable[[str], list[int]],
+    texts: list[tuple[str, str]],
+    length: int,
+    count: int,
+    seed: int,
     unit: str = "tokens",
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
 
     Each window begins at a line start that is not blank; no two begin at the same line, though they may overlap.

@@ -127,5 +127,6 @@ def _rows(path: Path, name: str) -> Iterable[Any]:
         needed = "reading .parquet needs pyarrow; pip install 'selfspec[data]'"
         raise ConfigError(f"workload.prompts={name}: {needed}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"workload.prompts={name}: it cannot be read as {path.suffix[1:]}: "
-                          f"{' '.join(str(error).split())[:200]}") from error  # fmt: skip
+        raise ConfigError(
+            f"workload.prompts={name}: it cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())[:200]}"
+        ) from error

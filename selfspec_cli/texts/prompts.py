@@ -86,6 +86,8 @@ def _chat(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     prompts = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
     longest = max(map(len, prompts))
     if longest > work.input_len:
-        raise ConfigError(f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
-                          f"tokens; allow them, or take the choice workload={work.prompts}")  # fmt: skip
+        raise ConfigError(
+            f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
+            f"tokens; allow them, or take the choice workload={work.prompts}"
+        )
     return prompts

@@ -18,8 +18,10 @@ def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
         ValueError: stride is not in 1..window-1.
     """
     if not 1 <= stride < window:
-        raise ValueError(f"stride={stride}: it must be from 1 to window - 1 = {window - 1}, so that every scored token "
-                         "has a token before it")  # fmt: skip
+        raise ValueError(
+            f"stride={stride}: it must be from 1 to window - 1 = {window - 1}, so that every scored token "
+            "has a token before it"
+        )
     scored, end = 1, min(window, length)
     while scored < end:
         yield max(0, end - window), scored, end

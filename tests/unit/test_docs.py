@@ -50,14 +50,29 @@ def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monke
     assert "Nothing has been profiled" in module.profile_tables()
     kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
     work = {"model": "m", "batch": 1, "input_len": 8, "output_len": 64}
-    for arm, seconds in (("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
-                         ("baseline", {"verify": 0.9, "idle": 0.1})):  # fmt: skip
+    for arm, seconds in (
+        ("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
+        ("baseline", {"verify": 0.9, "idle": 0.1}),
+    ):
         made = Profile(
-            key=arm, run_id="r", time="", device="GPU", seconds=seconds, wall=1.0, rounds=100, tokens=64, tok_s=64.0,
-            tok_s_profiled=50.0, kernels=[kernel], memory_rate=None, gpu=True, unknown=[], trace="t",
+            key=arm,
+            run_id="r",
+            time="",
+            device="GPU",
+            seconds=seconds,
+            wall=1.0,
+            rounds=100,
+            tokens=64,
+            tok_s=64.0,
+            tok_s_profiled=50.0,
+            kernels=[kernel],
+            memory_rate=None,
+            gpu=True,
+            unknown=[],
+            trace="t",
             arm=work | {"arm": arm, "E": 3, "k": 4, "head": "lens"},
             command=["selfspec", "profile", "k=4", "results_dir=x"],
-        )  # fmt: skip
+        )
         profiles.save(tmp_path / "profile" / "gpu", made, b"")
     text = module.profile_tables()
     assert "m, 8 tokens in, 64 out" in text and "selfspec profile k=4\n" in text and "kernel" in text
@@ -167,8 +182,11 @@ def test_a_removed_sentence_takes_its_own_line_with_it(quoted):
 
 def test_a_row_of_the_readme_is_one_setting(doc_pages):
     readme = sys.modules["figure_readme"]
-    for keys, words in (({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
-                        ({1: "1c455bf81bc9"}, "another load"), ({8: "1" * 12}, "no point")):  # fmt: skip
+    for keys, words in (
+        ({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
+        ({1: "1c455bf81bc9"}, "another load"),
+        ({8: "1" * 12}, "no point"),
+    ):
         with pytest.raises(ValueError, match=words):
             readme._cells(readme.Line("m", "s", ("rivals/gpu",), keys))
     cells = readme._cells(

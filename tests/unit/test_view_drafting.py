@@ -29,9 +29,16 @@ def tiny():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.3, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+    )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 

@@ -1,4 +1,4 @@
-"""One setting on two hosts, and one of them as a server: what of a speedup is the host's."""
+"""Tables of one setting on two hosts and as a server: how much of a speedup the host decides."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 
 HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
-"""Greedy drafts by one table of lengths, by the card of the host; the workloads that both have are shown."""
+"""Folders of greedy drafts with one table of lengths, by the card of the host; common workloads are shown."""
 SERVED = "gpu/qwen_1.5b_h200/served.json"
 
 
 def hosts() -> str:
-    """Plain decoding and drafts on both hosts: tokens a second, and what a step and a round take."""
+    """Write plain decoding and drafts on both hosts: tokens a second, and the times of a step and a round."""
     found = {host: _by_load(folder) for host, folder in HOSTS.items()}
     rows = []
     for load in found["H200"]:
@@ -26,7 +26,7 @@ def hosts() -> str:
 
 
 def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, Record]]:
-    """(the baseline, greedy drafts without a gate) by workload and number of requests."""
+    """Return (the baseline, greedy drafts without a gate) by workload and number of requests."""
     rows = [tables.row(point) for point in points_of(folder)]
     pairs: dict[tuple[str | None, int | None], dict[bool, Record]] = {}
     for row in rows:
@@ -41,7 +41,7 @@ def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
 
 
 def served() -> str:
-    """Every level of the load test of the coder, early exit over plain vLLM."""
+    """Write every level of the coder's load test, early exit over plain vLLM."""
     found = data_of(SERVED)
     rows = []
     for level, over in found["compared"].items():
@@ -72,7 +72,7 @@ def served() -> str:
 
 
 def served_section() -> str:
-    """The same as a section of the page of all figures, with its command."""
+    """Write the same as a section of the page of all figures, with its command."""
     given = {
         name: value
         for name, value in data_of(SERVED)["arguments"].items()

@@ -1,4 +1,4 @@
-"""Published files that are no points as sections of the page of all figures."""
+"""Sections of the page of all figures for published files that are not points."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gate_of(row: dict[str, str]) -> str:
 
 
 def gate_costs() -> str:
-    """What a gate costs on a GPU."""
+    """Write the cost of gates on a GPU."""
     text = """### gates: what one costs on a GPU
 
 Median milliseconds of a plain step or of a speculation step; one H200, Llama-3-8B shape, E=8, k=3.
@@ -72,12 +72,11 @@ python experiments/confidence_gates/cost_on_gpu.py --out results/gates/cost_on_g
 
 
 def roc() -> str:
-    """Areas under the curves of the gates."""
+    """Write the areas under the curves of the gates."""
     text = """### gates: which one tells good drafts from bad
 
 Real drafts of the reference model. The area under the curve is 0.5 for a coin and 1 for a gate that is always right; "at
-stake" counts only drafts behind accepted ones. `gates/roc/choice.json` says
-what was chosen.
+stake" counts only drafts after accepted ones. `gates/roc/choice.json` has the choice.
 
 ```
 selfspec roc
@@ -151,7 +150,7 @@ VIEWS = ("smollm2_views", "smollm2_fitted", "reference_views", "plain_views")
 
 
 def views() -> str:
-    """Acceptance of cheaper views."""
+    """Write the acceptance of cheaper draft configurations."""
     engine = [
         (
             row["model"],
@@ -179,9 +178,9 @@ def views() -> str:
         for row in rows_of(f"views/{name}.csv")
         if row["position"] == "1"
     ]
-    text = """### views: drafts from cheaper copies of all layers
+    text = """### views: drafts with quantised weights of all layers
 
-In the engine on a CPU, few rounds; "predicted" is what the bytes allow at batch 1, and was not measured:
+In the engine on a CPU, few steps; "predicted" is the speedup that bytes allow at batch 1, not a measurement:
 
 ```
 selfspec views
@@ -202,8 +201,8 @@ selfspec views
 
 In plain PyTorch on one H200, on the models' own answers: SmolLM2-135M-Instruct, an ordinary model, on chat questions, and
 the embedded reference model on held-out code; on a CPU its control, `reference_plain`, and the trained corrections. A
-view is accepted as often as its first draft of a round is; the files have all four positions. Names with "weights-" are
-copies rounded with data, with a correction of the rank behind "r". Those with "kl" were trained besides: "kl" in 60
+view is a draft configuration; the table has the first draft of each step, the files all four positions. Names with "weights-" are
+weights rounded with data, with a correction of the rank after "r". Names with "kl" were trained as well: "kl" in 60
 steps on 64 answers at a rate of 1e-3, "kl-gentle" in 100 steps on 256 answers at 2e-4. "drawn" drafts are sampled from
 the view at the request's temperature (`draft_sample_method=probabilistic`).
 
@@ -224,8 +223,8 @@ def quality() -> str:
     """The table of perplexities."""
     text = """### quality: perplexity
 
-One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here are those
-that do not verify (method `skip`). [Perplexity and evaluations](verify.md#perplexity-selfspec-ppl) explains the columns.
+One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here do not
+verify (method `skip`). [Perplexity and evaluations](verify.md#perplexity-selfspec-ppl) explains the columns.
 
 ```
 python experiments/quality_table.py reference results/quality/reference --run
@@ -272,7 +271,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""What writes a part of the page, and the files that it is about."""
+"""Functions that write a part of the page, and the files for each."""
 
 NO_FIGURES = (
     "serving/*",
@@ -283,4 +282,4 @@ NO_FIGURES = (
     "gpu/two_gpus/*",
     "blog/streams_qwen.json",
 )
-"""Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""
+"""Transcripts and recordings without measured figures, and files that other pages show."""

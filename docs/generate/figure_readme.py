@@ -1,4 +1,4 @@
-"""Tables of speedups, a short one for the README: a row is one setting, and a cell the published point its key names."""
+"""Tables of speedups, a short one for the README: a row is one setting, a cell the published point with its key."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ RUNS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One setting on one model and machine. runs: the folders of points that measured it; of several the median is
-    shown. keys: of its point at each number of requests at once. short: whether the README has it."""
+    """One setting on one model and machine.
+
+    runs: folders of points that measured it; the median of several is shown. keys: the key of its point by number of
+    requests. short: whether the README has it.
+    """
 
     model: str
     setting: str
@@ -80,22 +83,22 @@ LINES: tuple[Line | str, ...] = (
     Line("the same, sampled at temperature 0.8", "the same with drawn drafts, no gate", (CODER,), {1: "5a582214ce24"}),
     Line(
         "the same, on edits of given code; another host with an H100",
-        "the same layers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8), and up to 16 from the text itself in front",
+        "the same layers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8), and before them up to 16 tokens copied from the text itself (prompt lookup)",
         (EDITS,),
         {1: "dd63b3d43281", 8: "46d5f827973f"},
         True,
     ),
     Line(SAME, "the same with the gate survival at 0.2", (EDITS,), {1: "599d111eda8f", 8: "21ea0d72c227"}),
-    Line(SAME, "the copies alone, the same table", (EDITS,), {1: "7dc8569aa573", 8: "5d844e4a161f"}),
+    Line(SAME, "without prompt lookup, the same table", (EDITS,), {1: "7dc8569aa573", 8: "5d844e4a161f"}),
     Line(
-        "the same, questions behind 16,384 tokens of files",
+        "the same, questions after 16,384 tokens of files",
         "the same layers over the whole context, 8 drafts",
         (FILES,),
         {32: "29460d760d6c"},
     ),
     Line(SAME, "over a window of 1,024 tokens", (FILES,), {32: "aba8b2595db0"}),
     Line(
-        "the same behind 32,512 tokens",
+        "the same after 32,512 tokens",
         "over the whole context, 8 drafts",
         (FILES,),
         {1: "edba54f6d087", 8: "f65c89f32691"},
@@ -166,7 +169,7 @@ LINES: tuple[Line | str, ...] = (
 
 
 def speedups() -> str:
-    """The README's table of speedups, and where another method of vLLM was faster than early exit."""
+    """Write the README's table of speedups, and list where another method of vLLM was faster than early exit."""
     parts, faster = [settings(short=True)], list(lost(at("rivals")))
     if faster:
         parts += [
@@ -177,7 +180,7 @@ def speedups() -> str:
 
 
 def settings(*, short: bool = False) -> str:
-    """A row a setting, a column a number of requests at once; short: the rows of the README."""
+    """Write a row per setting, with a column per number of requests; short: the rows of the README."""
     rows = [
         (line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *_cells(line))
         for line in LINES
@@ -187,10 +190,10 @@ def settings(*, short: bool = False) -> str:
 
 
 def _cells(line: Line) -> list[str]:
-    """The speedups of a line by LOADS; behind a median the number of its runs.
+    """Return the speedups of a line by LOADS; a median is followed by the number of its runs.
 
     Raises:
-        ValueError: a key names no point, one of another load, or the points are not of one setting.
+        ValueError: a key names no point or a point of another load, or the points have several settings.
     """
     cells, setting = [], None
     for load in LOADS:
@@ -208,7 +211,7 @@ def _cells(line: Line) -> list[str]:
 
 
 def one_setting(point: Point) -> dict[str, Any]:
-    """What makes a point's setting, whatever the load and the length of the measurement."""
+    """Return a point's setting without the load and the length of the measurement."""
     return {
         name: value
         for name, value in point.arm.items()
@@ -217,7 +220,7 @@ def one_setting(point: Point) -> dict[str, Any]:
 
 
 def served() -> str:
-    """Throughput of a server over plain vLLM's in closed loops: of two runs, and the range of all."""
+    """Write throughputs of a server over plain vLLM's in closed loops: two runs, and the range of all."""
     runs = {name: data_of(f"serving/{name}.json") for name in SERVED}
     levels = [level for level in runs[SERVED[0]]["compared"] if level.startswith("closed ")]
     clients = sorted(int(level.removeprefix("closed ")) for level in levels)
@@ -238,7 +241,7 @@ def served() -> str:
 
 
 def _reached(run: dict[str, Any], level: str) -> float | None:
-    """Throughput over plain vLLM's; of several turns the median."""
+    """Return throughput over plain vLLM's; the median of several turns."""
     turns, once = run.get("over_turns", {}).get(level), run["compared"].get(level)
     if turns:
         return float(turns["throughput"]["median"])

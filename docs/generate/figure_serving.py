@@ -42,7 +42,7 @@ TIMED = re.compile(r"\w+ at (\d+): ([\d.]+) ms a step \(([\d.]+ to [\d.]+)\)")
 
 
 def served() -> str:
-    """Every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
+    """Write every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
     rows = []
     for name in RUNS:
         found = data_of(f"serving/{name}.json")
@@ -62,18 +62,17 @@ def served() -> str:
             rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), control, *tails))
     text = """### serving: early exit beside plain vLLM, over HTTP
 
-The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
-level, and of 100 seconds at 128 and 256 clients in the tenth and eleventh file. Two H200s with a server on each, and from the
-fourth to the thirteenth file one H200 for both and every other program stopped while it was timed. In the eighth, ninth,
-tenth and twelfth both servers are behind vLLM's front end in Rust; the seventh is of the same machine and the same minutes
-as the eighth, and the eleventh as the tenth, behind the API server in Python. In the thirteenth each server has two API servers
-in Python. [Load tests](load.md#load-tests) says what each level is and what
-disturbed some of them. Settled are the requests that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
+The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds per
+level, 100 seconds at 128 and 256 clients in the tenth and eleventh file. The first three files have two H200s with a server on each;
+the fourth to the thirteenth one H200 for both, with every other program stopped during a measurement. In the eighth, ninth,
+tenth and twelfth both servers have vLLM's front end in Rust. The seventh was measured on the same machine in the same minutes
+as the eighth, and the eleventh as the tenth, with the API server in Python. In the thirteenth each server has two API servers
+in Python. [Load tests](load.md#load-tests) describes the levels. Settled requests began after a tenth of the run. A number in brackets is a further
+turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it
-was timed. The last three have a second plain server, whose throughput over the first says how far a ratio near 1 is to be
-relied on; in the last one the processes of all servers had the same cores. These jobs have grown: each file says with which
-arguments it was made.
+was timed. The last three have a second plain server, whose throughput over the first shows the noise of a ratio near 1.
+In the last one the processes of all servers had the same cores. Each file holds its arguments.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
@@ -113,7 +112,7 @@ VARYING = {
 
 
 def varying() -> str:
-    """A load that varies: the table of lengths, and each of its lengths for every load."""
+    """Write a load that varies: the table of lengths, and each of its lengths for every load."""
     tables = []
     for file, source in VARYING.items():
         found = data_of(f"serving/{file}.json")
@@ -131,7 +130,7 @@ def varying() -> str:
             )
         over = found["over_fixed"]["over_the_best"]
         header = ("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms")
-        tables.append(f"""`{file}.json`: over the length that is the best in the median of the turns, the table reaches
+        tables.append(f"""`{file}.json`: over the length with the best median of the turns, the table reaches
 {" / ".join(ratio(one) for one in over["all"])}. The table is {source}.
 
 {table(header, rows)}""")
@@ -149,7 +148,7 @@ experiments/gpu_host.sh MODELS OUT widened load_widened
 
 
 def full_graphs() -> str:
-    """Full graphs for mixed prefill and decode batches, beside vLLM's piecewise graphs of them."""
+    """Write full graphs for mixed prefill and decode batches, and vLLM's piecewise graphs."""
     rows = []
     for one in data_of("serving/full_graphs_apart_h200.json"):
         cpu = " / ".join(f"{share:.2f}" for share in one["server_cpu"].values())
@@ -187,18 +186,18 @@ measured it, and a switch that is not in the code.
 
 
 ADAPTIVE = {
-    "load_h200_rust_long": "As it was, beside `adaptive_length`: what it had left out of the verify pass counted as "
-    "rejected, and what it drafted after a pause was always left out, so that it did not begin again.",
-    "load_h200_trimmed": "These repaired, on another host. Drafts are admitted by the exit head's own probability.",
+    "load_h200_rust_long": "The first form, with `adaptive_length`: tokens left out of the verify pass counted as "
+    "rejected, and drafts after a pause were always left out, so it did not begin again.",
+    "load_h200_trimmed": "Both corrected, on another host. Drafts are admitted by the exit head's own probability.",
     "load_h200_trimmed_estimated": "Drafts are admitted by how likely they are to be accepted, as vLLM's estimator learns it "
     "while the engine serves; another host again. In the last column the same server verifies every draft, as it does below "
     "`verification_from`.",
 }
-"""Runs with a server with adaptive verification, and what was new in each."""
+"""Runs with adaptive verification, and their differences."""
 
 
 def adaptive_verification() -> str:
-    """Adaptive verification beside full verification, at fixed draft lengths."""
+    """Write adaptive and full verification, at fixed draft lengths."""
     tables = []
     for file, about in ADAPTIVE.items():
         rows = []
@@ -238,8 +237,8 @@ def adaptive_verification() -> str:
     return f"""### serving: adaptive verification
 
 The widened reference model on one H200, E=3, 8 bits, behind vLLM's front end in Rust; a server with `verification=adaptive`
-beside one that verifies every draft, 5 to 8 seconds a level, alternating, everything else stopped. It gained nothing over a
-table of lengths, and selfspec no longer has it.
+and one that verifies every draft, 5 to 8 seconds per level, alternating, everything else stopped. It gained nothing over a
+table of lengths and was removed.
 
 ```
 experiments/gpu_host.sh MODELS OUT widened load_rust_long       # the first
@@ -258,11 +257,11 @@ ENGINES = {
     "none first": "early exit, no drafts while requests arrive",
     "held": "early exit, steps 4 ms longer while requests arrive",
 }
-"""What the stand-in for an engine behaved like, in experiments/serving/api_server.py."""
+"""Behaviour of the stand-in for an engine in experiments/serving/api_server.py."""
 
 
 def api_server() -> str:
-    """vLLM's API server in front of a stand-in for the engine."""
+    """Write vLLM's API server in front of a stand-in for the engine."""
     rows = []
     for arm, runs in data_of("serving/api_server_cpu.json")["runs"].items():
         cells = []
@@ -286,11 +285,11 @@ def api_server() -> str:
         "TTFT, settled (ms)",
         "p99 TTFT, settled (ms)",
     )
-    return f"""### serving: what the API server takes of a first token
+    return f"""### serving: the share of the API server in a first token
 
-vLLM's API server in front of a stand-in for the engine, whose steps last as long as those of the widened reference model on
-an H200 did; 128 clients that begin at once, runs of 8 seconds, three of each server and two servers of each kind, alternating. Two
-cores of an Intel Xeon, one for the server and one for the clients, and nothing else. Settled are the requests that began after
+vLLM's API server in front of a stand-in for the engine, whose steps last as long as the widened reference model's on
+an H200; 128 clients that begin at once, runs of 8 seconds, three per server and two servers of each kind, alternating. Two
+cores of an Intel Xeon, one for the server and one for the clients. Settled requests began after
 the first second. Medians, and the least and the greatest.
 
 ```
@@ -301,7 +300,7 @@ python experiments/serving/api_server.py --out api_server.json
 
 
 def orders() -> str:
-    """Early exit that reads a step's tokens before it launches the next one, and in vLLM's order, over plain vLLM."""
+    """Write early exit that reads a step's tokens before it launches the next one, and in vLLM's order, over plain vLLM."""
     lines = text_of("serving/host_time_h200.txt").splitlines()
     steps = [
         (("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
@@ -310,7 +309,7 @@ def orders() -> str:
     return f"""### serving: when a step's tokens are read
 
 Closed loops of 10 to 20 seconds, one run a level; one server with early exit in both orders (`read_first`), and everything
-else stopped. Settled are the requests that began after a tenth of the run. SmolLM2-135M-Instruct widened on one H200, all
+else stopped. Settled requests began after a tenth of the run. SmolLM2-135M-Instruct widened on one H200, all
 its layers in 8 bits, k=4, where the draft loop hides what the host does:
 
 ```
@@ -319,7 +318,7 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_orders host_time
 
 {_in_both_orders("load_h200_read_first")}
 
-How long the host takes for a step, with the work of what asks the engine, which was in the same process: the embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the machine of the first table.
+The host's time for a step, including the client, which was in the same process: the embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the machine of the first table.
 
 {table(("engine", "requests", "ms a step, median", "of five runs"), steps)}"""
 
@@ -353,7 +352,7 @@ def _in_both_orders(name: str) -> str:
 
 
 def agreement() -> str:
-    """What `selfspec load` and `vllm bench serve` say of the same server."""
+    """Write the results of `selfspec load` and `vllm bench serve` on one server."""
     rows = []
     for name, where in (
         ("agree_h200", "NVIDIA H200, widened reference model"),

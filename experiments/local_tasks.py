@@ -7,7 +7,7 @@
 The folders are called as the data sets are (`allenai/ai2_arc`, `Rowan/hellaswag`), so `datasets` takes them before it
 asks the Hub, and lm-evaluation-harness runs its own tasks over them, unchanged. Their contents are made of the
 held-out standard library of the Python that runs this: which of four lines comes next, and requests for a function and
-for its renaming. So scores compare arms with each other, and have no meaning beside published ones.
+for its renaming. So scores compare arms with each other, and cannot be compared with published ones.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     train.py measure --work W --minutes M           tokens/s of both recipes, and the steps that fit into M minutes
     train.py train --work W --recipe R --steps N    train, evaluate on held-out text, export
 
-README.md beside this file has the commands as they were run. `--tiny` runs anything on a CPU in seconds.
+README.md in this folder has the commands as they were run. `--tiny` runs anything on a CPU in seconds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EVALUATIONS = 12
 
 @dataclass(frozen=True)
 class Recipe:
-    """Exit losses take turns: each step has one exit of every group, beside the final layer's loss of weight 1."""
+    """Exit losses alternate: each step has one exit of every group, and the final layer's loss with weight 1."""
 
     groups: tuple[tuple[int, ...], ...] = ()
     weights: tuple[float, ...] = ()

@@ -4,9 +4,9 @@
         model=./qwen2.5-coder-1.5b draft_weights=int4 k=12 workload=coding workload.output_len=256 engine=h100
     python experiments/blog/streams.py streams.json --out docs/blog/streams_qwen.svg
 
-The settings describe one point of `selfspec sweep`. Its engine, then the baseline's, continue one prompt
-of the workload `--repeats` times, one request at a time; the repeat of median length is kept. The file is written after each engine.
-`streams.py` needs both, and refuses a recording whose texts differ. On a GPU texts cannot be made again later.
+The settings describe one point of `selfspec sweep`. Its engine, then the baseline's, continue one prompt of the
+workload `--repeats` times, one request at a time; the repeat of median length is kept. The file is written after each
+engine. `streams.py` needs both, and refuses a recording whose texts differ. On a GPU texts cannot be made again later.
 """
 
 from __future__ import annotations

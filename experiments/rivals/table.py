@@ -3,7 +3,7 @@
     python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
     PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/measurements.md
 
-One table per model, workload and batch, each compared with the baseline of its own command. Failed settings have no line.
+One table per model, workload and batch, each compared with its own command's baseline. Failed settings have no line.
 """
 
 from __future__ import annotations

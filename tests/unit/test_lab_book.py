@@ -65,3 +65,9 @@ def test_a_part_that_lacks_is_named(there):
     gone = [*good[:-1], "- Verdict: yes. `cpu`, `gpu/nothing`"]
     assert list(faults("Is it?", gone, there)) == ["names gpu/nothing, which is not there"]
     assert list(faults("Is it?", [*good[:-1], "- Verdict: yes."], there)) == ["names no file"]
+
+
+def test_the_change_log_is_the_notes_of_a_release():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# Changelog" and any(re.fullmatch(r"## \d+\.\d+\.\d+ .*", line) for line in lines)
+    assert len(lines) <= 100

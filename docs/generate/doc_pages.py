@@ -152,14 +152,14 @@ def pages() -> dict[Path, str]:
     Raises:
         ValueError: a page has lost its markers.
     """
-    made: dict[Path, str] = {}
+    texts: dict[Path, str] = {}
     for name, marker, write in WRITTEN:
         path, text = ROOT / name, write()
-        parts = re.split(f"(<!-- /?{marker} -->)", made.get(path) or path.read_text(encoding="utf-8"))
+        parts = re.split(f"(<!-- /?{marker} -->)", texts.get(path) or path.read_text(encoding="utf-8"))
         if len(parts) != 5:
             raise ValueError(f"{name}: a part stands between <!-- {marker} --> and <!-- /{marker} -->")
-        made[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"
-    return made
+        texts[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"
+    return texts
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ def lossless() -> str:
     """Write how many outputs were compared on a GPU in batch-invariant mode, and how many differed."""
     lines = []
     for name in names("*lossless*.json"):
-        found = data_of(name)
-        cases = found.get("cases", [])
-        gates = [each for engine in found.get("gates", {}).values() for each in engine.values()]
+        report = data_of(name)
+        cases = report.get("cases", [])
+        gates = [each for engine in report.get("gates", {}).values() for each in engine.values()]
         differ = [
             len(one["different"]) if isinstance(one["different"], list) else one["different"]
             for one in [*cases, *gates]
@@ -93,15 +93,15 @@ def fits() -> str:
     """Write how long a fit of heads takes on a GPU."""
     rows = []
     for name in ("gpu/fit_8b_shape.json", "gpu/fit_fp8.json"):
-        found = data_of(name)
+        fit = data_of(name)
         rows.append(
             (
                 f"`{name}`",
-                found["model"],
-                ", ".join(found["heads"]),
-                f"{found['pairs']:,}",
-                f"{found['after_engine_start_s']:.2f} s",
-                f"{found['peak_device_gib']:.1f} GiB",
+                fit["model"],
+                ", ".join(fit["heads"]),
+                f"{fit['pairs']:,}",
+                f"{fit['after_engine_start_s']:.2f} s",
+                f"{fit['peak_device_gib']:.1f} GiB",
             )
         )
     text = """### fit: how long a fit of exit heads takes on a GPU

@@ -14,12 +14,12 @@ SERVED = "gpu/qwen_1.5b_h200/served.json"
 
 def hosts() -> str:
     """Write plain decoding and drafts on both hosts: tokens a second, and the times of a step and a round."""
-    found = {host: _by_load(folder) for host, folder in HOSTS.items()}
+    by_host = {host: _by_load(folder) for host, folder in HOSTS.items()}
     rows = []
-    for load in found["H200"]:
-        if all(load in one for one in found.values()):
+    for load in by_host["H200"]:
+        if all(load in one for one in by_host.values()):
             workload, batch = load
-            pairs = [found[host][load] for host in HOSTS]
+            pairs = [by_host[host][load] for host in HOSTS]
             rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
     parts = ("plain tok/s", "drafts tok/s", "speedup", "plain step, ms", "round, ms")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
@@ -42,10 +42,10 @@ def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
 
 def served() -> str:
     """Write every level of the coder's load test, early exit over plain vLLM."""
-    found = data_of(SERVED)
+    run = data_of(SERVED)
     rows = []
-    for level, over in found["compared"].items():
-        sides = [found["rows"][level][side] for side in ("plain", "early exit")]
+    for level, over in run["compared"].items():
+        sides = [run["rows"][level][side] for side in ("plain", "early exit")]
         rows.append(
             (
                 level.removeprefix("closed "),

@@ -131,10 +131,10 @@ def heads(name: str) -> str:
         )
         for row in data_of(f"{name}/heads.json")["rows"]
     ]
-    found = data_of(f"{name}/heads.json")
+    report = data_of(f"{name}/heads.json")
     text = f"""### {name}: exit heads
 
-{found["device"]}; fitted in {found["fit_seconds"]:.0f} s. Agreement is with the full model's choice, on held-out text and
+{report["device"]}; fitted in {report["fit_seconds"]:.0f} s. Agreement is with the full model's choice, on held-out text and
 on what the model generates.
 
 ```

@@ -100,16 +100,16 @@ ABOUT = {
 
 def point_folders() -> list[str]:
     """Return the folders of results/published with points, by name; earlier runs last."""
-    found = {archive.shown(runs.parent.relative_to(PUBLISHED)) for runs in archive.below(PUBLISHED, folder.RUNS)}
-    return sorted(found, key=lambda name: ("earlier" in name, name))
+    folders = {archive.shown(runs.parent.relative_to(PUBLISHED)) for runs in archive.below(PUBLISHED, folder.RUNS)}
+    return sorted(folders, key=lambda name: ("earlier" in name, name))
 
 
 def points_section(name: str) -> str:
     """Write the heading, commands and table of a folder of points."""
     points = points_of(name)
     lines = [f"### {name}", "", ABOUT.get(name, ""), "", f"File: `{source(name)}`. {where(points)}", ""]
-    said = dict.fromkeys(filter(None, map(command, points)))
-    lines += ["```", *said, "```", ""] if said else []
+    commands = dict.fromkeys(filter(None, map(command, points)))
+    lines += ["```", *commands, "```", ""] if commands else []
     rows = [row_of(point) for point in points]
     header = (
         "arm",

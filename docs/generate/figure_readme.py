@@ -231,7 +231,7 @@ def served() -> str:
     rows.append(
         (
             f"all {len(runs)} runs, other hosts and versions: the lowest and the highest",
-            *(f"{ratio(min(found))} to {ratio(max(found))}" for found in reached),
+            *(f"{ratio(min(ratios))} to {ratio(max(ratios))}" for ratios in reached),
         )
     )
     text = """Served over HTTP on H200s, the widened model on 8-bit integers, 128 tokens out, clients that ask again at once:

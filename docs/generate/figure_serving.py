@@ -45,9 +45,9 @@ def served() -> str:
     """Write every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
     rows = []
     for name in RUNS:
-        found = data_of(f"serving/{name}.json")
-        for level, over in found["compared"].items():
-            sides = found["rows"][level]
+        run = data_of(f"serving/{name}.json")
+        for level, over in run["compared"].items():
+            sides = run["rows"][level]
             if ADAPTIVE_SIDE in sides:
                 continue  # `adaptive_verification` has them
             speeds = [
@@ -115,12 +115,10 @@ def varying() -> str:
     """Write a load that varies: the table of lengths, and each of its lengths for every load."""
     tables = []
     for file, source in VARYING.items():
-        found = data_of(f"serving/{file}.json")
-        names, rows = ["clients come and go", *found["over_fixed"]["fixed"]], []
+        run = data_of(f"serving/{file}.json")
+        names, rows = ["clients come and go", *run["over_fixed"]["fixed"]], []
         for name in names:
-            turns = [
-                row["early exit"] for level, row in found["rows"].items() if re.sub(r" \(\d+\)$", "", level) == name
-            ]
+            turns = [row["early exit"] for level, row in run["rows"].items() if re.sub(r" \(\d+\)$", "", level) == name]
             rows.append(
                 (
                     name.removeprefix("clients come and go ") if name != names[0] else "the table",
@@ -128,7 +126,7 @@ def varying() -> str:
                     " / ".join(number(one["e2e_ms"], 3) for one in turns),
                 )
             )
-        over = found["over_fixed"]["over_the_best"]
+        over = run["over_fixed"]["over_the_best"]
         header = ("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms")
         tables.append(f"""`{file}.json`: over the length with the best median of the turns, the table reaches
 {" / ".join(ratio(one) for one in over["all"])}. The table is {source}.
@@ -137,7 +135,7 @@ def varying() -> str:
     both = "\n\n".join(tables)
     return f"""### serving: a table of lengths where loads vary
 
-The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{found["table"]}`. 128 and 32 clients,
+The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{run["table"]}`. 128 and 32 clients,
 alternating every 2.5 s, 10 s a turn, everything else stopped.
 
 ```
@@ -324,10 +322,10 @@ The host's time for a step, including the client, which was in the same process:
 
 
 def _in_both_orders(name: str) -> str:
-    found, rows = data_of(f"serving/{name}.json"), []
-    asked = [level for level, over in found["compared"].items() if "launched first" in over]
-    for level in sorted(asked, key=lambda name: int(name.split()[1])):
-        sides = found["rows"][level]
+    run, rows = data_of(f"serving/{name}.json"), []
+    levels = [level for level, over in run["compared"].items() if "launched first" in over]
+    for level in sorted(levels, key=lambda name: int(name.split()[1])):
+        sides = run["rows"][level]
         for side, order in (
             ("plain", "plain vLLM"),
             ("launched first", "launched first"),
@@ -359,14 +357,14 @@ def agreement() -> str:
         ("agree_cpu_one", "two CPU cores, one for the server and one for the clients"),
         ("agree_cpu", "the same"),
     ):
-        found = data_of(f"serving/{name}.json")
+        comparison = data_of(f"serving/{name}.json")
         spread = [
-            f"{number(min(one[side]['tok_s'] for one in found['rounds']), 4)} to "
-            f"{number(max(one[side]['tok_s'] for one in found['rounds']), 4)}"
+            f"{number(min(one[side]['tok_s'] for one in comparison['rounds']), 4)} to "
+            f"{number(max(one[side]['tok_s'] for one in comparison['rounds']), 4)}"
             for side in ("selfspec", "vllm")
         ]
-        apart = [f"{found['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
-        rows.append((f"`{name}.json`", where, found["clients"], len(found["rounds"]), *spread, *apart))
+        apart = [f"{comparison['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
+        rows.append((f"`{name}.json`", where, comparison["clients"], len(comparison["rounds"]), *spread, *apart))
     text = """### serving: `selfspec load` beside `vllm bench serve`
 
 One server without drafts, alternating; ours over theirs within each round, and the median of that over the rounds. With 8

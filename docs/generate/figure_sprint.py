@@ -67,13 +67,13 @@ def in_short() -> str:
         ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
         ("drafts, tuned", "m5", {"arm": "layer_skip"}),
     )
-    found = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
+    rows = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
     lines = []
     for name, milestone, wanted in steps:
-        mine = [row for of, row in found if of == milestone and wanted.items() <= vars(row).items()]
-        if not mine:
+        matching = [row for of, row in rows if of == milestone and wanted.items() <= vars(row).items()]
+        if not matching:
             continue
-        (row,) = mine
+        (row,) = matching
         verified = row.arm == "layer_skip"
         delta = "0" if verified else "" if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
         same = f"{row.identical} of {row.outputs}" if row.outputs else None
@@ -116,8 +116,8 @@ def _by_bytes(row: Record, read: Mapping[str, float], layer: int) -> float | Non
 
 def _wanted(experiment: str, row: Record, targets: list[Target]) -> str:
     """What the plan wanted of an arm. A speed is wanted as a speedup, and of the baseline nothing can be."""
-    mine = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
-    return ", ".join(wish(name, low, high) for one in mine for name, (low, high) in one.values.items())
+    matching = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
+    return ", ".join(wish(name, low, high) for one in matching for name, (low, high) in one.values.items())
 
 
 def conversations() -> str:

@@ -157,8 +157,8 @@ def _figures(prose: str, listed_figures: set[str]) -> list[str]:
 
 def _occurrences(prose: str, listed_figures: set[str]) -> Iterator[re.Match[str]]:
     exact = "|".join(re.escape(figure) for figure in sorted(listed_figures, key=len, reverse=True))
-    one = rf"(?<![\w.,+-])(?:{exact})(?![\w%]|[.,]\d)|{SPEEDUP.pattern}" if exact else SPEEDUP.pattern
-    return re.finditer(one, prose)
+    pattern = rf"(?<![\w.,+-])(?:{exact})(?![\w%]|[.,]\d)|{SPEEDUP.pattern}" if exact else SPEEDUP.pattern
+    return re.finditer(pattern, prose)
 
 
 def moved(text: str, quotes: Quotes) -> tuple[str, Quotes, Quotes]:

@@ -7,7 +7,7 @@
 The folders are called as the data sets are (`allenai/ai2_arc`, `Rowan/hellaswag`), so `datasets` takes them before it
 asks the Hub, and lm-evaluation-harness runs its own tasks over them, unchanged. Their contents are made of the
 held-out standard library of the Python that runs this: which of four lines comes next, and requests for a function and
-for its renaming. So scores compare arms with each other, and have no meaning beside published ones.
+for its renaming. So scores compare arms with each other, and cannot be compared with published ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ def arc(found: Rows) -> Iterator[dict[str, Any]]:
 def hellaswag(found: Rows) -> Iterator[dict[str, Any]]:
     """Questions in HellaSwag's form. The harness puts the label before the context and takes brackets out."""
     for one in found:
-        yield {"activity_label": "Python", "ctx_a": one["context"], "ctx_b": "", "label": str(one["answer"]),
-               "endings": [choice.strip() for choice in one["choices"]]}  # fmt: skip
+        yield {
+            "activity_label": "Python",
+            "ctx_a": one["context"],
+            "ctx_b": "",
+            "label": str(one["answer"]),
+            "endings": [choice.strip() for choice in one["choices"]],
+        }
 
 
 def conversations() -> Iterator[dict[str, Any]]:
@@ -55,8 +60,12 @@ def conversations() -> Iterator[dict[str, Any]]:
                 continue
             source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
             renamed = source.replace(node.name, f"{node.name}_renamed")
-            said = (f"Show me the function `{node.name}` of {module}.", source,
-                    f"Rename it to `{node.name}_renamed`.", renamed)  # fmt: skip
+            said = (
+                f"Show me the function `{node.name}` of {module}.",
+                source,
+                f"Rename it to `{node.name}_renamed`.",
+                renamed,
+            )
             turns = zip(("human", "gpt") * 2, said, strict=True)
             yield {"conversations": [{"from": who, "value": value} for who, value in turns]}
 
@@ -73,9 +82,13 @@ def write(folder: Path, seed: int = 0) -> None:
         at.mkdir(parents=True, exist_ok=True)
         for file, rows in files.items():
             _lines(at / f"{file}.jsonl", rows)
-        listed = [{"config_name": config, "data_files": [
-            {"split": split, "path": f"{file}.jsonl"} for split in ("train", "validation", "test")]}
-            for config, file in configs.items()]  # fmt: skip
+        listed = [
+            {
+                "config_name": config,
+                "data_files": [{"split": split, "path": f"{file}.jsonl"} for split in ("train", "validation", "test")],
+            }
+            for config, file in configs.items()
+        ]
         (at / "README.md").write_text(f"---\nconfigs: {json.dumps(listed)}\n---\n", encoding="utf-8")
     _lines(folder / "conversations.jsonl", conversations())
 

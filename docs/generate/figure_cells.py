@@ -57,9 +57,9 @@ def at(name: str) -> Path:
 
 def names(pattern: str = "*") -> list[str]:
     """The names of published files, those in archives too, that match a pattern; `*` matches several folders."""
-    found = [path for path in PUBLISHED.rglob("[!.]*") if path.is_file()]
-    packed = [path for path in found if path.name.endswith(archive.SUFFIX)]
-    every = [*(set(found) - set(packed)), *(file for one in packed for file in archive.contents(one))]
+    files = [path for path in PUBLISHED.rglob("[!.]*") if path.is_file()]
+    packed = [path for path in files if path.name.endswith(archive.SUFFIX)]
+    every = [*(set(files) - set(packed)), *(file for one in packed for file in archive.contents(one))]
     called = (archive.shown(path.relative_to(PUBLISHED)) for path in every)
     return sorted(name for name in called if fnmatchcase(name, pattern))
 

@@ -35,8 +35,16 @@ def by_load(*folders: str) -> str:
 
 def by_arm(*folders: str) -> str:
     """Speed, accept rate and equality of folders with one load."""
-    rows = [(_arm(row), _speed(row), percent(row.accept_rate), number(row.mean_accepted_len),
-             None if row.identical is None else f"{row.identical} of {row.outputs}") for row in _rows(folders)]  # fmt: skip
+    rows = [
+        (
+            _arm(row),
+            _speed(row),
+            percent(row.accept_rate),
+            number(row.mean_accepted_len),
+            None if row.identical is None else f"{row.identical} of {row.outputs}",
+        )
+        for row in _rows(folders)
+    ]
     return table(("arm", "tok/s (speedup)", "accept rate", "tokens a verify step", "identical outputs"), rows)
 
 

@@ -1,4 +1,4 @@
-"""One setting on two hosts, and one of them as a server: what of a speedup is the host's."""
+"""Tables of one setting on two hosts and as a server: how much of a speedup the host decides."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 
 HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
-"""Greedy drafts by one table of lengths, by the card of the host; the workloads that both have are shown."""
+"""Folders of greedy drafts with one table of lengths, by the card of the host; common workloads are shown."""
 SERVED = "gpu/qwen_1.5b_h200/served.json"
 
 
 def hosts() -> str:
-    """Plain decoding and drafts on both hosts: tokens a second, and what a step and a round take."""
-    found = {host: _by_load(folder) for host, folder in HOSTS.items()}
+    """Write plain decoding and drafts on both hosts: tokens a second, and the times of a step and a round."""
+    by_host = {host: _by_load(folder) for host, folder in HOSTS.items()}
     rows = []
-    for load in found["H200"]:
-        if all(load in one for one in found.values()):
+    for load in by_host["H200"]:
+        if all(load in one for one in by_host.values()):
             workload, batch = load
-            pairs = [found[host][load] for host in HOSTS]
+            pairs = [by_host[host][load] for host in HOSTS]
             rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
     parts = ("plain tok/s", "drafts tok/s", "speedup", "plain step, ms", "round, ms")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
 
 
 def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, Record]]:
-    """(the baseline, greedy drafts without a gate) by workload and number of requests."""
+    """Return (the baseline, greedy drafts without a gate) by workload and number of requests."""
     rows = [tables.row(point) for point in points_of(folder)]
     pairs: dict[tuple[str | None, int | None], dict[bool, Record]] = {}
     for row in rows:
@@ -41,25 +41,57 @@ def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
 
 
 def served() -> str:
-    """Every level of the load test of the coder, early exit over plain vLLM."""
-    found = data_of(SERVED)
+    """Write every level of the coder's load test, early exit over plain vLLM."""
+    run = data_of(SERVED)
     rows = []
-    for level, over in found["compared"].items():
-        sides = [found["rows"][level][side] for side in ("plain", "early exit")]
-        rows.append((level.removeprefix("closed "), *(number(side["tok_s"], 3) for side in sides),
-                     ratio(over["throughput"]), ratio(over["wanted"]),
-                     *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
-                     *(f"{side['server_cpu']['python']:.2f}" for side in sides)))  # fmt: skip
-    header = ("clients", "plain tok/s", "drafts tok/s", "throughput", "wanted", "p99 TPOT over plain",
-              "p99 TTFT over plain", "the same, settled", "API server, of a core: plain", "drafts")  # fmt: skip
+    for level, over in run["compared"].items():
+        sides = [run["rows"][level][side] for side in ("plain", "early exit")]
+        rows.append(
+            (
+                level.removeprefix("closed "),
+                *(number(side["tok_s"], 3) for side in sides),
+                ratio(over["throughput"]),
+                ratio(over["wanted"]),
+                *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
+                *(f"{side['server_cpu']['python']:.2f}" for side in sides),
+            )
+        )
+    header = (
+        "clients",
+        "plain tok/s",
+        "drafts tok/s",
+        "throughput",
+        "wanted",
+        "p99 TPOT over plain",
+        "p99 TTFT over plain",
+        "the same, settled",
+        "API server, of a core: plain",
+        "drafts",
+    )
     return table(header, rows)
 
 
 def served_section() -> str:
-    """The same as a section of the page of all figures, with its command."""
-    given = {name: value for name, value in data_of(SERVED)["arguments"].items()
-             if name in ("layer", "k", "draft_weights", "table", "clients", "groups", "seconds", "few_seconds", "kv_gib",
-                         "memory_share", "minutes", "prompts")}  # fmt: skip
+    """Write the same as a section of the page of all figures, with its command."""
+    given = {
+        name: value
+        for name, value in data_of(SERVED)["arguments"].items()
+        if name
+        in (
+            "layer",
+            "k",
+            "draft_weights",
+            "table",
+            "clients",
+            "groups",
+            "seconds",
+            "few_seconds",
+            "kv_gib",
+            "memory_share",
+            "minutes",
+            "prompts",
+        )
+    }
     words = " ".join(f"--{name.replace('_', '-')} '{value}'" for name, value in given.items())
     return f"""### serving: a pretrained coder on chat questions
 

@@ -1,4 +1,4 @@
-"""Published files that are no points as sections of the page of all figures."""
+"""Sections of the page of all figures for published files that are not points."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from figure_serving import (
 
 
 def gates() -> str:
-    """The arms of every run of experiments/confidence_gates/compare.py."""
+    """Write a table of arms that took turns on one engine."""
     lines = []
-    for file in names("gates/*_E*"):
-        rows = rows_of(file) if file.endswith(".csv") else data_of(file).get("rows")
-        if not rows or not {"gate", "speedup"} <= set(rows[0]):
-            continue
-        for row in [] if file.endswith("screened.csv") else rows:
+    for file in names("gates/fixed_E*"):
+        for row in data_of(file)["rows"]:
             between = f"{ratio(row['speedup_min'])} to {ratio(row['speedup_max'])}"
-            lines.append((f"`{file}`", row["E"], row["k"] or "plain", gate_of(row), number(row["tok_s_median"], 4),
-                          f"{ratio(row['speedup'])} ({between})"))  # fmt: skip
+            lines.append(
+                (
+                    f"`{file}`",
+                    row["E"],
+                    row["k"] or "plain",
+                    gate_of(row),
+                    number(row["tok_s_median"], 4),
+                    f"{ratio(row['speedup'])} ({between})",
+                )
+            )
     text = """### gates: comparisons on one engine
 
-Arms of one engine take turns prompt by prompt; every arm is a row. `fixed` files hold every draft length without a gate and
-some settings; `grid` files hold the best points of a grid, measured a second time. `gates/grid_E3_screened.csv` is the
-first screening of one of them, 98 arms on a few prompts, whose order is partly luck; it is not shown. Files with "widened" are from one H200, the others from two CPU cores.
+Arms of one engine take turns prompt by prompt; every arm is a row: every draft length without a gate, and some settings.
+Files with "widened" are from one H200, the others from two CPU cores.
 
 ```
 python experiments/confidence_gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
-python experiments/confidence_gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 ```
 
 """
@@ -54,90 +57,84 @@ def gate_of(row: dict[str, str]) -> str:
 
 
 def gate_costs() -> str:
-    """What a gate costs on a GPU."""
+    """Write the cost of gates on a GPU."""
     text = """### gates: what one costs on a GPU
 
-Milliseconds of a step or a round, medians; one H200, Llama-3-8B shape, E=8, k=3. The second file was measured with
-adaptive verification on another card.
+Median milliseconds of a plain step or of a speculation step; one H200, Llama-3-8B shape, E=8, k=3.
 
 ```
 python experiments/confidence_gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
 ```
 
 """
-    rows = [(f"`{name}`", row, f"{figures['ms']:.3f}") for name in ("cost_on_gpu.json", "cost_on_gpu_adaptive.json")
-            for row, figures in data_of(f"gates/{name}")["rows"].items()]  # fmt: skip
-    return text + table(("file", "what", "ms"), rows)
+    rows = [(row, f"{figures['ms']:.3f}") for row, figures in data_of("gates/cost_on_gpu.json")["rows"].items()]
+    return text + table(("what", "ms"), rows)
 
 
 def roc() -> str:
-    """Areas under the curves of the gates."""
+    """Write the areas under the curves of the gates."""
     text = """### gates: which one tells good drafts from bad
 
 Real drafts of the reference model. The area under the curve is 0.5 for a coin and 1 for a gate that is always right; "at
-stake" counts only drafts behind accepted ones. `gates/roc/choice.json` says
-what was chosen.
+stake" counts only drafts after accepted ones. `gates/roc/choice.json` has the choice.
 
 ```
 selfspec roc
 ```
 
 """
-    rows = [(row["E"], row["gate"], row["drafted"], f"{float(row['auc']):.2f}", f"{float(row['auc_at_stake']):.2f}",
-             row["threshold"], ratio(row["expected_speedup"])) for row in rows_of("gates/roc/auc.csv")]  # fmt: skip
+    rows = [
+        (
+            row["E"],
+            row["gate"],
+            row["drafted"],
+            f"{float(row['auc']):.2f}",
+            f"{float(row['auc_at_stake']):.2f}",
+            row["threshold"],
+            ratio(row["expected_speedup"]),
+        )
+        for row in rows_of("gates/roc/auc.csv")
+    ]
     header = ("E", "gate", "drafts", "area", "area at stake", "best threshold", "expected speedup")
     return text + table(header, rows)
 
 
 def tuning() -> str:
-    """What `selfspec tune` chose."""
-    rows = []
-    for name in ("choice.json", "choice_stalled.json"):
-        found = data_of(f"gates/tune/{name}")
-        words = [word for word in found["overrides"] if not word.startswith(("model=", "head=", "vocab="))]
-        rows.append((f"`{name}`", " ".join(words), ratio(found["speedup"]), f"{found['seconds']:.0f} s"))
+    """Write what `selfspec tune` chose."""
+    choice = data_of("gates/tune/choice.json")
+    words = [word for word in choice["overrides"] if not word.startswith(("model=", "head=", "vocab="))]
     text = """### gates: what `selfspec tune` chose
 
-On two CPU cores. During `choice_stalled.json` the machine stalled. `reference.yaml` is the file that was written.
+On two CPU cores. `reference.yaml` is the file that was written.
 
 ```
 selfspec tune
 ```
 
 """
-    return text + table(("file", "chosen", "measured speedup", "time of the search"), rows)
-
-
-def round_times() -> str:
-    """Where a round's time goes on a CPU."""
-    verify = [
-        (row["tokens_verified"], row["steps"], number(row["model_us"], 5)) for row in rows_of("gates/verify_E3.csv")
-    ]
-    layers = [(row["rows"], row["us_a_layer"]) for row in rows_of("gates/gemm_rows.csv")]
-    found = data_of("gates/rounds_E3.json")
-    text = f"""### gates: times of rounds on a CPU
-
-Two CPU cores, E=3, setting {found["setting"]}. Asking the gate takes {found["gate_us_each_time"]:.0f} µs each time. The
-second table is the time of one layer's products over so many tokens.
-
-```
-python experiments/confidence_gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
-```
-
-"""
-    first = table(("tokens verified", "steps", "µs of the model"), verify)
-    return f"{text}{first}\n\n{table(('tokens', 'µs a layer'), layers)}"
+    row = (" ".join(words), ratio(choice["speedup"]), f"{choice['seconds']:.0f} s")
+    return text + table(("chosen", "measured speedup", "time of the search"), [row])
 
 
 def heads(name: str) -> str:
     """The heads of one run of `selfspec fit --compare`."""
-    rows = [(row["E"], row["head"], row["vocab"], percent(row["agreement"]), percent(row["agreement_generated"]),
-             row["best_k"], ratio(row["predicted_speedup"]), ratio(row["measured_speedup"]))
-            for row in data_of(f"{name}/heads.json")["rows"]]  # fmt: skip
-    found = data_of(f"{name}/heads.json")
+    rows = [
+        (
+            row["E"],
+            row["head"],
+            row["vocab"],
+            percent(row["agreement"]),
+            percent(row["agreement_generated"]),
+            row["best_k"],
+            ratio(row["predicted_speedup"]),
+            ratio(row["measured_speedup"]),
+        )
+        for row in data_of(f"{name}/heads.json")["rows"]
+    ]
+    report = data_of(f"{name}/heads.json")
     text = f"""### {name}: exit heads
 
-{found["device"]}; fitted in {found["fit_seconds"]:.0f} s. Agreement is with the full model's choice, on held-out text and
+{report["device"]}; fitted in {report["fit_seconds"]:.0f} s. Agreement is with the full model's choice, on held-out text and
 on what the model generates.
 
 ```
@@ -153,30 +150,59 @@ VIEWS = ("smollm2_views", "smollm2_fitted", "reference_views", "plain_views")
 
 
 def views() -> str:
-    """Acceptance of cheaper views."""
-    engine = [(row["model"], row["draft_weights"], row["skip_layers"], row["rounds"], percent(row["first"]),
-               f"{float(row['mean_accepted_len']):.2f}", f"{float(row['cost']):.2f}", ratio(row["predicted"]))
-              for row in data_of("views/cpu_engine/views.json")["rows"]]  # fmt: skip
-    plain = [(row["model"], row["view"], row["temperature"], row["drafts"], percent(row["given_before"]),
-              f"{percent(row['low'])} to {percent(row['high'])}", f"{float(row['tokens_a_round']):.2f}")
-             for name in VIEWS for row in rows_of(f"views/{name}.csv") if row["position"] == "1"]  # fmt: skip
-    text = """### views: drafts from cheaper copies of all layers
+    """Write the acceptance of cheaper draft configurations."""
+    engine = [
+        (
+            row["model"],
+            row["draft_weights"],
+            row["skip_layers"],
+            row["rounds"],
+            percent(row["first"]),
+            f"{float(row['mean_accepted_len']):.2f}",
+            f"{float(row['cost']):.2f}",
+            ratio(row["predicted"]),
+        )
+        for row in data_of("views/cpu_engine/views.json")["rows"]
+    ]
+    plain = [
+        (
+            row["model"],
+            row["view"],
+            row["temperature"],
+            row["drafts"],
+            percent(row["given_before"]),
+            f"{percent(row['low'])} to {percent(row['high'])}",
+            f"{float(row['tokens_a_round']):.2f}",
+        )
+        for name in VIEWS
+        for row in rows_of(f"views/{name}.csv")
+        if row["position"] == "1"
+    ]
+    text = """### views: drafts with quantised weights of all layers
 
-In the engine on a CPU, few rounds; "predicted" is what the bytes allow at batch 1, and was not measured:
+In the engine on a CPU, few steps; "predicted" is the speedup that bytes allow at batch 1, not a measurement:
 
 ```
 selfspec views
 ```
 
 """
-    header = ("model", "weights", "layers left out", "rounds", "first draft accepted", "tokens a round",
-              "bytes of a draft step over a plain one", "predicted")  # fmt: skip
+    header = (
+        "model",
+        "weights",
+        "layers left out",
+        "rounds",
+        "first draft accepted",
+        "tokens a round",
+        "bytes of a draft step over a plain one",
+        "predicted",
+    )
     second = """
 
 In plain PyTorch on one H200, on the models' own answers: SmolLM2-135M-Instruct, an ordinary model, on chat questions, and
 the embedded reference model on held-out code; on a CPU its control, `reference_plain`, and the trained corrections. A
-view is accepted as often as its first draft of a round is; the files have all four positions. Names with "weights-" are
-copies rounded with data, with a correction of the rank behind "r". Those with "kl" were trained besides: "kl" in 60
+view is a draft configuration; the table has the first draft of each step, the files all four positions. Names with "weights-" are
+weights rounded with data, with a correction of the rank after "r". Names with "kl" were trained as well: "kl" in 60
 steps on 64 answers at a rate of 1e-3, "kl-gentle" in 100 steps on 256 answers at 2e-4. "drawn" drafts are sampled from
 the view at the request's temperature (`draft_sample_method=probabilistic`).
 
@@ -197,8 +223,8 @@ def quality() -> str:
     """The table of perplexities."""
     text = """### quality: perplexity
 
-One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here are those
-that do not verify (method `skip`). [Perplexity and evaluations](verify.md#perplexity-selfspec-ppl) explains the columns.
+One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here do not
+verify (method `skip`). [Perplexity and evaluations](verify.md#perplexity-selfspec-ppl) explains the columns.
 
 ```
 python experiments/quality_table.py reference results/quality/reference --run
@@ -209,11 +235,10 @@ python experiments/quality_table.py reference results/quality/reference --run
 
 
 PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
-    (gates, ("gates/*_E*")),
-    (gate_costs, ("gates/cost_on_gpu*.json",)),
+    (gates, ("gates/fixed_E*",)),
+    (gate_costs, ("gates/cost_on_gpu.json",)),
     (roc, ("gates/roc/*",)),
     (tuning, ("gates/tune/*",)),
-    (round_times, ("gates/gemm_rows.csv",)),
     (lambda: heads("heads"), ("heads/heads.json",)),
     (lambda: heads("heads_2"), ("heads_2/heads.json",)),
     (views, ("views/*",)),
@@ -246,8 +271,15 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""What writes a part of the page, and the files that it is about."""
+"""Functions that write a part of the page, and the files for each."""
 
-NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md", "gpu/qwen_1.5b_h200/by_context.json",
-              "gpu/two_gpus/*", "blog/streams_qwen.json")  # fmt: skip
-"""Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""
+NO_FIGURES = (
+    "serving/*",
+    "install/*",
+    "profile/*",
+    "serving/README.md",
+    "gpu/qwen_1.5b_h200/by_context.json",
+    "gpu/two_gpus/*",
+    "blog/streams_qwen.json",
+)
+"""Transcripts and recordings without measured figures, and files that other pages show."""

@@ -32,8 +32,10 @@ def _group(device: str, title: str, found: Sequence[Profile]) -> str:
         ("arm", *SHARES, "sum of all", "tok/s", "tok/s under the profiler"), [_shares(one) for one in members]
     )
     kind = "kernel" if members[0].gpu else "operator"
-    slowest = table(("arm", kind, "part", "share", "times a round", "of the memory's rate"),
-                    [row for one in members for row in _kernels(one)])  # fmt: skip
+    slowest = table(
+        ("arm", kind, "part", "share", "times a round", "of the memory's rate"),
+        [row for one in members for row in _kernels(one)],
+    )
     commands = dict.fromkeys(" ".join(_words(one)) for one in members)
     return "\n\n".join([f"### {title}, {device}", "\n".join(["```", *commands, "```"]), parts, slowest])
 
@@ -43,17 +45,36 @@ def _row(profile: Profile) -> Record:
 
 
 def _words(profile: Profile) -> list[str]:
-    return ["selfspec", *(word for word in (profile.command or [])[1:]
-                          if not word.startswith("results_dir=") and word not in ("--debug", "--json"))]  # fmt: skip
+    return [
+        "selfspec",
+        *(
+            word
+            for word in (profile.command or [])[1:]
+            if not word.startswith("results_dir=") and word not in ("--debug", "--json")
+        ),
+    ]
 
 
 def _shares(profile: Profile) -> tuple[str | None, ...]:
     shares = [profile.share(*parts) for parts in SHARES.values()]
-    return (label(_row(profile)), *(None if share is None else f"{100 * share:.1f} %" for share in shares),
-            f"{100 * profile.accounted:.1f} %", f"{profile.tok_s:.1f}", f"{profile.tok_s_profiled:.1f}")  # fmt: skip
+    return (
+        label(_row(profile)),
+        *(None if share is None else f"{100 * share:.1f} %" for share in shares),
+        f"{100 * profile.accounted:.1f} %",
+        f"{profile.tok_s:.1f}",
+        f"{profile.tok_s_profiled:.1f}",
+    )
 
 
 def _kernels(profile: Profile) -> list[tuple[str | None, ...]]:
-    return [(label(_row(profile)), f"`{one['name'][:60]}`", one["part"], f"{100 * one['seconds'] / profile.wall:.1f} %",
-             f"{one['calls'] / profile.rounds:.1f}", percent(one["rate"]))
-            for one in profile.kernels[:KERNELS]]  # fmt: skip
+    return [
+        (
+            label(_row(profile)),
+            f"`{one['name'][:60]}`",
+            one["part"],
+            f"{100 * one['seconds'] / profile.wall:.1f} %",
+            f"{one['calls'] / profile.rounds:.1f}",
+            percent(one["rate"]),
+        )
+        for one in profile.kernels[:KERNELS]
+    ]

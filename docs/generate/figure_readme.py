@@ -1,4 +1,4 @@
-"""Tables of speedups, a short one for the README: a row is one setting, and a cell the published point its key names."""
+"""Tables of speedups, a short one for the README: a row is one setting, a cell the published point with its key."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ REAL, SET = (
 SAME = "the same"
 CODER, FILES = (f"gpu/qwen_1.5b_h200/{part}" for part in ("code", "long"))
 EDITS = "gpu/qwen_1.5b_tuned_h100/edits"
-RUNS = {"load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
-        "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)"}  # fmt: skip
+RUNS = {
+    "load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
+    "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)",
+}
 """Load runs that have a row of their own, each on one server with one setting."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One setting on one model and machine. runs: the folders of points that measured it; of several the median is
-    shown. keys: of its point at each number of requests at once. short: whether the README has it."""
+    """One setting on one model and machine.
+
+    runs: folders of points that measured it; the median of several is shown. keys: the key of its point by number of
+    requests. short: whether the README has it.
+    """
 
     model: str
     setting: str
@@ -42,77 +47,153 @@ class Line:
 
 LINES: tuple[Line | str, ...] = (
     REAL,
-    Line("Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H200",
-         "all 28 layers on 4-bit integers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8, 5 from 24)",
-         (CODER,), {1: "0e23e75e1497", 4: "c5ecb9ac2813", 16: "188c16dab3fb", 32: "fd2b7ef9389e"}, True),
-    Line("the same; H100, a host on which plain decoding is slower", SAME, ("gpu/qwen_1.5b_table_h100",),
-         {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"}, True),
+    Line(
+        "Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H200",
+        "all 28 layers on 4-bit integers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8, 5 from 24)",
+        (CODER,),
+        {1: "0e23e75e1497", 4: "c5ecb9ac2813", 16: "188c16dab3fb", 32: "fd2b7ef9389e"},
+        True,
+    ),
+    Line(
+        "the same; H100, a host on which plain decoding is slower",
+        SAME,
+        ("gpu/qwen_1.5b_table_h100",),
+        {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"},
+        True,
+    ),
     Line("the same, on chat questions; H200", SAME, (CODER,), {1: "e4cfdba9a519", 4: "eed149b4b8fc"}, True),
-    Line("the same, on chat questions; H100, that host", SAME, ("gpu/qwen_1.5b_table_h100",),
-         {1: "c946744582ac", 4: "f4602921af1f"}),
-    Line("the same, on coding tasks; another host with an H100", "the same layers, 6 drafts", ("gpu/qwen_1.5b_h100",),
-         {1: "865f798cde6e", 4: "75fd8c782455", 16: "d783ab0fdadb", 32: "0c54ecd32b06"}),
-    Line("the same, on coding tasks; H200", "the same layers, up to 12 drafts that end by a gate (survival at 0.2)", (CODER,),
-         {1: "180222da98d0"}),
+    Line(
+        "the same, on chat questions; H100, that host",
+        SAME,
+        ("gpu/qwen_1.5b_table_h100",),
+        {1: "c946744582ac", 4: "f4602921af1f"},
+    ),
+    Line(
+        "the same, on coding tasks; another host with an H100",
+        "the same layers, 6 drafts",
+        ("gpu/qwen_1.5b_h100",),
+        {1: "865f798cde6e", 4: "75fd8c782455", 16: "d783ab0fdadb", 32: "0c54ecd32b06"},
+    ),
+    Line(
+        "the same, on coding tasks; H200",
+        "the same layers, up to 12 drafts that end by a gate (survival at 0.2)",
+        (CODER,),
+        {1: "180222da98d0"},
+    ),
     Line("the same, sampled at temperature 0.8", "the same with drawn drafts, no gate", (CODER,), {1: "5a582214ce24"}),
-    Line("the same, on edits of given code; another host with an H100",
-         "the same layers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8), and up to 16 from the text itself in front",
-         (EDITS,), {1: "dd63b3d43281", 8: "46d5f827973f"}, True),
+    Line(
+        "the same, on edits of given code; another host with an H100",
+        "the same layers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8), and before them up to 16 tokens copied from the text itself (prompt lookup)",
+        (EDITS,),
+        {1: "dd63b3d43281", 8: "46d5f827973f"},
+        True,
+    ),
     Line(SAME, "the same with the gate survival at 0.2", (EDITS,), {1: "599d111eda8f", 8: "21ea0d72c227"}),
-    Line(SAME, "the copies alone, the same table", (EDITS,), {1: "7dc8569aa573", 8: "5d844e4a161f"}),
-    Line("the same, questions behind 16,384 tokens of files", "the same layers over the whole context, 8 drafts", (FILES,),
-         {32: "29460d760d6c"}),
+    Line(SAME, "without prompt lookup, the same table", (EDITS,), {1: "7dc8569aa573", 8: "5d844e4a161f"}),
+    Line(
+        "the same, questions after 16,384 tokens of files",
+        "the same layers over the whole context, 8 drafts",
+        (FILES,),
+        {32: "29460d760d6c"},
+    ),
     Line(SAME, "over a window of 1,024 tokens", (FILES,), {32: "aba8b2595db0"}),
-    Line("the same behind 32,512 tokens", "over the whole context, 8 drafts", (FILES,),
-         {1: "edba54f6d087", 8: "f65c89f32691"}),
+    Line(
+        "the same after 32,512 tokens",
+        "over the whole context, 8 drafts",
+        (FILES,),
+        {1: "edba54f6d087", 8: "f65c89f32691"},
+    ),
     Line(SAME, "over a window of 1,024 tokens", (FILES,), {1: "9d49a95856b9", 8: "591eba14d59d"}),
-    Line("15 M parameters, trained for early exit, widened to the cost of 5 B; H200", "first 3 of 24 layers, 4 drafts",
-         ("gpu/widened",), {1: "e4209e624b23"}, True),
-    Line(SAME, "the same on 8-bit integers", ("rivals/gpu",),
-         {1: "c35d5ee6cd43", 8: "181688600f54", 32: "1c455bf81bc9"}, True),
-    Line(SAME, "first 3 layers on 4-bit integers, 5 drafts, engine for one request", ("gpu/widened_one",),
-         {1: "2de765c33a6d"}),
-    Line("the same size and text, plainly trained, widened; H200",
-         "all 24 layers on 4-bit integers, 4 drafts, engine for one request", ("gpu/plain_widened_one_newer",),
-         {1: "de3d7597ef5b"}),
-    Line("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; H100, three hosts",
-         "all 30 layers on 8-bit integers, 4 drafts",
-         ("gpu/smollm2/h100", "gpu/smollm2/four_bits_h100", "gpu/smollm2/slow_host_h100"),
-         {1: "e7dd82f25482", 16: "744a3528e4e4"}, True),
+    Line(
+        "15 M parameters, trained for early exit, widened to the cost of 5 B; H200",
+        "first 3 of 24 layers, 4 drafts",
+        ("gpu/widened",),
+        {1: "e4209e624b23"},
+        True,
+    ),
+    Line(
+        SAME,
+        "the same on 8-bit integers",
+        ("rivals/gpu",),
+        {1: "c35d5ee6cd43", 8: "181688600f54", 32: "1c455bf81bc9"},
+        True,
+    ),
+    Line(
+        SAME,
+        "first 3 layers on 4-bit integers, 5 drafts, engine for one request",
+        ("gpu/widened_one",),
+        {1: "2de765c33a6d"},
+    ),
+    Line(
+        "the same size and text, plainly trained, widened; H200",
+        "all 24 layers on 4-bit integers, 4 drafts, engine for one request",
+        ("gpu/plain_widened_one_newer",),
+        {1: "de3d7597ef5b"},
+    ),
+    Line(
+        "SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; H100, three hosts",
+        "all 30 layers on 8-bit integers, 4 drafts",
+        ("gpu/smollm2/h100", "gpu/smollm2/four_bits_h100", "gpu/smollm2/slow_host_h100"),
+        {1: "e7dd82f25482", 16: "744a3528e4e4"},
+        True,
+    ),
     Line("the same; H200", SAME, ("gpu/smollm2/read_first_h200",), {1: "191ac9f30d30", 16: "49941cfd5486"}),
-    Line("15 M parameters, trained for early exit; two CPU cores", "first 3 of 24 layers, 4 drafts, gate varH at 5",
-         ("cpu",), {1: "fa36750527d0"}, True),
+    Line(
+        "15 M parameters, trained for early exit; two CPU cores",
+        "first 3 of 24 layers, 4 drafts, gate varH at 5",
+        ("cpu",),
+        {1: "fa36750527d0"},
+        True,
+    ),
     SET,
-    Line("Llama-3-8B shape, random weights; H200", "first 8 of 32 layers, 3 drafts", ("gpu/gpu_8b", "gpu/gpu_8b_drafts"),
-         {1: "a436e8aa29a6", 16: "31a60377f71c", 32: "eba6cffceab6", 128: "57b1caef957c"}, True),
-    Line(SAME, "the same on 8-bit floats", ("gpu/gpu_8b_drafts",),
-         {1: "438791af307f", 16: "d7cfc21d7b6f", 32: "e24b1f982f6c"}),
-    Line("the same; H100", "first 8 layers on 4-bit integers, 32,768 tokens of the vocabulary, 3 drafts",
-         ("gpu/lowbit/int4_E8_many_h100",), {1: "d9afdae35f5a", 16: "100d14edc268", 32: "839aecefd32e"}),
-)  # fmt: skip
+    Line(
+        "Llama-3-8B shape, random weights; H200",
+        "first 8 of 32 layers, 3 drafts",
+        ("gpu/gpu_8b", "gpu/gpu_8b_drafts"),
+        {1: "a436e8aa29a6", 16: "31a60377f71c", 32: "eba6cffceab6", 128: "57b1caef957c"},
+        True,
+    ),
+    Line(
+        SAME,
+        "the same on 8-bit floats",
+        ("gpu/gpu_8b_drafts",),
+        {1: "438791af307f", 16: "d7cfc21d7b6f", 32: "e24b1f982f6c"},
+    ),
+    Line(
+        "the same; H100",
+        "first 8 layers on 4-bit integers, 32,768 tokens of the vocabulary, 3 drafts",
+        ("gpu/lowbit/int4_E8_many_h100",),
+        {1: "d9afdae35f5a", 16: "100d14edc268", 32: "839aecefd32e"},
+    ),
+)
 
 
 def speedups() -> str:
-    """The README's table of speedups, and where another method of vLLM was faster than early exit."""
+    """Write the README's table of speedups, and list where another method of vLLM was faster than early exit."""
     parts, faster = [settings(short=True)], list(lost(at("rivals")))
     if faster:
-        parts += ["[Other methods of vLLM](docs/measurements.md#what-vllm-can-do-instead) were faster than every measured setting of early exit here:",
-                  "\n".join(f"- {line}" for line in faster)]  # fmt: skip
+        parts += [
+            "[Other methods of vLLM](docs/measurements.md#what-vllm-can-do-instead) were faster than every measured setting of early exit here:",
+            "\n".join(f"- {line}" for line in faster),
+        ]
     return "\n\n".join(parts)
 
 
 def settings(*, short: bool = False) -> str:
-    """A row a setting, a column a number of requests at once; short: the rows of the README."""
-    rows = [(line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *_cells(line))
-            for line in LINES if not short or isinstance(line, str) or line.short]  # fmt: skip
+    """Write a row per setting, with a column per number of requests; short: the rows of the README."""
+    rows = [
+        (line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *_cells(line))
+        for line in LINES
+        if not short or isinstance(line, str) or line.short
+    ]
     return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
 
 
 def _cells(line: Line) -> list[str]:
-    """The speedups of a line by LOADS; behind a median the number of its runs.
+    """Return the speedups of a line by LOADS; a median is followed by the number of its runs.
 
     Raises:
-        ValueError: a key names no point, one of another load, or the points are not of one setting.
+        ValueError: a key names no point or a point of another load, or the points have several settings.
     """
     cells, setting = [], None
     for load in LOADS:
@@ -130,21 +211,29 @@ def _cells(line: Line) -> list[str]:
 
 
 def one_setting(point: Point) -> dict[str, Any]:
-    """What makes a point's setting, whatever the load and the length of the measurement."""
-    return {name: value for name, value in point.arm.items()
-            if name not in ("batch", "repeats", "seed", "output_len") and value is not None}  # fmt: skip
+    """Return a point's setting without the load and the length of the measurement."""
+    return {
+        name: value
+        for name, value in point.arm.items()
+        if name not in ("batch", "repeats", "seed", "output_len") and value is not None
+    }
 
 
 def served() -> str:
-    """Throughput of a server over plain vLLM's in closed loops: of two runs, and the range of all."""
+    """Write throughputs of a server over plain vLLM's in closed loops: two runs, and the range of all."""
     runs = {name: data_of(f"serving/{name}.json") for name in SERVED}
     levels = [level for level in runs[SERVED[0]]["compared"] if level.startswith("closed ")]
     clients = sorted(int(level.removeprefix("closed ")) for level in levels)
-    rows = [(about, *(ratio(_reached(runs[name], f"closed {count}")) for count in clients))
-            for name, about in RUNS.items()]  # fmt: skip
+    rows = [
+        (about, *(ratio(_reached(runs[name], f"closed {count}")) for count in clients)) for name, about in RUNS.items()
+    ]
     reached = [[one for run in runs.values() if (one := _reached(run, f"closed {count}"))] for count in clients]
-    rows.append((f"all {len(runs)} runs, other hosts and versions: the lowest and the highest",
-                 *(f"{ratio(min(found))} to {ratio(max(found))}" for found in reached)))  # fmt: skip
+    rows.append(
+        (
+            f"all {len(runs)} runs, other hosts and versions: the lowest and the highest",
+            *(f"{ratio(min(ratios))} to {ratio(max(ratios))}" for ratios in reached),
+        )
+    )
     text = """Served over HTTP on H200s, the widened model on 8-bit integers, 128 tokens out, clients that ask again at once:
 
 """
@@ -152,7 +241,7 @@ def served() -> str:
 
 
 def _reached(run: dict[str, Any], level: str) -> float | None:
-    """Throughput over plain vLLM's; of several turns the median."""
+    """Return throughput over plain vLLM's; the median of several turns."""
     turns, once = run.get("over_turns", {}).get(level), run["compared"].get(level)
     if turns:
         return float(turns["throughput"]["median"])

@@ -7,13 +7,31 @@ import statistics
 
 from figure_cells import data_of, number, ratio, table, text_of
 
-LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
-         "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured",
-         "load_h200_rust_long", "load_h200_python_long", "load_h200_trimmed", "load_h200_two_api_servers")  # fmt: skip
+LOADS = (
+    "load_h200",
+    "load_h200_swapped",
+    "load_h200_alone",
+    "load_h200_late",
+    "load_h200_again",
+    "load_h200_full_graphs",
+    "load_h200_128",
+    "load_h200_rust",
+    "load_h200_rust_measured",
+    "load_h200_rust_long",
+    "load_h200_python_long",
+    "load_h200_trimmed",
+    "load_h200_two_api_servers",
+)
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
-RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
-        "load_h200_smollm2_pinned")  # fmt: skip
+RUNS = (
+    *LOADS,
+    "load_h200_smollm2",
+    "load_h100_smollm2",
+    "load_h100_smollm2_control",
+    "load_h200_smollm2_control",
+    "load_h200_smollm2_pinned",
+)
 """These, and those on an ordinary model under early exit."""
 
 ADAPTIVE_SIDE = "adaptive verification"
@@ -24,34 +42,37 @@ TIMED = re.compile(r"\w+ at (\d+): ([\d.]+) ms a step \(([\d.]+ to [\d.]+)\)")
 
 
 def served() -> str:
-    """Every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
+    """Write every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
     rows = []
     for name in RUNS:
-        found = data_of(f"serving/{name}.json")
-        for level, over in found["compared"].items():
-            sides = found["rows"][level]
+        run = data_of(f"serving/{name}.json")
+        for level, over in run["compared"].items():
+            sides = run["rows"][level]
             if ADAPTIVE_SIDE in sides:
                 continue  # `adaptive_verification` has them
-            speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
-                      for side in ("plain", "early exit")]  # fmt: skip
-            tails = [f"{over[tail]:.2f}" if tail in over else None
-                     for tail in ("tpot_p99", "ttft_p99", "settled_ttft_p99", "e2e_p99")]  # fmt: skip
+            speeds = [
+                number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
+                for side in ("plain", "early exit")
+            ]
+            tails = [
+                f"{over[tail]:.2f}" if tail in over else None
+                for tail in ("tpot_p99", "ttft_p99", "settled_ttft_p99", "e2e_p99")
+            ]
             control = ratio(over["control"]) if "control" in over else None
             rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), control, *tails))
     text = """### serving: early exit beside plain vLLM, over HTTP
 
-The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
-level, and of 100 seconds at 128 and 256 clients in the tenth and eleventh file. Two H200s with a server on each, and from the
-fourth to the thirteenth file one H200 for both and every other program stopped while it was timed. In the eighth, ninth,
-tenth and twelfth both servers are behind vLLM's front end in Rust; the seventh is of the same machine and the same minutes
-as the eighth, and the eleventh as the tenth, behind the API server in Python. In the thirteenth each server has two API servers
-in Python. [Load tests](load.md#load-tests) says what each level is and what
-disturbed some of them. Settled are the requests that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
+The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds per
+level, 100 seconds at 128 and 256 clients in the tenth and eleventh file. The first three files have two H200s with a server on each;
+the fourth to the thirteenth one H200 for both, with every other program stopped during a measurement. In the eighth, ninth,
+tenth and twelfth both servers have vLLM's front end in Rust. The seventh was measured on the same machine in the same minutes
+as the eighth, and the eleventh as the tenth, with the API server in Python. In the thirteenth each server has two API servers
+in Python. [Load tests](load.md#load-tests) describes the levels. Settled requests began after a tenth of the run. A number in brackets is a further
+turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it
-was timed. The last three have a second plain server, whose throughput over the first says how far a ratio near 1 is to be
-relied on; in the last one the processes of all servers had the same cores. These jobs have grown: each file says with which
-arguments it was made.
+was timed. The last three have a second plain server, whose throughput over the first shows the noise of a ratio near 1.
+In the last one the processes of all servers had the same cores. Each file holds its arguments.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
@@ -68,38 +89,53 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 
 """
-    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server",
-              "p99 TPOT over plain", "p99 TTFT over plain", "the same, settled", "p99 end to end over plain")  # fmt: skip
+    header = (
+        "file",
+        "level",
+        "plain tok/s",
+        "early exit tok/s",
+        "throughput",
+        "second plain server",
+        "p99 TPOT over plain",
+        "p99 TTFT over plain",
+        "the same, settled",
+        "p99 end to end over plain",
+    )
     return text + table(header, rows)
 
 
-VARYING = {"load_h200_again": "one that another host had given, on another day; this host is slow",
-           "load_h200_full_graphs": "the same"}  # fmt: skip
+VARYING = {
+    "load_h200_again": "one that another host had given, on another day; this host is slow",
+    "load_h200_full_graphs": "the same",
+}
 """Runs in which a load varies, and where their table is from."""
 
 
 def varying() -> str:
-    """A load that varies: the table of lengths, and each of its lengths for every load."""
+    """Write a load that varies: the table of lengths, and each of its lengths for every load."""
     tables = []
     for file, source in VARYING.items():
-        found = data_of(f"serving/{file}.json")
-        names, rows = ["clients come and go", *found["over_fixed"]["fixed"]], []
+        run = data_of(f"serving/{file}.json")
+        names, rows = ["clients come and go", *run["over_fixed"]["fixed"]], []
         for name in names:
-            turns = [row["early exit"] for level, row in found["rows"].items()
-                     if re.sub(r" \(\d+\)$", "", level) == name]  # fmt: skip
-            rows.append((name.removeprefix("clients come and go ") if name != names[0] else "the table",
-                         *(number(one["tok_s"], 5) for one in turns),
-                         " / ".join(number(one["e2e_ms"], 3) for one in turns)))  # fmt: skip
-        over = found["over_fixed"]["over_the_best"]
+            turns = [row["early exit"] for level, row in run["rows"].items() if re.sub(r" \(\d+\)$", "", level) == name]
+            rows.append(
+                (
+                    name.removeprefix("clients come and go ") if name != names[0] else "the table",
+                    *(number(one["tok_s"], 5) for one in turns),
+                    " / ".join(number(one["e2e_ms"], 3) for one in turns),
+                )
+            )
+        over = run["over_fixed"]["over_the_best"]
         header = ("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms")
-        tables.append(f"""`{file}.json`: over the length that is the best in the median of the turns, the table reaches
+        tables.append(f"""`{file}.json`: over the length with the best median of the turns, the table reaches
 {" / ".join(ratio(one) for one in over["all"])}. The table is {source}.
 
 {table(header, rows)}""")
     both = "\n\n".join(tables)
     return f"""### serving: a table of lengths where loads vary
 
-The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{found["table"]}`. 128 and 32 clients,
+The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{run["table"]}`. 128 and 32 clients,
 alternating every 2.5 s, 10 s a turn, everything else stopped.
 
 ```
@@ -110,15 +146,33 @@ experiments/gpu_host.sh MODELS OUT widened load_widened
 
 
 def full_graphs() -> str:
-    """Full graphs for mixed prefill and decode batches, beside vLLM's piecewise graphs of them."""
+    """Write full graphs for mixed prefill and decode batches, and vLLM's piecewise graphs."""
     rows = []
     for one in data_of("serving/full_graphs_apart_h200.json"):
         cpu = " / ".join(f"{share:.2f}" for share in one["server_cpu"].values())
-        rows.append((one["clients"], one["server"], one["table"], number(one["tok_s"], 5),
-                     *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")), cpu,
-                     one["unlike_answers"]))  # fmt: skip
-    header = ("clients", "server", "table of lengths", "tok/s", "TTFT (ms)", "p99 TTFT (ms)", "TPOT (ms)",
-              "p99 TPOT (ms)", "of a core: API server, engine", "prompts with unlike answers")  # fmt: skip
+        rows.append(
+            (
+                one["clients"],
+                one["server"],
+                one["table"],
+                number(one["tok_s"], 5),
+                *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")),
+                cpu,
+                one["unlike_answers"],
+            )
+        )
+    header = (
+        "clients",
+        "server",
+        "table of lengths",
+        "tok/s",
+        "TTFT (ms)",
+        "p99 TTFT (ms)",
+        "TPOT (ms)",
+        "p99 TPOT (ms)",
+        "of a core: API server, engine",
+        "prompts with unlike answers",
+    )
     return f"""### serving: full graphs for mixed prefill and decode batches
 
 The widened reference model on one H200, E=3, 8 bits, k=6 at most, `adaptive_length`; three servers on one card, closed loops
@@ -130,18 +184,18 @@ measured it, and a switch that is not in the code.
 
 
 ADAPTIVE = {
-    "load_h200_rust_long": "As it was, beside `adaptive_length`: what it had left out of the verify pass counted as "
-    "rejected, and what it drafted after a pause was always left out, so that it did not begin again.",
-    "load_h200_trimmed": "These repaired, on another host. Drafts are admitted by the exit head's own probability.",
+    "load_h200_rust_long": "The first form, with `adaptive_length`: tokens left out of the verify pass counted as "
+    "rejected, and drafts after a pause were always left out, so it did not begin again.",
+    "load_h200_trimmed": "Both corrected, on another host. Drafts are admitted by the exit head's own probability.",
     "load_h200_trimmed_estimated": "Drafts are admitted by how likely they are to be accepted, as vLLM's estimator learns it "
     "while the engine serves; another host again. In the last column the same server verifies every draft, as it does below "
     "`verification_from`.",
 }
-"""Runs with a server with adaptive verification, and what was new in each."""
+"""Runs with adaptive verification, and their differences."""
 
 
 def adaptive_verification() -> str:
-    """Adaptive verification beside full verification, at fixed draft lengths."""
+    """Write adaptive and full verification, at fixed draft lengths."""
     tables = []
     for file, about in ADAPTIVE.items():
         rows = []
@@ -152,19 +206,37 @@ def adaptive_verification() -> str:
             plain, full, ours = (sides[name] for name in ("plain", "early exit", ADAPTIVE_SIDE))
             whole = [number(one["tok_s"], 5) for name, one in sides.items() if name == "adaptive, all verified"]
             rounds = [sum(side["drafting"]["length_histogram"]) for side in (full, ours)]
-            rows.append((int(clients), int(drafts), *(number(side["tok_s"], 5) for side in (plain, full, ours)),
-                         ratio(ours["tok_s"] / full["tok_s"]),
-                         *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)), *rounds, *whole))  # fmt: skip
-        header = ("clients", "drafts a round", "plain tok/s", "every draft verified", "adaptive verification",
-                  "over every draft verified", "tokens a round with drafts", "the same, adaptive", "rounds with drafts",
-                  "the same, adaptive", "adaptive, every draft verified")  # fmt: skip
+            rows.append(
+                (
+                    int(clients),
+                    int(drafts),
+                    *(number(side["tok_s"], 5) for side in (plain, full, ours)),
+                    ratio(ours["tok_s"] / full["tok_s"]),
+                    *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)),
+                    *rounds,
+                    *whole,
+                )
+            )
+        header = (
+            "clients",
+            "drafts a round",
+            "plain tok/s",
+            "every draft verified",
+            "adaptive verification",
+            "over every draft verified",
+            "tokens a round with drafts",
+            "the same, adaptive",
+            "rounds with drafts",
+            "the same, adaptive",
+            "adaptive, every draft verified",
+        )
         tables.append(f"`{file}.json`. {about}\n\n{table(header[: len(rows[0])], sorted(rows))}")
     all_of_them = "\n\n".join(tables)
     return f"""### serving: adaptive verification
 
 The widened reference model on one H200, E=3, 8 bits, behind vLLM's front end in Rust; a server with `verification=adaptive`
-beside one that verifies every draft, 5 to 8 seconds a level, alternating, everything else stopped. It gained nothing over a
-table of lengths, and selfspec no longer has it.
+and one that verifies every draft, 5 to 8 seconds per level, alternating, everything else stopped. It gained nothing over a
+table of lengths and was removed.
 
 ```
 experiments/gpu_host.sh MODELS OUT widened load_rust_long       # the first
@@ -175,33 +247,47 @@ experiments/gpu_host.sh MODELS OUT widened load_trimmed_short   # the third
 {all_of_them}"""
 
 
-ENGINES = {"plain": "plain vLLM, mixed batches 2.5 ms longer",
-           "slow joins": "plain vLLM, mixed batches 6 ms longer",
-           "early exit": "early exit, two drafts at most from 46 requests on",
-           "longer": "early exit, four drafts at any number of requests",
-           "none first": "early exit, no drafts while requests arrive",
-           "held": "early exit, steps 4 ms longer while requests arrive"}  # fmt: skip
-"""What the stand-in for an engine behaved like, in experiments/serving/api_server.py."""
+ENGINES = {
+    "plain": "plain vLLM, mixed batches 2.5 ms longer",
+    "slow joins": "plain vLLM, mixed batches 6 ms longer",
+    "early exit": "early exit, two drafts at most from 46 requests on",
+    "longer": "early exit, four drafts at any number of requests",
+    "none first": "early exit, no drafts while requests arrive",
+    "held": "early exit, steps 4 ms longer while requests arrive",
+}
+"""Behaviour of the stand-in for an engine in experiments/serving/api_server.py."""
 
 
 def api_server() -> str:
-    """vLLM's API server in front of a stand-in for the engine."""
+    """Write vLLM's API server in front of a stand-in for the engine."""
     rows = []
     for arm, runs in data_of("serving/api_server_cpu.json")["runs"].items():
         cells = []
-        for name, digits in (("tok_s", 5), ("ttft_p99_ms", 3), ("last_of_the_start_ms", 3), ("settled_ttft_ms", 3),
-                             ("settled_ttft_p99_ms", 3)):  # fmt: skip
+        for name, digits in (
+            ("tok_s", 5),
+            ("ttft_p99_ms", 3),
+            ("last_of_the_start_ms", 3),
+            ("settled_ttft_ms", 3),
+            ("settled_ttft_p99_ms", 3),
+        ):
             values = [run[name] for run in runs]
             middle, low, high = (number(of(values), digits) for of in (statistics.median, min, max))
             cells.append(f"{middle} ({low} to {high})")
         rows.append((ENGINES[arm], len(runs), *cells))
-    header = ("the engine behaves like", "runs", "tok/s", "p99 TTFT (ms)", "last first token of the start (ms)",
-              "TTFT, settled (ms)", "p99 TTFT, settled (ms)")  # fmt: skip
-    return f"""### serving: what the API server takes of a first token
+    header = (
+        "the engine behaves like",
+        "runs",
+        "tok/s",
+        "p99 TTFT (ms)",
+        "last first token of the start (ms)",
+        "TTFT, settled (ms)",
+        "p99 TTFT, settled (ms)",
+    )
+    return f"""### serving: the share of the API server in a first token
 
-vLLM's API server in front of a stand-in for the engine, whose steps last as long as those of the widened reference model on
-an H200 did; 128 clients that begin at once, runs of 8 seconds, three of each server and two servers of each kind, alternating. Two
-cores of an Intel Xeon, one for the server and one for the clients, and nothing else. Settled are the requests that began after
+vLLM's API server in front of a stand-in for the engine, whose steps last as long as the widened reference model's on
+an H200; 128 clients that begin at once, runs of 8 seconds, three per server and two servers of each kind, alternating. Two
+cores of an Intel Xeon, one for the server and one for the clients. Settled requests began after
 the first second. Medians, and the least and the greatest.
 
 ```
@@ -212,14 +298,16 @@ python experiments/serving/api_server.py --out api_server.json
 
 
 def orders() -> str:
-    """Early exit that reads a step's tokens before it launches the next one, and in vLLM's order, over plain vLLM."""
+    """Write early exit that reads a step's tokens before it launches the next one, and in vLLM's order, over plain vLLM."""
     lines = text_of("serving/host_time_h200.txt").splitlines()
-    steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
-             for line in lines]  # fmt: skip
+    steps = [
+        (("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
+        for line in lines
+    ]
     return f"""### serving: when a step's tokens are read
 
 Closed loops of 10 to 20 seconds, one run a level; one server with early exit in both orders (`read_first`), and everything
-else stopped. Settled are the requests that began after a tenth of the run. SmolLM2-135M-Instruct widened on one H200, all
+else stopped. Settled requests began after a tenth of the run. SmolLM2-135M-Instruct widened on one H200, all
 its layers in 8 bits, k=4, where the draft loop hides what the host does:
 
 ```
@@ -228,51 +316,75 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_orders host_time
 
 {_in_both_orders("load_h200_read_first")}
 
-How long the host takes for a step, with the work of what asks the engine, which was in the same process: the embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the machine of the first table.
+The host's time for a step, including the client, which was in the same process: the embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the machine of the first table.
 
 {table(("engine", "requests", "ms a step, median", "of five runs"), steps)}"""
 
 
 def _in_both_orders(name: str) -> str:
-    found, rows = data_of(f"serving/{name}.json"), []
-    asked = [level for level, over in found["compared"].items() if "launched first" in over]
-    for level in sorted(asked, key=lambda name: int(name.split()[1])):
-        sides = found["rows"][level]
+    run, rows = data_of(f"serving/{name}.json"), []
+    levels = [level for level, over in run["compared"].items() if "launched first" in over]
+    for level in sorted(levels, key=lambda name: int(name.split()[1])):
+        sides = run["rows"][level]
         for side, order in (
             ("plain", "plain vLLM"),
             ("launched first", "launched first"),
             ("early exit", "read first"),
         ):
             one, plain = sides[side], sides["plain"]
-            rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
-                         *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
-                         number(one["settled"]["ttft_p99_ms"], 3), number(one["tpot_ms"], 3)))  # fmt: skip
-    return table(("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled",
-                  "TPOT (ms)"), rows)  # fmt: skip
+            rows.append(
+                (
+                    level.split()[1],
+                    order,
+                    number(one["tok_s"], 5),
+                    ratio(one["tok_s"] / plain["tok_s"]),
+                    *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
+                    number(one["settled"]["ttft_p99_ms"], 3),
+                    number(one["tpot_ms"], 3),
+                )
+            )
+    return table(
+        ("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled", "TPOT (ms)"),
+        rows,
+    )
 
 
 def agreement() -> str:
-    """What `selfspec load` and `vllm bench serve` say of the same server."""
+    """Write the results of `selfspec load` and `vllm bench serve` on one server."""
     rows = []
-    for name, where in (("agree_h200", "NVIDIA H200, widened reference model"),
-                        ("agree_cpu_one", "two CPU cores, one for the server and one for the clients"),
-                        ("agree_cpu", "the same")):  # fmt: skip
-        found = data_of(f"serving/{name}.json")
-        spread = [f"{number(min(one[side]['tok_s'] for one in found['rounds']), 4)} to "
-                  f"{number(max(one[side]['tok_s'] for one in found['rounds']), 4)}" for side in ("selfspec", "vllm")]  # fmt: skip
-        apart = [f"{found['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
-        rows.append((f"`{name}.json`", where, found["clients"], len(found["rounds"]), *spread, *apart))
+    for name, where in (
+        ("agree_h200", "NVIDIA H200, widened reference model"),
+        ("agree_cpu_one", "two CPU cores, one for the server and one for the clients"),
+        ("agree_cpu", "the same"),
+    ):
+        comparison = data_of(f"serving/{name}.json")
+        spread = [
+            f"{number(min(one[side]['tok_s'] for one in comparison['rounds']), 4)} to "
+            f"{number(max(one[side]['tok_s'] for one in comparison['rounds']), 4)}"
+            for side in ("selfspec", "vllm")
+        ]
+        apart = [f"{comparison['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
+        rows.append((f"`{name}.json`", where, comparison["clients"], len(comparison["rounds"]), *spread, *apart))
     text = """### serving: `selfspec load` beside `vllm bench serve`
 
 One server without drafts, alternating; ours over theirs within each round, and the median of that over the rounds. With 8
 clients, rounds are 200 requests of 128 tokens; with one, 100 of 32.
 
 ```
-python experiments/serving/agree.py --out agree.json --clients 8 --requests 200 model=./reference_widened method=baseline engine=h100
+python experiments/serving/agree.py --out agree.json --clients 8 --requests 200 model=./reference_widened method=baseline engine=gpu
 python experiments/serving/agree.py --out agree.json --clients 1 --requests 100 --rounds 9 --server-cores 0 --client-cores 1 model=reference method=baseline engine.max_num_seqs=32 workload.output_len=32
 ```
 
 """
-    header = ("file", "machine", "clients", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT",
-              "median TTFT")  # fmt: skip
+    header = (
+        "file",
+        "machine",
+        "clients",
+        "rounds",
+        "tok/s by selfspec",
+        "tok/s by vLLM",
+        "tok/s",
+        "median TPOT",
+        "median TTFT",
+    )
     return text + table(header, rows)

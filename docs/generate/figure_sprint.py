@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from figure_cells import at, data_of, number, percent, points_of, ratio, table
+from figure_cells import at, number, percent, points_of, ratio, table
 from figure_quality import cells
 
 from selfspec_cli.record import tables
@@ -30,27 +30,50 @@ def milestones(place: str = POINTS) -> str:
         (name,) = experiments_of(point)
         delta = None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}"
         same = None if row.arm != "layer_skip" else f"{row.identical} of {row.outputs}"
-        rows.append((_milestone(name, row), label(row), _wanted(name, row, targets), ratio(_by_bytes(row, read, layer)),
-                     ratio(row.speedup), percent(row.accept_rate), number(row.mean_accepted_len), delta, same))  # fmt: skip
-    header = ("milestone", "arm", "expected", "by bytes read", "measured", "accept rate", "tokens a verify step", "ΔPPL of library code",
-              "identical outputs")  # fmt: skip
+        rows.append(
+            (
+                _milestone(name, row),
+                label(row),
+                _wanted(name, row, targets),
+                ratio(_by_bytes(row, read, layer)),
+                ratio(row.speedup),
+                percent(row.accept_rate),
+                number(row.mean_accepted_len),
+                delta,
+                same,
+            )
+        )
+    header = (
+        "milestone",
+        "arm",
+        "expected",
+        "by bytes read",
+        "measured",
+        "accept rate",
+        "tokens a verify step",
+        "ΔPPL of library code",
+        "identical outputs",
+    )
     return table(header, sorted(rows, key=lambda row: row[0]))
 
 
 def in_short() -> str:
     """One line for each step of the plan, without speeds: other programs ran beside these points."""
-    steps = (("plain decoding", "m0", {}), ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
-             ("the same with a least-squares head", "m2", {"arm": "skip"}),
-             ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
-             ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
-             ("drafts, tuned", "m5", {"arm": "layer_skip"}))  # fmt: skip
-    found = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
+    steps = (
+        ("plain decoding", "m0", {}),
+        ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
+        ("the same with a least-squares head", "m2", {"arm": "skip"}),
+        ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
+        ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
+        ("drafts, tuned", "m5", {"arm": "layer_skip"}),
+    )
+    rows = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
     lines = []
     for name, milestone, wanted in steps:
-        mine = [row for of, row in found if of == milestone and wanted.items() <= vars(row).items()]
-        if not mine:
+        matching = [row for of, row in rows if of == milestone and wanted.items() <= vars(row).items()]
+        if not matching:
             continue
-        (row,) = mine
+        (row,) = matching
         verified = row.arm == "layer_skip"
         delta = "0" if verified else "" if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
         same = f"{row.identical} of {row.outputs}" if row.outputs else None
@@ -63,25 +86,6 @@ def in_short() -> str:
         "tokens a pass of the full model",
         "outputs that are plain decoding's",
     )
-    return table(header, lines)
-
-
-VIEWS = {"3-23": "first 3 of 24 layers", "6-23": "first 6 layers", "int8": "all layers in 8 bits", "int4": "in 4 bits"}
-"""Views of experiments/views/by_context.py, as its files call them."""
-
-
-def by_context(file: str = "sprint/by_context_reference.json") -> str:
-    """Estimated speedups of views at each length of the context."""
-    rows = data_of(file)["rows"]
-    lengths = sorted({row["context"] for row in rows})
-    found = {(row["view"], row["context"]): row for row in rows}
-    lines = []
-    for view in dict.fromkeys(row["view"] for row in rows):
-        kind, _, window = view.partition(" ")
-        cells = (found[view, at] for at in lengths)
-        shown = [f"{ratio(one['speedup'])} ({percent(one['given_before'][0])})" for one in cells]
-        lines.append((VIEWS[kind] + (f", window {int(window):,}" if window else ""), *shown))
-    header = ("view (first drafts accepted)", *(f"{at:,} tokens" for at in lengths))
     return table(header, lines)
 
 
@@ -112,8 +116,8 @@ def _by_bytes(row: Record, read: Mapping[str, float], layer: int) -> float | Non
 
 def _wanted(experiment: str, row: Record, targets: list[Target]) -> str:
     """What the plan wanted of an arm. A speed is wanted as a speedup, and of the baseline nothing can be."""
-    mine = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
-    return ", ".join(wish(name, low, high) for one in mine for name, (low, high) in one.values.items())
+    matching = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
+    return ", ".join(wish(name, low, high) for one in matching for name, (low, high) in one.values.items())
 
 
 def conversations() -> str:

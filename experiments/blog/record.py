@@ -1,12 +1,12 @@
-"""Record how two engines write the same text, for `streams.py` to draw: on a GPU, where no text is made twice.
+"""Record how two engines write the same text, for `streams.py` to draw.
 
     python experiments/blog/record.py --out streams.json --title "..." \
         model=./qwen2.5-coder-1.5b draft_weights=int4 k=12 workload=coding workload.output_len=256 engine=h100
     python experiments/blog/streams.py streams.json --out docs/blog/streams_qwen.svg
 
-The words are those of one point of `selfspec sweep`. Its engine, then the baseline's, write one prompt of the workload
-`--repeats` times, one request at a time; the repeat of median length is kept. The file is written after each engine.
-`streams.py` wants both, and refuses a recording whose texts differ.
+The settings describe one point of `selfspec sweep`. Its engine, then the baseline's, continue one prompt of the
+workload `--repeats` times, one request at a time; the repeat of median length is kept. The file is written after each
+engine. `streams.py` needs both, and refuses a recording whose texts differ. On a GPU texts cannot be made again later.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from selfspec_cli.texts.prompts import workload_prompts
 
 
 def stream(engine: Engine, prompt: list[int], length: int) -> list[tuple[float, list[int]]]:
-    """One request: after each output the seconds since it was sent, and all tokens so far."""
+    """Run one request; return the seconds since it was sent and all tokens so far, after each output."""
     from vllm import SamplingParams
 
-    core, found = engine.llm.llm_engine, []
-    asked = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+    core, outputs = engine.llm.llm_engine, []
+    sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
     began = time.perf_counter()
-    core.add_request(engine.new_request(), {"prompt_token_ids": prompt}, asked)
+    core.add_request(engine.new_request(), {"prompt_token_ids": prompt}, sampling)
     while core.has_unfinished_requests():
         for output in core.step():
-            found.append((time.perf_counter() - began, list(output.outputs[0].token_ids)))
-    return found
+            outputs.append((time.perf_counter() - began, list(output.outputs[0].token_ids)))
+    return outputs
 
 
 def recorded(cfg: RunConfig, number: int, repeats: int) -> dict[str, Any]:
-    """The prompt's text, and what one engine wrote when."""
+    """Return the prompt's text, and the text and time of each output of one engine."""
     with open_engine(cfg) as engine:
         prompt = workload_prompts(cfg, engine)[number]
         length = cfg.workload.output_len
@@ -63,15 +63,15 @@ def main() -> None:
     parser.add_argument("--slower", type=int, default=4, help="how much slower the picture runs")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="+")
-    given = parser.parse_args()
-    cfg = one_run(parser, given.words)
-    found: dict[str, Any] = {"title": given.title, "slower": given.slower, "arms": {}}
-    for name, one in (("early_exit", cfg), ("baseline", baseline_of(cfg))):
-        made = recorded(one, given.prompt, given.repeats)
-        found["prompt"] = made.pop("prompt")
-        found["arms"][name] = {"id": run_key(one)} | made
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(f"{name}: {made['steps'][-1]['seconds']:.3f} s, {len(made['steps'])} outputs", flush=True)
+    options = parser.parse_args()
+    cfg = one_run(parser, options.words)
+    document: dict[str, Any] = {"title": options.title, "slower": options.slower, "arms": {}}
+    for name, arm in (("early_exit", cfg), ("baseline", baseline_of(cfg))):
+        recording = recorded(arm, options.prompt, options.repeats)
+        document["prompt"] = recording.pop("prompt")
+        document["arms"][name] = {"id": run_key(arm)} | recording
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {recording['steps'][-1]['seconds']:.3f} s, {len(recording['steps'])} outputs", flush=True)
     os._exit(0)
 
 

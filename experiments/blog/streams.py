@@ -43,8 +43,14 @@ def written(prompt: list[int], length: int, model: Any) -> list[int]:
 
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length,
-                              min_new_tokens=length, pad_token_id=0)  # fmt: skip
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=length,
+            min_new_tokens=length,
+            pad_token_id=0,
+        )
     return made[0, len(prompt) :].tolist()
 
 
@@ -90,8 +96,13 @@ def recorded(points: list[Point], prompt_number: int) -> dict[str, Any]:
     plain = next(point for point in points if point.arm["arm"] == "baseline")
     early = next(point for point in points if point.arm["arm"] == "layer_skip")
     work = plain.arm
-    prompts = library.token_windows(lambda text: tokenizer.encode(text, add_special_tokens=False),
-                                    library.held_out_text(), work["input_len"], 8, work["seed"])  # fmt: skip
+    prompts = library.token_windows(
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        library.held_out_text(),
+        work["input_len"],
+        8,
+        work["seed"],
+    )
     prompt = prompts[prompt_number]
     text = written(prompt, work["output_len"], model)
     for point in (plain, early):
@@ -205,8 +216,10 @@ def _appears(share: float, whole: float) -> str:
     """Hidden for that share of a loop of `whole` seconds, then shown until it ends."""
     if not share:
         return ""
-    return (f'<animate attributeName="opacity" values="0;0;1;1" keyTimes="0;{share:.5f};{share:.5f};1" '
-            f'dur="{whole:.2f}s" repeatCount="indefinite" calcMode="discrete"/>')  # fmt: skip
+    return (
+        f'<animate attributeName="opacity" values="0;0;1;1" keyTimes="0;{share:.5f};{share:.5f};1" '
+        f'dur="{whole:.2f}s" repeatCount="indefinite" calcMode="discrete"/>'
+    )
 
 
 def _bar(left: float, panel: float, height: float, last: dict[str, Any], pace: tuple[int, float], kind: int) -> str:
@@ -214,12 +227,14 @@ def _bar(left: float, panel: float, height: float, last: dict[str, Any], pace: t
     slower, whole = pace
     y, wide, share = height - 56, panel - 28, last["seconds"] * slower / whole
     rate = last["tokens"] / last["seconds"]
-    return (f'<rect class="t" x="{left + 14}" y="{y}" width="{wide}" height="8" rx="4"/>'
-            f'<rect class="f{kind}" x="{left + 14}" y="{y}" width="{wide}" height="8" rx="4">'
-            f'<animate attributeName="width" values="0;{wide};{wide}" keyTimes="0;{share:.5f};1" dur="{whole:.2f}s" '
-            'repeatCount="indefinite"/></rect>'
-            f'<text class="s" x="{left + 14}" y="{y + 26}">{last["tokens"]} tokens in {last["seconds"]:.2f} s, '
-            f'{rate:.0f} tok/s (shown {slower} times slower)</text>')  # fmt: skip
+    return (
+        f'<rect class="t" x="{left + 14}" y="{y}" width="{wide}" height="8" rx="4"/>'
+        f'<rect class="f{kind}" x="{left + 14}" y="{y}" width="{wide}" height="8" rx="4">'
+        f'<animate attributeName="width" values="0;{wide};{wide}" keyTimes="0;{share:.5f};1" dur="{whole:.2f}s" '
+        'repeatCount="indefinite"/></rect>'
+        f'<text class="s" x="{left + 14}" y="{y + 26}">{last["tokens"]} tokens in {last["seconds"]:.2f} s, '
+        f"{rate:.0f} tok/s (shown {slower} times slower)</text>"
+    )
 
 
 def made_again(results: Path, prompt: int) -> dict[str, Any]:

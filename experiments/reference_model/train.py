@@ -4,7 +4,7 @@
     train.py measure --work W --minutes M           tokens/s of both recipes, and the steps that fit into M minutes
     train.py train --work W --recipe R --steps N    train, evaluate on held-out text, export
 
-README.md beside this file has the commands as they were run. `--tiny` runs anything on a CPU in seconds.
+README.md in this folder has the commands as they were run. `--tiny` runs anything on a CPU in seconds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EVALUATIONS = 12
 
 @dataclass(frozen=True)
 class Recipe:
-    """Exit losses take turns: each step has one exit of every group, beside the final layer's loss of weight 1."""
+    """Exit losses alternate: each step has one exit of every group, and the final layer's loss with weight 1."""
 
     groups: tuple[tuple[int, ...], ...] = ()
     weights: tuple[float, ...] = ()
@@ -225,13 +225,22 @@ def finish(args: argparse.Namespace, trainer: Trainer, held_out: Tensor, out: Pa
     figures = evaluate(model, held_out, torch.float32)
     chosen = trainer.recipe
     settings = {
-        "recipe": args.recipe, "exit_groups": chosen.groups, "exit_weights": chosen.weights,
-        "soft_share": chosen.soft_share, "max_layer_dropout": chosen.max_layer_dropout,
-        "steps": args.steps, "batch": args.batch, "length": model.shape.positions, "lr": args.lr, "seed": args.seed,
-        "train_tokens": args.steps * trainer.tokens_per_step, "seconds": round(seconds, 1),
+        "recipe": args.recipe,
+        "exit_groups": chosen.groups,
+        "exit_weights": chosen.weights,
+        "soft_share": chosen.soft_share,
+        "max_layer_dropout": chosen.max_layer_dropout,
+        "steps": args.steps,
+        "batch": args.batch,
+        "length": model.shape.positions,
+        "lr": args.lr,
+        "seed": args.seed,
+        "train_tokens": args.steps * trainer.tokens_per_step,
+        "seconds": round(seconds, 1),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch": torch.__version__,
-    }  # fmt: skip
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
     (out / "metrics.json").write_text(json.dumps({"settings": settings, "held_out": figures}, indent=1) + "\n")
     export(model, out / "model")
     shutil.copy(args.work / "tokenizer.json", out / "model")

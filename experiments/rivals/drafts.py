@@ -1,11 +1,11 @@
-"""Drafts to set beside early exit, made of a model itself: its first layers, and a copy of 4 bits.
+"""Make draft models from a model itself, to compare with early exit: its first layers, and a 4-bit copy.
 
     python experiments/rivals/drafts.py --model experiments/reference_model/model --out rivals
     selfspec sweep experiment=rivals
 
-Writes into --out: `firstE`, a model of the first E layers with the model's own norm and lm_head (what early exit at E
-drafts, as a second model with a KV cache of its own), and with --int4 `int4`, all layers with weights of 4 bits in the
-format compressed-tensors (rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels.
+Writes into --out: `firstE`, a model of the first E layers with the model's own norm and lm_head, which drafts the same
+tokens as early exit at E; and with --int4 `int4`, all layers with 4-bit weights in the format compressed-tensors
+(rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels.
 """
 
 from __future__ import annotations
@@ -44,29 +44,33 @@ def main() -> None:
 def first_layers(
     tensors: dict[str, Tensor], config: dict[str, Any], depth: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, config) of a model of the first `depth` layers."""
+    """Return (tensors, config) of a model of the first `depth` layers."""
     kept = {name: tensor for name, tensor in tensors.items() if _layer(name) < depth}
     return kept, config | {"num_hidden_layers": depth}
 
 
 def four_bits(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, config) of a model whose linear layers have weights of 4 bits; embeddings and norms stay."""
-    made: dict[str, Tensor] = {}
+    """Return (tensors, config) of a model with 4-bit linear layers; embeddings and norms stay."""
+    quantised: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
-            made[name] = tensor
+            quantised[name] = tensor
             continue
         stem = name.removesuffix("weight")
-        made[f"{stem}weight_packed"], made[f"{stem}weight_scale"] = rounded(tensor)
-        made[f"{stem}weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
+        quantised[f"{stem}weight_packed"], quantised[f"{stem}weight_scale"] = rounded(tensor)
+        quantised[f"{stem}weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
     weights = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    about = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
-    return made, config | {"quantization_config": about}
+    quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    return quantised, config | {"quantization_config": quantization_config}
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> (eight weights of 4 bits in each int32 [out, in / 8], scales [out, in / GROUP]).
+    """Round weight [out, in] to (eight 4-bit weights in each int32 [out, in / 8], scales [out, in / GROUP]).
 
     Raises:
         SystemExit: `in` is no multiple of GROUP.
@@ -84,7 +88,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _layer(name: str) -> int:
-    """The layer that a tensor belongs to; -1 where it belongs to none."""
+    """Return the layer of a tensor; -1 without one."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
 
@@ -92,8 +96,11 @@ def _layer(name: str) -> int:
 def _save(chosen: argparse.Namespace, name: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     folder = chosen.out / name
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for pattern in ("tokenizer*", "chat_template.jinja", "generation_config.json"):
         for file in chosen.model.glob(pattern):

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for a model with the package `speculators`, to set beside drafts of the model's own layers.
+"""Train an EAGLE-3 head for a model with the package `speculators`, to compare with drafts of the model's own layers.
 
     python experiments/rivals/eagle3.py --model experiments/reference_model/model --out rivals/eagle3 --device cuda
     selfspec bench method=vllm speculative=eagle3 speculative.model=./rivals/eagle3
@@ -47,14 +47,19 @@ def main() -> None:
         raise SystemExit(f"--texts {chosen.texts}: too few to train on and to hold some out; at least 2")
     head = _head(chosen).to(chosen.device, getattr(torch, chosen.dtype))
     size = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-    print(f"{len(trained)} texts of {chosen.length} tokens after {time.monotonic() - began:.0f} s; {size:,} parameters "
-          "to train", flush=True)  # fmt: skip
+    print(
+        f"{len(trained)} texts of {chosen.length} tokens after {time.monotonic() - began:.0f} s; {size:,} parameters "
+        "to train",
+        flush=True,
+    )
     states = _States(model, head.target_layer_ids)
     train(chosen, head, states, trained)
     head.eval()
     with torch.no_grad():
-        parts = [head(**states.batch(held[at : at + chosen.batch]), **_how(chosen))[2]
-                 for at in range(0, len(held), chosen.batch)]  # fmt: skip
+        parts = [
+            head(**states.batch(held[at : at + chosen.batch]), **_how(chosen))[2]
+            for at in range(0, len(held), chosen.batch)
+        ]
     print(f"held out: {_accepted(parts, chosen.steps_ahead)}", flush=True)
     head.save_pretrained(chosen.out)
     print(f"saved to {chosen.out} after {time.monotonic() - began:.0f} s")
@@ -95,7 +100,7 @@ class _States:
         self._last = args[0]
 
     def batch(self, texts: list[list[int]]) -> Batch:
-        """Texts of one length as one row: the state of a token stands beside the token after it."""
+        """Join texts of one length into one row, in which the state of a token is paired with the next token."""
         ids = torch.tensor(texts, device=self.model.device)  # [b, n]
         with torch.no_grad():
             found = self.model.model(ids, output_hidden_states=True, use_cache=False).hidden_states
@@ -126,8 +131,17 @@ def layer_of(config: Any) -> Any:
     from transformers import LlamaConfig
 
     if config.model_type not in KINDS:
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "hidden_act",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "rope_parameters",
+        )
         if missing := [name for name in names if not hasattr(config, name)]:
             raise SystemExit(
                 f"a {config.model_type} has no {', '.join(missing)}; allowed: models with layers like Llama's"
@@ -195,7 +209,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training; writing the texts comes before")
-    parser.add_argument("--steps", type=int, default=0, help="at most so many steps; 0: as many as the minutes allow")
+    parser.add_argument("--steps", type=int, default=0, help="maximum number of steps; 0: as many as the minutes allow")
     parser.add_argument("--texts", type=int, default=8192)
     parser.add_argument("--length", type=int, default=160, help="tokens of a text, what began it included")
     parser.add_argument("--at-once", type=int, default=256, help="texts that are written together")

@@ -1,9 +1,9 @@
-"""Tables of docs/measurements.md, from the points of results folders: every setting of every method that was measured.
+"""Tables of vLLM's other methods, from the points of results folders: every measured setting of every method.
 
     python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
     PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/measurements.md
 
-A table a model, workload and batch, each against the baseline of its own command. A setting that failed has no line.
+One table per model, workload and batch, each compared with its own command's baseline. Failed settings have no line.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
 from selfspec_cli.scripts import existing
 
-COLUMNS = ("method and setting", "speedup", "accept rate", "tokens a verify step",
-           "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
+COLUMNS = (
+    "method and setting",
+    "speedup",
+    "accept rate",
+    "tokens a verify step",
+    "rounds that accept 1, 2, 3, ... drafts",
+    "identical outputs",
+)
 TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
-"""What the prompts of a workload are, for readers who do not know its name."""
+"""The prompts of a workload in words."""
 POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
 
 
@@ -36,23 +42,28 @@ def main() -> None:
 
 
 def rivals_tables(place: Path) -> str:
-    """The tables of every results folder in a folder, one after the other."""
-    found = results_folders(place)
-    if not found:
+    """Return the tables of every results folder in a folder."""
+    result_folders = results_folders(place)
+    if not result_folders:
         return "Nothing has been measured on a quiet machine yet."
-    return "\n".join(line for each in found for line in markdown(each)).strip()
+    return "\n".join(line for each in result_folders for line in markdown(each)).strip()
 
 
 def lost(place: Path) -> Iterator[str]:
-    """For each model, text and load of every results folder in a folder: settings of other methods that were faster
-    than every setting of early exit by more than noise, which is an interval wholly above theirs."""
-    for one in results_folders(place):
-        points = [point for point in folder.read(one)[0] if point.ok]
+    """List settings of other methods that were faster than every setting of early exit, by model, text and load.
+
+    Faster means that the whole interval is above early exit's intervals.
+    """
+    for results in results_folders(place):
+        points = [point for point in folder.read(results)[0] if point.ok]
         for group in groups(tables.row(point) for point in points):
             measured = arms(group.rows)
             ours = [row for row in measured if row.arm == "layer_skip"]
-            above = [row for row in measured if ours and row not in ours
-                     and (row.speedup_low or row.speedup or 0) > max(_high(own) for own in ours)]  # fmt: skip
+            above = [
+                row
+                for row in measured
+                if ours and row not in ours and (row.speedup_low or row.speedup or 0) > max(_high(own) for own in ours)
+            ]
             if not above:
                 continue
             first = group.rows[0]
@@ -64,7 +75,7 @@ def lost(place: Path) -> Iterator[str]:
 
 
 def _method(row: Record) -> str:
-    """A setting in two or three words."""
+    """Return a setting in two or three words."""
     if row.arm == "layer_skip":
         return label(replace(row, acceptance_length=None)).replace(" · lens", "").replace(" · no gate", "")
     return f"{(row.speculative or row.arm).partition(' ')[0]} k={row.k}"
@@ -75,11 +86,12 @@ def _high(row: Record) -> float:
 
 
 def markdown(place: Path) -> Iterator[str]:
-    """The lines of all tables of a results folder."""
+    """Yield the lines of all tables of a results folder."""
     points = [point for point in folder.read(place)[0] if point.ok]
     if not points:
-        raise SystemExit(f"{place}: it holds no measured point; measure with: selfspec sweep experiment=rivals "
-                         f"results_dir={place}")  # fmt: skip
+        raise SystemExit(
+            f"{place}: it holds no measured point; measure with: selfspec sweep experiment=rivals results_dir={place}"
+        )
     accepted = {point.id: tables.accept_row(point) for point in points}
     for group in groups(tables.row(point) for point in points):
         if len(group.rows) > 1:
@@ -102,13 +114,13 @@ def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> 
 
 
 def arms(rows: Sequence[Record]) -> list[Record]:
-    """The measured arms beside the baseline, the fastest first."""
+    """Return the measured arms without the baseline, the fastest first."""
     kept = [row for row in rows if row.arm != "baseline" and row.status == OK and row.speedup is not None]
     return sorted(kept, key=lambda row: -(row.speedup or 0))
 
 
 def _positions(row: AcceptRow | None) -> str:
-    """Of the rounds that had drafts, the shares that accepted at least 1, 2, 3, ... of them."""
+    """Return which shares of the steps with drafts accepted at least 1, 2, 3, ... of them."""
     if row is None or not row.rounds or not row.accepted_at:
         return ""
     shares = [f"{int(count) / row.rounds:.0%}" for count in row.accepted_at.split()]

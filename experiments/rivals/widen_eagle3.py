@@ -4,7 +4,7 @@
 
 It drafts the same tokens at the cost of a head of the wider model: what the small head reads and writes is padded with
 zeros, its norms are rescaled, and what only ever meets those zeros is filled with noise. The head reads several hidden
-states beside each other (`fc`), and the embedding beside the state (the first layer's q, k and v), so these matrices
+states next to each other (`fc`), and the embedding next to the state (the first layer's q, k and v), so these matrices
 are widened block by block.
 """
 
@@ -37,7 +37,7 @@ def widened_head(tensors: dict[str, Tensor], old: dict[str, Any], new: dict[str,
 
 
 def _blocks(name: str, weight: Tensor, old: dict[str, Any], new: dict[str, Any]) -> Tensor:
-    """A matrix [out, n * hidden] over n vectors beside each other."""
+    """Widen a matrix [out, n * hidden] that multiplies n concatenated vectors."""
     ratio = new["hidden_size"] // old["hidden_size"]
     parts = weight.split(old["hidden_size"], dim=1)
     noise = name != "fc.weight"  # what fc writes is the state, whose new entries must be zeros
@@ -71,8 +71,11 @@ def main() -> None:
     config["transformer_layer_config"] = new
     config["speculators_config"]["verifier"]["name_or_path"] = str(chosen.model.absolute())
     chosen.out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to(getattr(torch, chosen.dtype)).contiguous() for name, tensor in made.items()},
-              chosen.out / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: tensor.to(getattr(torch, chosen.dtype)).contiguous() for name, tensor in made.items()},
+        chosen.out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (chosen.out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     print(f"{chosen.out}: {sum(tensor.numel() for tensor in made.values()):,} parameters of its own")
 

@@ -27,9 +27,20 @@ from selfspec_cli.scripts import among, decimals
 
 KINDS = "fp8,int8,int4"
 COLUMNS = (
-    "model", "view", "temperature", "drafts", "answers", "rounds", "k", "position", "given_before", "low", "high",
-    "all_so_far", "tokens_a_round",
-)  # fmt: skip
+    "model",
+    "view",
+    "temperature",
+    "drafts",
+    "answers",
+    "rounds",
+    "k",
+    "position",
+    "given_before",
+    "low",
+    "high",
+    "all_so_far",
+    "tokens_a_round",
+)
 RESAMPLES = 1000
 
 
@@ -134,18 +145,27 @@ def main() -> None:
                     rows = summary(parts, chosen.k)
                     tokens = 1 + sum(row["all_so_far"] for row in rows)
                     about = {
-                        "model": name, "view": shown, "temperature": temperature, "drafts": drafts, "k": chosen.k,
-                        "answers": len(parts), "rounds": sum(map(len, parts)), "tokens_a_round": f"{tokens:.3f}",
-                    }  # fmt: skip
+                        "model": name,
+                        "view": shown,
+                        "temperature": temperature,
+                        "drafts": drafts,
+                        "k": chosen.k,
+                        "answers": len(parts),
+                        "rounds": sum(map(len, parts)),
+                        "tokens_a_round": f"{tokens:.3f}",
+                    }
                     for row in rows:
                         table.writerow(
                             about | {key: f"{v:.4g}" if isinstance(v, float) else v for key, v in row.items()}
                         )
                     file.flush()
                     first_row = rows[0]
-                    print(f"{time.perf_counter() - start:5.0f} s  {shown:<28} T={temperature:g} {drafts:<12} first "
-                          f"{first_row['given_before']:.3f} ({first_row['low']:.3f} to {first_row['high']:.3f}), "
-                          f"tokens {tokens:.2f}", flush=True)  # fmt: skip
+                    print(
+                        f"{time.perf_counter() - start:5.0f} s  {shown:<28} T={temperature:g} {drafts:<12} first "
+                        f"{first_row['given_before']:.3f} ({first_row['low']:.3f} to {first_row['high']:.3f}), "
+                        f"tokens {tokens:.2f}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Views of a Hugging Face model as drafts, in plain PyTorch: exact acceptance at each position, and gradients.
+"""Views of a Hugging Face model as drafts, in plain PyTorch: exact acceptance at each position.
 
 A draft token is made over keys and values of the full model for everything that is verified, and of the view for what
 it drafted itself in this round. `Drafting` does the same for all tokens of an answer at once: pass 1 treats every token
@@ -48,10 +48,7 @@ class DraftLinear(nn.Module):
 class Drafting:
     """Wraps the layers of `model`, in place; `teacher` runs it as it is, `draft` as the view that was set.
 
-    position: which draft of a round is made, from 1; 0 for the full model. window: last tokens of the context that
-    drafts attend to; None: all of it. attended: by layer, bool [rounds, whole], which tokens the drafts of a round
-    attend to besides their own, for the rounds that begin at the last `rounds` tokens; a layer without: all of them.
-    queries: of the full model, [b, heads, n, d] by layer.
+    position: number of the draft in its speculation step, from 1; 0 for the full model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,9 +59,6 @@ class Drafting:
             raise ValueError(f"layers of kinds {sorted(set(kinds))}: only full attention is known here")
         self.model, self.position, self.skipped = model, 0, frozenset[int]()
         self.kept: Kept = {}
-        self.window: int | None = None
-        self.attended: dict[int, Tensor] = {}
-        self.queries: dict[int, Tensor] = {}
         AttentionInterface.register(ATTENTION, self._attention)
         model.config._attn_implementation = ATTENTION
         self.linears: dict[str, list[DraftLinear]] = {}
@@ -141,26 +135,16 @@ class Drafting:
         groups, index, length = query.shape[1] // key.shape[1], module.layer_idx, query.shape[2]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if not self.position:
-            self.kept[index], self.queries[index] = [(key, value)], query
+            self.kept[index] = [(key, value)]
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
             return out.transpose(1, 2).contiguous(), None
         kept = self.kept[index]
         full_key, full_value = kept[0]
-        attended = self.attended.get(index)
-        if attended is not None:  # what no row attends to costs nothing
-            seen = attended.any(0)
-            seen[len(seen) - length :] = True
-            full_key, full_value, attended = full_key[:, :, seen], full_value[:, :, seen], attended[:, seen]
         # Token i sees what was drafted i - d, d below the position, by the pass in which that was drafted.
         recent = [(key, value), *(kept[self.position - d] for d in range(1, self.position))]
         scores = query @ full_key.transpose(2, 3) * scaling  # [b, heads, length, whole]
         before = full_key.shape[2] - length  # tokens that are not drafted from
         causal = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril(before)
-        if self.window is not None:
-            causal = causal.triu(before - self.window + 1)
-        if attended is not None:  # a token's round began position - 1 tokens before it
-            drafted = torch.ones_like(causal).triu(before - self.position + 1)
-            causal &= attended.roll(self.position - 1, 0) | drafted
         scores = scores.masked_fill(~causal, -torch.inf)
         at = torch.arange(length, device=query.device)
         for d, (own, _) in enumerate(recent[:length]):
@@ -196,24 +180,19 @@ class Answer:
             return cls(ids, first, _log_probabilities(logits, temperature), drafting.kept)
 
 
-def accepted(
-    drafting: Drafting, answer: Answer, k: int, temperature: float = 0.0, survival: bool = False
-) -> dict[str, Tensor]:
+def accepted(drafting: Drafting, answer: Answer, k: int, temperature: float = 0.0) -> dict[str, Tensor]:
     """For every round that may begin in an answer, the probability that drafts 1..j are accepted: [rounds, k].
 
     "most likely": drafts are the view's most likely tokens, as vLLM makes them by default. One is accepted where the
     model's own choice is the same, so at any temperature its acceptance is how often it is the token that the model
     drew. "drawn", above temperature 0: drafts are drawn at the temperature too, and the model's token x is then drafted
-    and kept with probability min(1, q(x) / p(x)). "survival", where asked for: not that probability but what the gate
-    of this name sees, the product of the view's greatest probabilities, the drafts before each being accepted.
+    and kept with probability min(1, q(x) / p(x)).
     """
     ids, start = answer.ids, answer.first - 1
     following = ids[answer.first :]
     steps: dict[str, list[Tensor]] = {"most likely": []}
     if temperature:
         steps["drawn"] = []
-    if survival:
-        steps["survival"] = []
     drafting.kept = {index: kept[:1] for index, kept in answer.kept.items()}
     with torch.no_grad():
         for position in range(1, k + 1):
@@ -225,8 +204,6 @@ def accepted(
                     for each in (_log_probabilities(logits, temperature), answer.full)
                 )
                 steps["drawn"].append((ours - theirs).exp().clamp(max=1))
-            if survival:
-                steps["survival"].append(logits.softmax(-1).amax(-1))
     count = len(following) - k + 1
     return {
         name: torch.stack([made[j][j : j + count] for j in range(k)], dim=1).cumprod(1) for name, made in steps.items()
@@ -235,14 +212,6 @@ def accepted(
 
 def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     return (logits / (temperature or 1.0)).log_softmax(-1)
-
-
-def padded(answers: Sequence[tuple[list[int], int]], device: Any) -> tuple[Tensor, Tensor]:
-    """(ids [b, n], mask [b, n] of the tokens whose successor is of an answer) of (ids, first of the answer) pairs."""
-    longest = max(len(ids) for ids, _ in answers)
-    rows = [ids + [0] * (longest - len(ids)) for ids, _ in answers]
-    masks = [[first - 1 <= at < len(ids) - 1 for at in range(longest)] for ids, first in answers]
-    return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
 
 
 def load(folder: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -283,16 +252,16 @@ def answers(
     return found
 
 
-def chat_prompts(tokenizer: Any, count: int, seed: int, kind: str = "chat", most: int = 0) -> list[list[int]]:
-    """The prompts of `workload=chat`, or of another kind (`selfspec_cli.texts.chat.asked`)."""
+def chat_prompts(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
+    """Return the prompts of `workload=chat`, as token ids."""
     from selfspec_cli.texts import chat
 
     def ask(question: str) -> list[int]:
-        asked = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    return chat.asked(kind, count, seed, ask, most)
+    return chat.asked("chat", count, seed, ask, 0)
 
 
 def library_prompts(tokenizer: Any, count: int, seed: int, length: int = 32) -> list[list[int]]:

@@ -14,7 +14,7 @@ mkdir -p "$out"
 accept() { $python3 "$here/acceptance.py" "$@"; }
 file() { echo "$heads"/*/"weights-$1.safetensors"; }
 
-# 1. Copies rounded to nearest, layers left out, and early exit beside them.
+# 1. Weights rounded to nearest, skipped layers, and early exit.
 accept --model "$smollm2" --name smollm2_135m --answers 16 --out "$out/smollm2_views.csv" \
     --views "$kinds;14-16;18-20;int8@14-16;int4@14-16;shared@22-29;shared@8-29"
 accept --model "$here/../reference_model/model" --name reference --prompts library --answers 32 \

@@ -21,7 +21,7 @@ from selfspec_cli.whole import written
 
 @dataclass(frozen=True)
 class SavedGate:
-    """What a file holds. threshold: acceptance probability below which a draft step does not pay."""
+    """A calibration with its threshold: the acceptance probability below which a draft step does not pay."""
 
     calibration: Calibration
     threshold: float
@@ -29,15 +29,15 @@ class SavedGate:
 
 
 def path_for(cfg: RunConfig, layer: int) -> Path:
-    """Where the calibration of this model's exit lies: beside its heads, a file for each `exit_name`."""
+    """Return the file of the calibration of this model's exit: next to its heads, one for each `exit_name`."""
     return head_folder(cfg) / f"gate-E{layer}-{exit_name(cfg)}.json"
 
 
 def exit_name(cfg: RunConfig) -> str:
-    """What drafts beside the exit layer, in a file's name: the head, and whatever else is not the default.
+    """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
 
-    A head with a path of its own is named by that too, a vocabulary list by what it holds: `a/v.txt` and `b/v.txt` are
-    two vocabularies.
+    A head with a path has a digest of the path in it, a vocabulary list a digest of its contents: `a/v.txt` and
+    `b/v.txt` are two vocabularies.
     """
     parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
@@ -58,7 +58,7 @@ def exit_name(cfg: RunConfig) -> str:
 
 
 def save(path: Path, gate: SavedGate) -> None:
-    """Write the file, whole or not at all; `load` reads it back to an equal object."""
+    """Write the file atomically; `load` reads it back to an equal object."""
     document = {"calibration": gate.calibration.to_dict(), "threshold": gate.threshold, "about": gate.about}
     with written(path) as part:
         part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -68,7 +68,7 @@ def load(path: str | Path) -> SavedGate:
     """Read and check a file.
 
     Raises:
-        ConfigError: it is not there, or is no calibration.
+        ConfigError: it does not exist, or is no calibration.
     """
     try:
         document = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -83,9 +83,9 @@ def load(path: str | Path) -> SavedGate:
 
 
 def with_calibration(cfg: RunConfig, layer: int | None) -> RunConfig:
-    """`cfg` with the file that gate `calibrated` reads, and with that file's threshold where none is given.
+    """Fill in the file of gate `calibrated`, and its threshold if none is given; other gates stay as they are.
 
-    layer: the exit layer in force. Other gates come back as they are.
+    layer: the exit layer in force.
 
     Raises:
         ConfigError: the file is missing or wrong.
@@ -110,14 +110,14 @@ def with_calibration(cfg: RunConfig, layer: int | None) -> RunConfig:
 
 
 def map_of(cfg: RunConfig) -> dict[str, Any] | None:
-    """The map of gate `calibrated` in its JSON form, after `with_calibration` found the file; None for other gates."""
+    """Return the map of gate `calibrated` as JSON, after `with_calibration`; None for other gates."""
     if cfg.gate.kind != "calibrated" or cfg.gate.calibration is None:
         return None
     return load(cfg.gate.calibration).calibration.to_dict()
 
 
 def _named(option: str, value: str) -> str:
-    """A draft option in a file's name; a path by what it names, as a head's."""
+    """Return a draft option as part of a file's name; a path as a digest of its absolute form, as for a head."""
     if option == "draft_weights_path":
         return _digest(bytes(Path(value).expanduser().resolve()))
     return f"skip{value}" if option == "skip_layers" else value

@@ -1,7 +1,7 @@
-"""From a config to the file of its exit head: looked up, or gathered from the full one for a draft vocabulary.
+"""The file of a config's exit head: looked up, or derived from the full head for a draft vocabulary.
 
-A head over a draft vocabulary has the rows, or the translator, of the same head over all tokens, so it is derived from
-that one and is a file of its own, which any vLLM can be given.
+A head over a draft vocabulary has the rows, or the translator, of the same head over all tokens. So it is derived from
+that head, into a file of its own that any vLLM can load.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Counts = Callable[[], "Tensor"]
-"""Token counts [V] of a corpus, asked for only when they are needed and no fit has left any."""
+"""Returns token counts [V] of a corpus; called only if no fit has saved any."""
 
 
 def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
-    """Refuse a head that cannot be used at `layer` of a model with these facts. Reads no more than a file's header.
+    """Refuse a head that cannot be used at `layer` of a model with these facts; reads only a file's header.
 
     Raises:
-        ConfigError, HeadError: it is not there, damaged, of another layer or of another model's shape; the file holds
-            another head than the one that is asked for beside it.
+        ConfigError, HeadError: it does not exist, is damaged, or belongs to another layer or another model's shape; the
+            file holds another head than `head` says.
     """
     file = full_head(cfg, layer)
     if file is None:
         return
     if file.suffix == ".pt":
-        from selfspec_cli.early_exit.artifact import load_head  # imports torch, which alone can read it
+        from selfspec_cli.early_exit.artifact import load_head  # imports torch, which reads .pt files
 
         metadata = load_head(file).metadata
     else:
@@ -51,10 +51,10 @@ def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
 
 
 def full_head(cfg: RunConfig, layer: int) -> Path | None:
-    """The file of the head that `cfg` names at `layer`, over the full vocabulary; None for one that needs no fit.
+    """Return the file of the head of `cfg` at `layer`, over the full vocabulary; None for a head that needs no fit.
 
     Raises:
-        ConfigError: it has not been fitted (says how to), or the path is not there.
+        ConfigError: it has not been fitted (the message says how to), or the path does not exist.
         HeadError: a folder has no such head, or several.
     """
     spec = head_spec(replace(cfg.head, path=None))
@@ -74,13 +74,13 @@ def full_head(cfg: RunConfig, layer: int) -> Path | None:
 
 
 def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor | None:
-    """Token ids of `cfg.vocab`, int64 [V'] ascending; None for the full vocabulary.
+    """Return the token ids of `cfg.vocab`, int64 [V'] ascending; None for the full vocabulary.
 
-    A number means the most frequent tokens of the text that heads were fitted on (`counts` of the head folder), or of
-    what `counts()` counts; with dummy weights, which speak no language, ids at even spacing.
+    A number means the most frequent tokens of the text on which heads were fitted (counts in the head folder), or else
+    of the text that `counts()` counts. With dummy weights, which speak no language, ids are evenly spaced.
 
     Raises:
-        HeadError: larger than the vocabulary, or a list file with something other than ids of it.
+        HeadError: larger than the vocabulary, or a list file with anything but its ids.
     """
     from selfspec_cli.early_exit import draft_vocab  # imports torch
     from selfspec_cli.early_exit.head_module import most_frequent_ids
@@ -92,21 +92,21 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
     size = int(cfg.vocab)
     if cfg.model.load_format == "dummy" or size > vocab_size:  # the latter to be refused
         return draft_vocab.spread_ids(size, vocab_size)
-    known = draft_vocab.load_counts(head_folder(cfg), vocab_size)
-    return most_frequent_ids(counts() if known is None else known, size)
+    saved_counts = draft_vocab.load_counts(head_folder(cfg), vocab_size)
+    return most_frequent_ids(counts() if saved_counts is None else saved_counts, size)
 
 
 def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: Counts) -> Path | None:
-    """The file to draft with at `layer`; None for the lens over the full vocabulary. A derived file is made if needed.
+    """Return the head file to draft with at `layer`; None for the lens over the full vocabulary.
 
-    Derived files lie in a cache (`whole.cache_dir`), named by the content of the head and of the draft vocabulary.
+    A derived file is made if needed, in a cache (`whole.cache_dir`), named by a digest of head and draft vocabulary.
 
     Args:
         hidden, vocab_size: of the model.
 
     Raises:
-        ConfigError, HeadError: as `full_head` and `draft_vocabulary`; a head that has a draft vocabulary already, or
-            is of another layer or another model's shape; a cache that cannot be written to.
+        ConfigError, HeadError: as `full_head` and `draft_vocabulary`; a head that already has a draft vocabulary, or
+            belongs to another layer or another model's shape; a cache that cannot be written.
     """
     source, spec = full_head(cfg, layer), head_spec(cfg.head, layer)
     ids = draft_vocabulary(cfg, vocab_size, counts)
@@ -136,7 +136,7 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
 
 
 def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor | None) -> str:
-    """Of what a derived head is made from: the file of the full head, its metadata and the token ids."""
+    """Return a digest of the inputs of a derived head: the file of the full head, its metadata and the token ids."""
     digest = hashlib.sha256(f"{metadata}{None if ids is None else ids.tolist()}".encode())
     if source is not None:
         with open(source, "rb") as file:

@@ -1,5 +1,7 @@
-"""What `selfspec tune` found, as overrides that `tuned=MODEL` puts before the user's own; `config/tuned_files.py` reads
-it again."""
+"""Files of tuned settings: overrides that `tuned=MODEL` puts before the user's own.
+
+`config/tuned_files.py` reads them.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ _MORE = ("head_dir", "runner", "read_first")
 
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
-    """`cfg` with a tuned gate, threshold and draft length."""
+    """Return `cfg` with a tuned gate, threshold and draft length."""
     gate = GateConfig(setting.gate, cfg.gate.calibration)
     return replace(cfg, gate=gate, threshold=setting.threshold, k=setting.k)
 
 
 def overrides(cfg: RunConfig) -> list[str]:
-    """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
+    """Return the overrides of the drafting of `cfg`, without model and workload."""
     threshold, default = gate_threshold(cfg), RunConfig()
     layer, *view = DraftView.of(cfg).overrides()
     words = [layer, f"k={cfg.k}", *view]
@@ -38,7 +40,7 @@ def overrides(cfg: RunConfig) -> list[str]:
 
 
 def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
-    """Write the file of the model of `cfg` under the configuration folder `conf`, whole or not at all.
+    """Write the file of the model of `cfg` into the configuration folder `conf`, atomically.
 
     words: the overrides. title: for people.
     """

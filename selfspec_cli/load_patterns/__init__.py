@@ -1,7 +1,7 @@
-"""Load patterns: how the requests of a load test arrive. One module a pattern, with one object `PATTERN`.
+"""Load patterns: how the requests of a load test arrive. One module per pattern, with one object `PATTERN`.
 
-`LoadConfig` has the settings of every pattern; which of them are given decides which pattern is in force. Other
-packages add theirs by entry points of the group "selfspec.load_patterns". What makes two loads comparable is `COLUMNS`.
+`LoadConfig` has the settings of every pattern; the given settings decide which pattern is used. Other packages add
+patterns by entry points of the group "selfspec.load_patterns". Loads that agree in `COLUMNS` can be compared.
 """
 
 from __future__ import annotations
@@ -34,58 +34,61 @@ else:
     )
 
 COLUMNS = ("arrivals", *(name for one in PATTERNS.values() for name in one.columns), FRONTEND)
-"""The columns of a row that say what was asked of a server: points that agree in them were asked the same."""
+"""The columns of a row that describe the requests to a server; equal values mean equal loads."""
 
 
 def chosen(load: Any) -> LoadPattern | None:
-    """The pattern whose settings a load config gives; of several the most special. None for what is no load test."""
-    asked = [one for one in PATTERNS.values() if one.asked(load)]
-    return max(asked, key=lambda one: one.rank) if asked else None
+    """Return the pattern whose settings a load config gives, of several the highest in rank; None without a load."""
+    patterns = [pattern for pattern in PATTERNS.values() if pattern.asked(load)]
+    return max(patterns, key=lambda pattern: pattern.rank) if patterns else None
 
 
 def problem(load: Any) -> str | None:
-    """Why the settings of a load config do not go together; None where they do."""
-    asked = [one for one in PATTERNS.values() if one.asked(load)]
-    found = next((reason for one in asked if (reason := one.problem(load)) is not None), None)
-    most = max((one.rank for one in asked), default=0)
-    special = [one.name for one in asked if one.rank == most]
-    if found is None and len(special) > 1:
-        return f"the settings of load ask for the patterns {' and '.join(special)}: give those of one"
-    return found
+    """Return why the settings of a load config contradict each other; None if they do not."""
+    patterns = [pattern for pattern in PATTERNS.values() if pattern.asked(load)]
+    reason = next((reason for pattern in patterns if (reason := pattern.problem(load)) is not None), None)
+    highest = max((pattern.rank for pattern in patterns), default=0)
+    names = [pattern.name for pattern in patterns if pattern.rank == highest]
+    if reason is None and len(names) > 1:
+        return f"the settings of load ask for the patterns {' and '.join(names)}: give those of one"
+    return reason
 
 
 def unused_settings(load: Any) -> list[str]:
-    """Settings that are left out of the key of a load: those of patterns that are not in force, but for the patterns
-    whose settings were in every key from the beginning."""
-    pattern = chosen(load)
-    others = [one for one in PATTERNS.values() if one is not pattern and not one.in_every_key]
-    return [item.name for one in others for item in fields(one.settings)]
+    """Return the settings that a load's key leaves out: settings of unused patterns that are not in every key."""
+    used = chosen(load)
+    others = [pattern for pattern in PATTERNS.values() if pattern is not used and not pattern.in_every_key]
+    return [item.name for pattern in others for item in fields(pattern.settings)]
 
 
 def columns(load: Any) -> dict[str, Any]:
-    """`COLUMNS` of a load test, the front end apart; those that its pattern does not have are None."""
+    """Return `COLUMNS` of a load test without the front end; columns of other patterns are None."""
     pattern = chosen(load)
     assert pattern is not None
     return dict.fromkeys(name for name in COLUMNS if name != FRONTEND) | pattern.values(load)
 
 
 def pattern_of(row: Any) -> LoadPattern | None:
-    """The pattern of a row, by its columns; None for one of no load test, or of a pattern that is not installed."""
+    """Return the pattern of a row, by its columns; None without a load test, or if the pattern is not installed."""
     if row.arrivals is None:
         return None
-    return max((one for one in PATTERNS.values() if one.matches(row)), key=lambda one: one.rank, default=None)
+    matching = (pattern for pattern in PATTERNS.values() if pattern.matches(row))
+    return max(matching, key=lambda pattern: pattern.rank, default=None)
 
 
 def label(row: Any) -> str:
-    """How much a row's load test asked, in words, and of which front end."""
+    """Return a row's load in words, with its front end."""
     pattern = pattern_of(row)
-    said = row.arrivals if pattern is None else pattern.label(row)
-    return said + (f", front end in {row.frontend.capitalize()}" if row.frontend else "")
+    load = row.arrivals if pattern is None else pattern.label(row)
+    return load + (f", front end in {row.frontend.capitalize()}" if row.frontend else "")
 
 
 def comparable(row: Any, *, without: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """What two loads must agree in to be compared. row: has `COLUMNS`, as attributes or as a mapping. without: columns
-    that an axis of a figure shows. A rate that follows from a share of the baseline's saturation is not looked at."""
+    """Return the values in which two loads must agree to be compared.
+
+    row: has `COLUMNS`, as attributes or as a mapping. without: columns that an axis of a figure shows. A rate that
+    follows from a share of the baseline's saturation is left out.
+    """
     get = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name)
-    drawn = {*without, *(["rate"] if get("load_share") is not None else [])}
-    return tuple(get(name) for name in COLUMNS if name not in drawn)
+    left_out = {*without, *(["rate"] if get("load_share") is not None else [])}
+    return tuple(get(name) for name in COLUMNS if name not in left_out)

@@ -11,17 +11,16 @@ from selfspec_cli.load_patterns.base import LoadPattern, Schedule
 
 @dataclass
 class AlternatingSettings:
-    """How many go on asking, and how often the others come back."""
+    """How many clients continue, and how often the others come back."""
 
     low_clients: int | None = knob(
         None,
-        help="so many clients of a closed loop ask all the time, the others only in the first half of each period",
+        help="clients of a closed loop that ask all the time; the others ask only in the first half of each period",
         unit="clients",
         low=1,
         unset="all clients ask all the time",
     )
-    period: float = knob(10.0, help="of a closed loop with low_clients: all clients ask anew after so long", unit="s",
-                         above=0)  # fmt: skip
+    period: float = knob(10.0, help="time after which all clients ask again, with low_clients", unit="s", above=0)
 
 
 class Alternating(LoadPattern):
@@ -33,23 +32,25 @@ class Alternating(LoadPattern):
     columns = ("low_clients", "period")
 
     def asked(self, load: Any) -> bool:
-        """A smaller number of clients is given."""
+        """Whether a smaller number of clients is given."""
         return load.low_clients is not None
 
     def problem(self, load: Any) -> str | None:
-        """It is the smaller number, of a closed loop."""
+        """Require a smaller number than `clients`, in a closed loop."""
         opened = load.rate is not None or load.share is not None
         if opened or load.clients is None or load.low_clients >= load.clients:
-            return (f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
-                    "(load.clients) it is the smaller number of clients, which ask all the time")  # fmt: skip
+            return (
+                f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
+                "(load.clients) it is the smaller number of clients, which ask all the time"
+            )
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """Two levels a period."""
+        """Return two levels per period."""
         return Schedule(load.clients, ((0.0, load.clients), (load.period / 2, load.low_clients)), load.period)
 
     def values(self, load: Any) -> dict[str, Any]:
-        """A closed loop with two columns more."""
+        """Return the columns of a closed loop, and two more."""
         return {"arrivals": "closed", "clients": load.clients, "low_clients": load.low_clients, "period": load.period}
 
     def matches(self, row: Any) -> bool:

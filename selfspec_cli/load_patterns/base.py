@@ -1,4 +1,4 @@
-"""What a load pattern is. It runs in no server and in no client: it says what to ask, in plain values."""
+"""The base class of load patterns. A pattern describes requests in plain values; it runs in no server and no client."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the clients of one run do. Exactly one of clients and arrivals is given.
+    """The requests of one run. Exactly one of clients and arrivals is given.
 
-    clients: of a closed loop, each of which asks again when its request has ended. levels: (seconds, clients), rising
-    in seconds from 0 on: from that moment on the first so many clients may begin requests, and the others wait; empty
-    where all may, always. period: seconds after which the levels begin again; None: the last one lasts. arrivals:
-    moments of an open loop (seconds from the beginning, rising).
+    clients: number of clients of a closed loop, each of which sends a request when its last one has ended. levels:
+    (seconds, clients), rising in seconds from 0: from that time on the first `clients` clients may begin requests, and
+    the others wait; empty if all may always. period: seconds after which the levels repeat; None: the last one lasts.
+    arrivals: times of an open loop (seconds from the beginning, rising).
     """
 
     clients: int | None = None
@@ -33,14 +33,12 @@ class Schedule:
 
 
 class LoadPattern:
-    """A pattern. The object has no state: a load config (`LoadConfig`, with the settings of all patterns) is handed to
-    its methods.
+    """A pattern, without state: its methods get a load config (`LoadConfig`, with the settings of all patterns).
 
-    name: of the pattern. help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`.
-    columns: columns of a row that hold its settings, where there are such (record/tables.py); a pattern without any is
-    written in the column `arrivals`. rank: of the patterns whose settings are given, the one of greatest rank is in
-    force: 0 a closed loop, 1 an open loop, 2 what makes something else of one of these. in_every_key: its settings are
-    in the key of every load test, as they were before there were others; False for a new pattern.
+    help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`. columns: of a row,
+    that hold its settings (record/tables.py); a pattern without any is written in the column `arrivals`. rank: among
+    patterns whose settings are given, the highest rank is used: 0 a closed loop, 1 an open loop, 2 a variant of one of
+    these. in_every_key: its settings are in the key of every load test, as in older results; False for a new pattern.
     """
 
     name: str
@@ -51,31 +49,33 @@ class LoadPattern:
     in_every_key: bool = False
 
     def asked(self, load: Any) -> bool:
-        """Whether its settings are given."""
+        """Whether a load config gives this pattern's settings."""
         raise NotImplementedError
 
     def problem(self, load: Any) -> str | None:
-        """Why its settings do not go together with each other or with the rest, and what to do; None where they do."""
+        """Return why its settings contradict each other or others, and what to do; None if they do not."""
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """What the clients of a run do: `requests` requests, or those that begin within `seconds`, one of which is
-        given. The same for the same seed."""
+        """Return the schedule of a run of `requests` requests, or of `seconds`; exactly one is given.
+
+        Equal seeds give equal schedules.
+        """
         raise NotImplementedError
 
     def at_once(self, load: Any) -> int:
-        """Requests that may begin together: a server is warmed up with so many."""
+        """Return how many requests may begin together; the warm-up of a server uses this number."""
         return load.clients or 1
 
     def values(self, load: Any) -> dict[str, Any]:
-        """The columns of its rows: `arrivals` and `columns`, and those of another pattern that it makes use of."""
-        own = ", ".join(f"{item.name}={getattr(load, item.name):g}" for item in fields(self.settings))
-        return {"arrivals": f"{self.name} ({own})", "clients": load.clients}
+        """Return the columns of its rows: `arrivals`, `columns`, and columns of a pattern on which it builds."""
+        settings = ", ".join(f"{item.name}={getattr(load, item.name):g}" for item in fields(self.settings))
+        return {"arrivals": f"{self.name} ({settings})", "clients": load.clients}
 
     def matches(self, row: Any) -> bool:
         """Whether a row with `arrivals` is of this pattern."""
         return str(row.arrivals).partition(" ")[0] == self.name
 
     def label(self, row: Any) -> str:
-        """How much was asked, in words, from the columns of a row."""
+        """Return the load in words, from the columns of a row."""
         return str(row.arrivals)

@@ -28,22 +28,24 @@ class Bursty(Poisson):
     rank = 2
 
     def asked(self, load: Any) -> bool:
-        """More than one request arrives at a time, of a load test."""
+        """Whether more than one request arrives at a time, in a load test."""
         return load.burst > 1 and (super().asked(load) or load.clients is not None)
 
     def problem(self, load: Any) -> str | None:
-        """Bursts are of an open loop."""
+        """Require an open loop."""
         if not super().asked(load):
-            return (f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
-                    "load.rate or load.share")  # fmt: skip
+            return (
+                f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
+                "load.rate or load.share"
+            )
         return None
 
     def at_once(self, load: Any) -> int:
-        """A burst."""
+        """Return the size of a burst."""
         return load.clients or load.burst
 
     def label(self, row: Any) -> str:
-        """The rate, and how many arrive together."""
+        """Return the rate, and how many requests arrive together."""
         return f"{super().label(row)} in bursts of {row.burst}"
 
 

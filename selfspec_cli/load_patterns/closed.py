@@ -11,7 +11,7 @@ from selfspec_cli.load_patterns.base import LoadPattern, Schedule
 
 @dataclass
 class ClosedSettings:
-    """How many ask."""
+    """How many clients ask."""
 
     clients: int | None = knob(
         None,
@@ -24,7 +24,7 @@ class ClosedSettings:
 
 
 class Closed(LoadPattern):
-    """So many clients, all the time."""
+    """The same number of clients, all the time."""
 
     name = "closed"
     help = "each client asks again when its request has ended (load.clients)"
@@ -34,18 +34,20 @@ class Closed(LoadPattern):
     in_every_key = True
 
     def asked(self, load: Any) -> bool:
-        """Clients alone make a closed loop."""
+        """Whether clients are given, which alone make a closed loop."""
         return load.clients is not None
 
     def problem(self, load: Any) -> str | None:
-        """Each client asks at least once."""
+        """Require a request for each client."""
         if load.requests is not None and load.requests < load.clients and load.share is None:
-            return (f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than clients; use "
-                    f"load.requests={load.clients} or more")  # fmt: skip
+            return (
+                f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than clients; use "
+                f"load.requests={load.clients} or more"
+            )
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """All clients from the beginning to the end."""
+        """Return all clients from the beginning to the end."""
         return Schedule(clients=load.clients)
 
     def values(self, load: Any) -> dict[str, Any]:
@@ -53,7 +55,7 @@ class Closed(LoadPattern):
         return {"arrivals": self.name, "clients": load.clients}
 
     def label(self, row: Any) -> str:
-        """Such as: 8 clients."""
+        """Return the load in words: 8 clients."""
         return f"{row.clients} client{'s' if row.clients > 1 else ''}"
 
 

@@ -14,7 +14,7 @@ from selfspec_cli.load_patterns.base import LoadPattern, Schedule
 
 @dataclass
 class PoissonSettings:
-    """How many arrive."""
+    """How many requests arrive."""
 
     rate: float | None = knob(
         None,
@@ -34,10 +34,10 @@ class PoissonSettings:
 
 
 def poisson(rate: float, seed: int, *, burst: int = 1) -> Iterator[float]:
-    """Moments (seconds from the beginning, rising, without end) at which requests arrive.
+    """Yield arrival times of requests (seconds from the beginning, rising, without end).
 
-    Bursts of `burst` requests each arrive as a Poisson process of `rate / burst` bursts a second, so that the mean rate
-    is `rate` requests a second whatever the burst. The first one arrives after a random time, too.
+    Bursts of `burst` requests arrive as a Poisson process of `rate / burst` bursts a second, so the mean rate is `rate`
+    requests a second for every burst size. The first burst arrives after a random time, too.
     """
     draw = random.Random(f"arrivals {seed}")
     moment = 0.0
@@ -49,7 +49,7 @@ def poisson(rate: float, seed: int, *, burst: int = 1) -> Iterator[float]:
 def moments(
     rate: float, seed: int, *, burst: int = 1, requests: int | None = None, seconds: float | None = None
 ) -> list[float]:
-    """The arrivals of one run: the first `requests`, or all within `seconds`; at least one burst.
+    """Return the arrival times of one run: the first `requests`, or all within `seconds`; at least one burst.
 
     Exactly one of `requests` and `seconds` is given.
     """
@@ -73,29 +73,31 @@ class Poisson(LoadPattern):
     in_every_key = True
 
     def asked(self, load: Any) -> bool:
-        """A rate is given, or a share of the baseline's."""
+        """Whether a rate is given, or a share of the baseline's."""
         return load.rate is not None or load.share is not None
 
     def problem(self, load: Any) -> str | None:
-        """Requests arrive at one rate, or are sent by clients."""
+        """Require one rate, or clients, and not both."""
         if load.rate is not None and (load.clients is not None or load.share is not None):
             other = "clients" if load.clients is not None else "share"
-            return (f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; requests "
-                    "arrive at a rate, or each client sends its own when the last one has ended")  # fmt: skip
+            return (
+                f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; requests "
+                "arrive at a rate, or each client sends its own when the last one has ended"
+            )
         return None
 
     def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """`load.rate` must be known: a share is turned into a rate before."""
+        """Return the arrivals at `load.rate`, into which a share has been turned before."""
         assert load.rate is not None
-        found = moments(load.rate, seed, burst=load.burst, requests=requests, seconds=seconds)
-        return Schedule(arrivals=tuple(found))
+        times = moments(load.rate, seed, burst=load.burst, requests=requests, seconds=seconds)
+        return Schedule(arrivals=tuple(times))
 
     def values(self, load: Any) -> dict[str, Any]:
         """See `LoadPattern.values`."""
         return {"arrivals": self.name, "rate": load.rate, "load_share": load.share, "burst": load.burst}
 
     def label(self, row: Any) -> str:
-        """Such as: 3.2 requests/s (60% of the baseline's saturation)."""
+        """Return the load in words: 3.2 requests/s (60% of the baseline's saturation)."""
         rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""
         share = f"{row.load_share:.0%} of the baseline's saturation" if row.load_share is not None else ""
         return f"{rate} ({share})" if rate and share else rate or share

@@ -1,1 +1,1 @@
-"""Text to prompt with, to fit on and to score."""
+"""Texts: prompts, and text to fit heads on and to score."""

@@ -1,11 +1,11 @@
 """Questions for chat models, asked through the model's own chat template: general ones, coding tasks, edits of code,
 questions about whole files.
 
-A draft is only as good as it agrees with what the model itself says, so acceptance is measured on a model's own answers
-to the kind of prompt that it is served with. The questions ask for answers of some length: end-of-text is ignored while
-measuring, and what a model writes after it is no answer. General questions and coding tasks are of our own writing.
-An edit asks for a function of the held-out standard library with one change, so most of the answer repeats the prompt.
-A question about files has as much of the held-out standard library before it as the prompt has room for.
+A draft is good if it agrees with the model itself, so acceptance is measured on a model's own answers to the kind of
+prompt that it serves. The questions ask for long answers, because end-of-text is ignored while measuring, and text
+after it is no answer. General questions and coding tasks were written for this project. An edit asks for a function of
+the held-out standard library with one change, so most of the answer repeats the prompt. A question about files follows
+as much of the held-out standard library as the prompt has room for.
 """
 
 from __future__ import annotations
@@ -130,18 +130,18 @@ APART = 16  # questions between the first of one seed and the first of the next
 
 
 def chosen(count: int, seed: int, kind: str = "chat") -> list[str]:
-    """`count` questions of a kind of KINDS, other ones for the next seed as far as there are others."""
+    """Return `count` questions of a kind of KINDS; the next seed has other questions, as long as there are any."""
     order = list(edits() if kind == "edits" else QUESTIONS if kind == "chat" else CODING)
     random.Random(0).shuffle(order)  # topics and tasks mixed
     return [order[(seed * APART + number) % len(order)] for number in range(count)]
 
 
 KINDS = ("chat", "coding", "edits", "files")
-"""Words of `workload.prompts` that name questions."""
+"""Values of `workload.prompts` that mean questions."""
 
 
 def no_template(name: str) -> str:
-    """What is said of the model `name` whose tokenizer has no chat template."""
+    """Return the error message for model `name`, whose tokenizer has no chat template."""
     return (
         f"model={name}: its tokenizer has no chat template, through which {', '.join(KINDS)} are asked; take "
         "workload.prompts=heldout, prose or random, or a file of text or of prompts, or name a tokenizer that has one: "
@@ -150,16 +150,16 @@ def no_template(name: str) -> str:
 
 
 def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], most: int) -> list[list[int]]:
-    """Token ids of `count` prompts of a kind of KINDS. Those about files are filled up to `most` tokens; others are as
-    long as they are.
+    """Return the token ids of `count` prompts of a kind of KINDS.
 
     Args:
-        chat: a question in the model's template.
+        chat: puts a question into the model's template and returns its token ids.
+        most: length to which prompts about files are filled up, in tokens; other prompts keep their length.
     """
     if kind != "files":
         return [chat(question) for question in chosen(count, seed, kind)]
     whole = "\n".join(f"# ---- {name}\n{text}" for name, text in library.held_out_text())
-    # Each begins at another place, so that no two have a beginning in common, and the text goes round.
+    # Each prompt begins at another place, so that no two share a prefix; the text wraps around.
     step = len(whole) // count
     return [
         _about_files(
@@ -170,7 +170,7 @@ def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], mo
 
 
 def _about_files(whole: str, start: int, question: str, chat: Callable[[str], list[int]], most: int) -> list[int]:
-    """A prompt with as much of `whole` from `start` on as fits into `most` tokens, but for a hundredth of it."""
+    """Return the token ids of a question after as much of `whole`, from `start` on, as fits: 0.99 `most` to `most`."""
     text, fitting, size = whole[start:] + whole[:start], chat(question), 4 * most
     for _ in range(8):  # code has two to five characters a token, so a few corrections are enough
         ids = chat(f"Here are files of a library:\n\n```python\n{text[:size]}\n```\n\n{question}")
@@ -183,17 +183,17 @@ def _about_files(whole: str, start: int, question: str, chat: Callable[[str], li
 
 @cache
 def edits() -> Sequence[str]:
-    """Requests to change one function of the held-out standard library each, with the function's source."""
-    found: list[str] = []
+    """Return requests that each ask to change one function of the held-out standard library, with its source."""
+    requests: list[str] = []
     for _, text in library.held_out_text():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and _is_edited(node):
                 source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
-                task = EDITS[len(found) % len(EDITS)].format(name=node.name)
-                found.append(
+                task = EDITS[len(requests) % len(EDITS)].format(name=node.name)
+                requests.append(
                     f"Here is a Python function:\n\n```python\n{source}\n```\n\n{task} Answer with the whole function."
                 )
-    return found
+    return requests
 
 
 def _is_edited(node: ast.FunctionDef) -> bool:

@@ -1,20 +1,21 @@
-"""Text to fit exit heads on, to count tokens of and to score, by one word: what a user names after --corpus.
+"""Text to fit exit heads on, to count tokens of and to score, by the value of --corpus.
 
     stdlib          Python's standard library; heads are tested on the modules that are held out everywhere
     FILE            plain text
     FILE[:COLUMN]   rows in a .json, .jsonl or .parquet file, read by the `datasets` library
     hf:...          a data set of the Hugging Face Hub, read by the same library, see below
-    random          random token ids: for dummy weights, which speak no language. Says nothing about any head.
+    random          random token ids, for dummy weights, which speak no language; says nothing about heads
 
     hf:NAME[@CONFIG][:SPLIT[:COLUMN]]
 
 NAME is the data set's id and may hold a slash, CONFIG one of its configurations, SPLIT `train` unless it is given, with
-a slice in brackets if wanted: `train[:1000]`, `train[10%:20%]`, `train+test`. COLUMN holds the text; where it is not
-given it is `text`, or `conversations` as ShareGPT has them: [{"from": ..., "value": ...}, ...]. For example
-`hf:wikimedia/wikipedia@20231101.en:train[:1%]:text`. Rows are streamed, and no more are read than are needed, but for
-slices by percentage and joined splits: those the library can only take from what was downloaded whole.
+an optional slice in brackets: `train[:1000]`, `train[10%:20%]`, `train+test`. COLUMN holds the text; the default is
+`text`, or `conversations` in ShareGPT's form: [{"from": ..., "value": ...}, ...]. For example
+`hf:wikimedia/wikipedia@20231101.en:train[:1%]:text`. Rows are streamed, and only the needed rows are read. The
+exceptions are slices by percentage and joined splits, which the library takes from a complete download.
 
-Of a user's own text every tenth block is held out for the test, and what repeats the held-out modules is left out.
+Every tenth block of a user's own text is held out for the test, and blocks that repeat the held-out modules are left
+out.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ Texts = list[tuple[str, str]]
 Encode = Callable[[str], list[int]]
 
 FORM = "hf:NAME[@CONFIG][:SPLIT[:COLUMN]]"
-BLOCK = 20_000  # characters: short documents are joined into blocks this long, so that whole windows fit in
+BLOCK = 20_000  # characters; short documents are joined into blocks of this length, so that whole windows fit
 HELD_OUT_EVERY = 10
 MOST_CHARACTERS = 100_000_000  # of a data set; far more than any fit reads
-COLUMNS = ("text", "conversations")  # of these the first that there is, where the user names none
+COLUMNS = ("text", "conversations")  # the first of these that exists, unless the user names one
 TABLES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # suffix -> what `datasets` calls the format
 COUNTED_CHARACTERS = 6_000_000  # of a corpus, for token frequencies
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """name: as artifacts and rows say it. fitting, held_out: (name, text) pairs; empty for random token ids."""
+    """A text to fit on. name: in artifacts and rows. fitting, held_out: (name, text) pairs; empty for random ids."""
 
     name: str
     fitting: Texts = field(default_factory=list)
@@ -56,16 +57,16 @@ class Corpus:
 
     @property
     def is_random(self) -> bool:
-        """Token ids without a text."""
+        """Whether token ids are drawn at random, without a text."""
         return not self.fitting
 
     def windows(
         self, part: str, encode: Encode, vocab_size: int, length: int, count: int, seed: int
     ) -> list[list[int]]:
-        """`count` windows of `length` token ids from "fitting" or "held_out", the same ones for the same seed.
+        """Draw `count` windows of `length` token ids from part "fitting" or "held_out"; equal seeds give equal windows.
 
         Raises:
-            ConfigError: the text is too short for them.
+            ConfigError: the text is too short.
         """
         if self.is_random:
             draw = random.Random(f"{part} {seed}")
@@ -76,11 +77,11 @@ class Corpus:
             raise ConfigError(f"corpus={self.name}: {error}") from error
 
     def counts(self, encode: Encode, vocab_size: int) -> Tensor:
-        """How often each token occurs in the fitting part (6 million characters of it at most), int64 [V]."""
+        """Count each token in at most 6 million characters of the fitting part; int64 [V]."""
         from selfspec_cli.early_exit.draft_vocab import count_tokens
 
         texts = list(self.fitting)
-        random.Random(0).shuffle(texts)  # so that the first part is a sample of all of it
+        random.Random(0).shuffle(texts)  # so that the first texts are a sample
         room, taken = COUNTED_CHARACTERS, []
         for _, text in texts:
             taken.append(text[:room])
@@ -91,12 +92,12 @@ class Corpus:
 
 
 def standard_library_counts(encode: Encode, vocab_size: int) -> Tensor:
-    """Token counts [V] of the standard library, the default corpus."""
+    """Count each token of the standard library, the default corpus; int64 [V]."""
     return load("stdlib").counts(encode, vocab_size)
 
 
 def load(source: str) -> Corpus:
-    """The corpus that `source` names; see the top of this file.
+    """Return the corpus that `source` names; the docstring of this file has the forms.
 
     Raises:
         ConfigError: no such file, a file of another shape, too little text, or `datasets` is not installed.
@@ -109,11 +110,13 @@ def load(source: str) -> Corpus:
 
 
 def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
-    """(name, text) of at most `most` documents to score: modules of the held-out standard library, rows of a data set
-    (a ShareGPT conversation is one, its turns with a blank line between them), or blocks of a plain text.
+    """Return (name, text) of at most `most` documents to score.
+
+    A document is a module of the held-out standard library, a row of a data set (for ShareGPT a conversation, its turns
+    with a blank line between them), or a block of a plain text.
 
     Args:
-        held_out: only those of the blocks that no fit on this corpus reads.
+        held_out: use only blocks that no fit on this corpus reads.
 
     Raises:
         ConfigError: as `load`, or there is no document; random token ids are no text.
@@ -128,10 +131,10 @@ def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
     if not _has_rows(source):
         pieces = ("\n\n".join(block) for block in _blocks(pieces))
     named = ((f"{source} {number}", piece) for number, piece in enumerate(pieces) if piece.strip())
-    found = list(islice(named, most))
-    if not found:
+    texts = list(islice(named, most))
+    if not texts:
         raise ConfigError(f"corpus={source}: it holds no text to score")
-    return found
+    return texts
 
 
 def _has_rows(source: str) -> bool:
@@ -139,14 +142,14 @@ def _has_rows(source: str) -> bool:
 
 
 def _rows(source: str) -> Iterator[str]:
-    """The rows of a data set, or the paragraphs of a plain text; raises as `load`."""
+    """Yield the rows of a data set, or the paragraphs of a plain text; raises as `load`."""
     if source.startswith("hf:"):
         yield from _data_set(source)
         return
     check(source)
     path, column = _file(source)
     if path.suffix in TABLES:
-        if path.stat().st_size:  # the library knows no empty file
+        if path.stat().st_size:  # the library fails on an empty file
             rows = _load(source, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
             yield from _texts(source, rows, column)
         return
@@ -157,31 +160,35 @@ def _rows(source: str) -> Iterator[str]:
 
 
 def check(source: str) -> None:
-    """Refuse what names no corpus, without reading one: a form that there is not, a file that is not there.
+    """Refuse an unknown form or a missing file, without reading a corpus.
 
     Raises:
-        ConfigError: saying what is allowed.
+        ConfigError: with the allowed forms.
     """
     if source.startswith("hf:"):
         parse(source)
     elif source not in ("stdlib", "random") and not _file(source)[0].is_file():
-        raise ConfigError(f"corpus={source}: there is no such file; allowed: stdlib, random, {FORM}, a .json, .jsonl "
-                          "or .parquet file, or a text file")  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: there is no such file; allowed: stdlib, random, {FORM}, a .json, .jsonl "
+            "or .parquet file, or a text file"
+        )
 
 
 def _split(source: str, documents: Iterable[str]) -> Corpus:
-    """Blocks of documents; every tenth is held out. Blocks that repeat the held-out modules are dropped."""
+    """Return blocks of documents without repeats of the held-out modules; every tenth block is held out."""
     blocks = ["\n\n".join(block) for block in _uncontaminated(documents)]
     named = [(f"{source} block {number}", block) for number, block in enumerate(blocks)]
     held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
     if not fitting:
-        raise ConfigError(f"corpus={source}: too little text ({sum(map(len, blocks)):,} characters); "
-                          f"at least {2 * BLOCK:,} are needed")  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: too little text ({sum(map(len, blocks)):,} characters); "
+            f"at least {2 * BLOCK:,} are needed"
+        )
     return Corpus(source, fitting, held_out)
 
 
 def _uncontaminated(documents: Iterable[str]) -> list[list[str]]:
-    """Blocks of documents without those that repeat the held-out modules."""
+    """Return blocks of documents, without blocks that repeat the held-out modules."""
     known = library.fingerprints(text for _, text in library.held_out_text())
     return [block for block in _blocks(documents) if not library.is_contaminated("\n\n".join(block), known)]
 
@@ -203,7 +210,7 @@ def _blocks(documents: Iterable[str]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class HubName:
-    """What `hf:...` names. column: None where the user leaves it to COLUMNS."""
+    """A data set of the Hub. column: None for the first of COLUMNS that exists."""
 
     name: str
     config: str | None = None
@@ -212,14 +219,16 @@ class HubName:
 
     @property
     def rows(self) -> tuple[str, int, int | None] | None:
-        """(split, first row, end or None) where the split can be streamed; None for percentages and joined splits."""
+        """(split, first row, end or None) of a split that can be streamed; None for percentages and joined splits."""
         slice_ = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", self.split)
         return slice_ and (slice_[1], int(slice_[2] or 0), int(slice_[3]) if slice_[3] else None)
 
 
 _SPLIT = r"[\w.-]+(?:\[[^\[\]]*\])?"
-_HUB = re.compile(rf"hf:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<config>[^:@\[\]]+))?"
-                  rf"(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*)(?::(?P<column>[^:]+))?)?")  # fmt: skip
+_HUB = re.compile(
+    rf"hf:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<config>[^:@\[\]]+))?"
+    rf"(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*)(?::(?P<column>[^:]+))?)?"
+)
 
 
 def parse(source: str) -> HubName:
@@ -231,15 +240,16 @@ def parse(source: str) -> HubName:
     Raises:
         ConfigError: it is not of that form.
     """
-    found = _HUB.fullmatch(source)
-    if found is None:
-        raise ConfigError(f"corpus={source}: write {FORM}, for example "
-                          "hf:wikimedia/wikipedia@20231101.en:train[:1%]:text")  # fmt: skip
-    return HubName(found["name"], found["config"], found["split"] or "train", found["column"])
+    match = _HUB.fullmatch(source)
+    if match is None:
+        raise ConfigError(
+            f"corpus={source}: write {FORM}, for example hf:wikimedia/wikipedia@20231101.en:train[:1%]:text"
+        )
+    return HubName(match["name"], match["config"], match["split"] or "train", match["column"])
 
 
 def _file(source: str) -> tuple[Path, str | None]:
-    """A path and the column that is named after it, if one is; a file that is called so comes first."""
+    """Split a path from the column after it, if there is one; a file with the whole name takes precedence."""
     path = Path(source).expanduser()
     name, colon, column = source.rpartition(":")
     if colon and not path.exists() and Path(name).suffix in TABLES:
@@ -248,20 +258,20 @@ def _file(source: str) -> tuple[Path, str | None]:
 
 
 def _data_set(source: str) -> Iterator[str]:
-    """The text of a data set of the Hub, row by row."""
-    asked = parse(source)
-    if asked.rows is None:
-        rows = _load(source, asked.name, asked.config, split=asked.split)
+    """Yield the text of a data set of the Hub, row by row."""
+    name = parse(source)
+    if name.rows is None:
+        rows = _load(source, name.name, name.config, split=name.split)
     else:
-        split, first, end = asked.rows
-        rows = _load(source, asked.name, asked.config, split=split, streaming=True)
+        split, first, end = name.rows
+        rows = _load(source, name.name, name.config, split=split, streaming=True)
         rows = rows.skip(first) if first else rows
         rows = rows.take(end - first) if end is not None else rows
-    return _texts(source, rows, asked.column)
+    return _texts(source, rows, name.column)
 
 
 def _load(source: str, *args: Any, **options: Any) -> Any:
-    """`datasets.load_dataset`, with its errors in our words."""
+    """Call `datasets.load_dataset`, and turn its errors into ConfigError."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -274,7 +284,7 @@ def _load(source: str, *args: Any, **options: Any) -> Any:
 
 
 def _texts(source: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
-    """The text of each row; of a conversation its turns, with a blank line between them."""
+    """Yield the text of each row; a conversation is its turns with a blank line between them."""
     try:
         for row in rows:
             name = column or next((known for known in COLUMNS if known in row), None)
@@ -289,14 +299,16 @@ def _texts(source: str, rows: Iterable[Mapping[str, Any]], column: str | None) -
     except ConfigError:
         raise
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"corpus={source}: a row's {name!r} is neither text nor a ShareGPT conversation, a list of "
-                          f'{{"value": ...}} ({_said(error)})') from error  # fmt: skip
+        raise ConfigError(
+            f"corpus={source}: a row's {name!r} is neither text nor a ShareGPT conversation, a list of "
+            f'{{"value": ...}} ({_said(error)})'
+        ) from error
     except Exception as error:  # as in _load: a stream is read only now
         raise ConfigError(f"corpus={source}: cannot be read ({_said(error)})") from error
 
 
 def _said(error: Exception) -> str:
-    """An error in one line. The library wraps what it met; the innermost says what it was."""
+    """Return the innermost cause of an error in one line, because the library wraps errors."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,7 +1,7 @@
 """Text to train, fit and measure on: the Python sources that come with every interpreter.
 
-Standard-library modules named in HELD_OUT are kept away from all training and fitting, so that figures
-measured on them are held-out figures on any machine, with nothing to download. Standard library only.
+Standard-library modules in HELD_OUT are excluded from all training and fitting. So figures measured on them are
+held-out figures on any machine, with nothing to download. Imports the standard library only.
 """
 
 import hashlib
@@ -12,16 +12,52 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 HELD_OUT: tuple[str, ...] = (
-    "argparse", "calendar", "cmd", "configparser", "csv", "dataclasses", "difflib", "doctest", "fractions", "ftplib",
-    "gettext", "heapq", "http.cookiejar", "imaplib", "ipaddress", "json.decoder", "logging.handlers", "mailbox",
-    "optparse", "pickle", "plistlib", "pprint", "shlex", "smtplib", "statistics", "tarfile", "textwrap", "turtle",
-    "typing", "unittest.mock",
-)  # fmt: skip
+    "argparse",
+    "calendar",
+    "cmd",
+    "configparser",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "doctest",
+    "fractions",
+    "ftplib",
+    "gettext",
+    "heapq",
+    "http.cookiejar",
+    "imaplib",
+    "ipaddress",
+    "json.decoder",
+    "logging.handlers",
+    "mailbox",
+    "optparse",
+    "pickle",
+    "plistlib",
+    "pprint",
+    "shlex",
+    "smtplib",
+    "statistics",
+    "tarfile",
+    "textwrap",
+    "turtle",
+    "typing",
+    "unittest.mock",
+)
 _HELD_OUT_TAILS = [tuple(f"{name.replace('.', '/')}.py".split("/")) for name in HELD_OUT]
 NOT_FOR_FITTING = frozenset(
-    {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3",
-     "pydoc_data", "ensurepip"}
-)  # fmt: skip
+    {
+        "test",
+        "tests",
+        "idlelib",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib2to3",
+        "pydoc_data",
+        "ensurepip",
+    }
+)
 
 WINDOW_LINES = 8
 MIN_WINDOW_CHARS = 120  # windows of closing brackets and `else:` lines occur everywhere and prove nothing
@@ -34,24 +70,24 @@ def _stdlib() -> Path:
 
 
 def _held_out_paths() -> list[tuple[str, Path]]:
-    """(module name, source file) of the held-out modules this interpreter has, in the order of HELD_OUT."""
-    found = []
+    """Return (module name, source file) of the held-out modules of this interpreter, in the order of HELD_OUT."""
+    sources = []
     for name in HELD_OUT:
         stem = _stdlib() / name.replace(".", "/")
         for path in (stem.with_suffix(".py"), stem / "__init__.py"):
             if path.is_file():
-                found.append((name, path))
+                sources.append((name, path))
                 break
-    if not found:
+    if not sources:
         raise FileNotFoundError(
             f"none of the held-out modules ({', '.join(HELD_OUT)}) has a .py source under {_stdlib()}: "
             "this Python seems to be installed without its standard-library sources"
         )
-    return found
+    return sources
 
 
 def held_out_text() -> list[tuple[str, str]]:
-    """(module name, source text) of every held-out module found, in the order of HELD_OUT; a missing one is left out.
+    """Return (module name, source text) of every held-out module that exists, in the order of HELD_OUT.
 
     Raises FileNotFoundError when this interpreter has none of them (a Python installed without its sources).
     """
@@ -59,15 +95,17 @@ def held_out_text() -> list[tuple[str, str]]:
 
 
 def prose_text() -> list[tuple[str, str]]:
-    """(topic, text) of the reference documentation that comes with this Python, by topic: English of which a model of
-    code knows little. No head is fitted on it either."""
+    """Return (topic, text) of the reference documentation that comes with this Python, by topic.
+
+    It is English, of which a model of code knows little. No head is fitted on it either.
+    """
     from pydoc_data.topics import topics
 
     return sorted(topics.items())
 
 
 def fitting_text() -> list[tuple[str, str]]:
-    """(module name, source text) of the other standard-library modules, sorted by name, for fitting exit heads.
+    """Return (module name, source text) of the other standard-library modules, sorted by name, to fit exit heads on.
 
     Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share
     text with a held-out module. Raises FileNotFoundError as held_out_text does.
@@ -87,7 +125,7 @@ def fitting_text() -> list[tuple[str, str]]:
 
 
 def named_like_held_out(path: Path) -> bool:
-    """Whether a file is called like a held-out module (`argparse.py`, `json/decoder.py`), wherever it lies."""
+    """Whether a file has the name of a held-out module (`argparse.py`, `json/decoder.py`), in any folder."""
     return any(path.parts[-len(tail) :] == tail for tail in _HELD_OUT_TAILS)
 
 
@@ -96,14 +134,14 @@ def _digest(text: str) -> bytes:
 
 
 def _windows(text: str) -> list[bytes]:
-    """Digests of all runs of WINDOW_LINES non-blank lines, whitespace-normalised, and of the whole text (last)."""
+    """Return digests of all runs of WINDOW_LINES non-blank lines, whitespace-normalised, and last of the whole text."""
     lines = [line for line in (" ".join(raw.split()) for raw in text.splitlines()) if line]
     runs = ("\n".join(lines[i : i + WINDOW_LINES]) for i in range(len(lines) - WINDOW_LINES + 1))
     return [_digest(run) for run in runs if len(run) >= MIN_WINDOW_CHARS] + [_digest("\n".join(lines))]
 
 
 def fingerprints(texts: Iterable[str]) -> set[bytes]:
-    """The 8-byte digests by which is_contaminated recognises copies of these texts."""
+    """Return the 8-byte digests by which `is_contaminated` recognises copies of these texts."""
     return {digest for text in texts for digest in _windows(text)}
 
 
@@ -118,9 +156,13 @@ def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
 
 
 def token_windows(
-    encode: Callable[[str], list[int]], texts: list[tuple[str, str]], length: int, count: int, seed: int,
+    encode: Callable[[str], list[int]],
+    texts: list[tuple[str, str]],
+    length: int,
+    count: int,
+    seed: int,
     unit: str = "tokens",
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
 
     Each window begins at a line start that is not blank; no two begin at the same line, though they may overlap.
@@ -162,14 +204,13 @@ def _line_starts(text: str) -> list[int]:
 
 
 def _window_at(encode: Callable[[str], list[int]], text: str, start: int, length: int) -> list[int] | None:
-    """The first `length` token ids from `start` on, or None if the text ends before."""
+    """Return the first `length` token ids from `start` on, or None if the text ends before."""
     ids = leading_tokens(encode, text, length, start)
     return ids if len(ids) == length else None
 
 
 def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, start: int = 0) -> list[int]:
-    """The first `most` token ids of `text` from character `start` on, fewer where it ends; a long text is not encoded
-    whole."""
+    """Return at most the first `most` token ids of `text` from `start` on, without encoding a long text whole."""
     reach = 6 * most
     while True:
         ids = encode(text[start : start + reach])

@@ -1,7 +1,7 @@
 """Prompts from the rows of a file: ShareGPT, Spec-Bench, SPEED-Bench, MT-Bench, or JSONL of one's own.
 
-A row's prompt is the first turn of its user. Rows of chats (`turns`, `conversations`, `messages`) are asked through the
-model's chat template, where it has one; rows of text as they stand.
+A row's prompt is its user's first turn. Rows of chats (`turns`, `conversations`, `messages`) go through the model's
+chat template, if it has one; rows of text are used unchanged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from selfspec_cli.extras import install
 
 CHATS = ("turns", "conversations", "messages")
 COLUMNS = (*CHATS, "prompt", "question", "text")
-"""Of these the first that a row has, where the user names none."""
+"""The first of these that a row has, unless the user names one."""
 USERS = ("user", "human")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: what is asked. category: empty where the file names none. chat: to be put into the model's template."""
+    """A prompt. category: empty if the file has none. chat: whether to put the text into the model's template."""
 
     text: str
     category: str = ""
@@ -31,21 +31,21 @@ class Prompt:
 
 
 def is_prompt_file(name: str) -> bool:
-    """Whether a file's rows are prompts."""
+    """Whether the rows of a file are prompts, by its suffix."""
     return Path(name).suffix in PROMPT_TABLES
 
 
 def read(name: str, column: str | None = None, category: str = "category") -> list[Prompt]:
-    """Every prompt of a file, in its order; rows without one are left out.
+    """Read every prompt of a file, in its order; rows without a prompt are left out.
 
     Args:
-        column: the one that holds the prompts; None takes the first of COLUMNS that a row has.
-        category: the column that names a prompt's category, where there is one.
+        column: holds the prompts; None: the first of COLUMNS that a row has.
+        category: the column with a prompt's category, if there is one.
 
     Raises:
         ConfigError: the file cannot be read, has no such column, or no prompt.
     """
-    found = []
+    prompts = []
     for row in _rows(Path(name).expanduser(), name):
         if not isinstance(row, Mapping):
             raise ConfigError(f"workload.prompts={name}: a row is no mapping of columns to values: {str(row)[:60]!r}")
@@ -55,39 +55,37 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
             raise ConfigError(f"workload.prompts={name}: {wanted} is not in a row; its columns: {', '.join(row)}")
         content = row[used]
         if (text := _first_turn(content)) is not None and text.strip():
-            found.append(Prompt(text, str(row.get(category) or ""), used in CHATS or not isinstance(content, str)))
-    if not found:
+            prompts.append(Prompt(text, str(row.get(category) or ""), used in CHATS or not isinstance(content, str)))
+    if not prompts:
         raise ConfigError(f"workload.prompts={name}: it holds no prompt")
-    return found
+    return prompts
 
 
 def drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """`count` prompts, the same ones for the same seed; alternating over the categories while they last.
-
-    Fewer where the file holds fewer.
-    """
+    """Draw at most `count` prompts, alternating over the categories; equal seeds give equal prompts."""
     import random
 
     draw, kinds = random.Random(seed), dict.fromkeys(prompt.category for prompt in prompts)
-    lists = [[prompt for prompt in prompts if prompt.category == kind] for kind in kinds]
-    for one in lists:
-        draw.shuffle(one)
-    found: list[Prompt] = []
-    while len(found) < count and any(lists):
-        found += [one.pop() for one in lists if one]
-    return found[:count]
+    by_category = [[prompt for prompt in prompts if prompt.category == kind] for kind in kinds]
+    for category in by_category:
+        draw.shuffle(category)
+    chosen: list[Prompt] = []
+    while len(chosen) < count and any(by_category):
+        chosen += [category.pop() for category in by_category if category]
+    return chosen[:count]
 
 
 def encoded(
     prompts: Iterable[Prompt], encode: Callable[[str], list[int]], chat: Callable[[str], list[int]] | None, most: int
 ) -> list[list[int]]:
-    """Token ids of prompts, each at most `most` long: of a longer text the first tokens. A chat that is too long is
-    asked with the beginning of its question, because the end of the template must stay.
+    """Return the token ids of each prompt, cut to its first `most` tokens.
+
+    The question of a chat is cut instead of its end, because the end of the template must stay.
 
     Args:
-        chat: a question in the model's template; None for a model without one.
+        chat: puts a question into the model's template; None for a model without one.
     """
-    found = []
+    encoded_prompts = []
     for prompt in prompts:
         if prompt.chat and chat is not None:
             ids, text = chat(prompt.text), prompt.text
@@ -96,12 +94,12 @@ def encoded(
                 ids = chat(text)
         else:
             ids = encode(prompt.text)
-        found.append(ids[:most])
-    return found
+        encoded_prompts.append(ids[:most])
+    return encoded_prompts
 
 
 def _first_turn(content: Any) -> str | None:
-    """What the user says first: a text, a list of texts, or of mappings with who speaks and what is said."""
+    """Return the user's first turn of a text, a list of texts, or a list of mappings (role, content), or None."""
     if isinstance(content, str):
         return content
     for turn in content if isinstance(content, Sequence) else ():
@@ -109,9 +107,9 @@ def _first_turn(content: Any) -> str | None:
             return turn
         if isinstance(turn, Mapping):
             speaker = turn.get("role", turn.get("from"))
-            said = turn.get("content", turn.get("value"))
-            if speaker in (*USERS, None) and isinstance(said, str):
-                return said
+            content_of_turn = turn.get("content", turn.get("value"))
+            if speaker in (*USERS, None) and isinstance(content_of_turn, str):
+                return content_of_turn
     return None
 
 
@@ -130,5 +128,6 @@ def _rows(path: Path, name: str) -> Iterable[Any]:
         needed = f"reading .parquet needs pyarrow; {install('data')}"
         raise ConfigError(f"workload.prompts={name}: {needed}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"workload.prompts={name}: it cannot be read as {path.suffix[1:]}: "
-                          f"{' '.join(str(error).split())[:200]}") from error  # fmt: skip
+        raise ConfigError(
+            f"workload.prompts={name}: it cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())[:200]}"
+        ) from error

@@ -1,5 +1,7 @@
-"""The prompts of a workload: token ids, the same for every arm of a run. All but chat prompts, and those of a file of
-prompts, have exactly the asked length."""
+"""The prompts of a workload as token ids, equal for every arm of a run.
+
+Prompts have exactly `input_len` tokens, except chat prompts and prompts from a file.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,31 @@ from selfspec_cli.texts import chat, library, prompt_files
 
 
 class Tokens(Protocol):
-    """What prompts need of an engine, or of whatever else knows a model's tokenizer."""
+    """An engine, or another object that knows a model's tokenizer, as far as prompts need it."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that prompt and output may have together."""
+        """Maximum of prompt and output together, in tokens."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids run from 0 to this, exclusive."""
+        """Number of token ids, which begin at 0."""
 
     @property
     def has_template(self) -> bool:
-        """Whether `chat` can be asked."""
+        """Whether the model has a chat template, which `chat` needs."""
 
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
 
     def chat(self, question: str) -> list[int]:
-        """A user's question in the model's chat template -> token ids."""
+        """Return the token ids of a user's question in the model's chat template."""
 
 
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
-    """`num_prompts` prompts of `input_len` token ids (chat prompts and those of a file of prompts: at most, and of a
-    shorter file all of them), drawn by `cfg.seed`.
+    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`.
+
+    Chat prompts and prompts from a file have at most `input_len`; a shorter file gives all its prompts.
 
     Raises:
         ConfigError: prompt and output are longer than the model allows, the text is too short, or the model has no chat
@@ -64,7 +67,7 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
 
 
 def named_texts(prompts: str) -> list[tuple[str, str]]:
-    """(name, text) of what `workload.prompts` says to cut windows from: heldout, prose, or a file of text."""
+    """Return (name, text) of the texts for `workload.prompts`: heldout, prose, or a file of text."""
     if prompts == "prose":
         return library.prose_text()
     if prompts == "heldout":
@@ -73,16 +76,18 @@ def named_texts(prompts: str) -> list[tuple[str, str]]:
 
 
 def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:
-    """The prompts that a config draws from a file of prompts, with their categories; raises ConfigError."""
-    found = prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
-    return prompt_files.drawn(found, cfg.workload.num_prompts, cfg.seed)
+    """Draw the prompts of a config from its file of prompts, with their categories; raises ConfigError."""
+    prompts = prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
+    return prompt_files.drawn(prompts, cfg.workload.num_prompts, cfg.seed)
 
 
 def _chat(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     work = cfg.workload
-    found = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
-    longest = max(map(len, found))
+    prompts = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
+    longest = max(map(len, prompts))
     if longest > work.input_len:
-        raise ConfigError(f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
-                          f"tokens; allow them, or take the choice workload={work.prompts}")  # fmt: skip
-    return found
+        raise ConfigError(
+            f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
+            f"tokens; allow them, or take the choice workload={work.prompts}"
+        )
+    return prompts

@@ -2,11 +2,10 @@
 
     stdlib_choice   which of four lines comes next: the module's own next line, or one of three other lines of the same
                     module with the same indentation
-    stdlib_line     the rest of a line of code, from after its first word or later, to be generated and equal to the
-                    letter
+    stdlib_line     the rest of a line of code after its first word or later, to be generated exactly
 
-They have no meaning beside published scores; baseline and arm answer the same ones. The embedded model has never seen
-these modules. A model trained on public code has.
+They cannot be compared with published scores; baseline and arm answer the same questions. The embedded model has never
+seen these modules. A model trained on public code has.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from selfspec_cli.texts import library
 CONTEXT_LINES = 16
 CONTEXT_CHARACTERS = 800  # at most: about 250 tokens of code
 CHOICES = 4
-MOST = 1000  # questions of a task; far more than anybody asks for
+MOST = 1000  # questions of a task
 
 Question = dict[str, Any]
 
 
 def stdlib_choice(seed: int = 0) -> list[Question]:
-    """Questions with `context`, `choices` (of which each begins with a newline) and `answer`, the index of the right
-    one."""
+    """Return questions with `context`, `choices` (each begins with a newline) and `answer`, the right index."""
 
     def question(draw: random.Random, right: str, alike: list[str]) -> Question | None:
         others = [line for line in draw.sample(alike, min(CHOICES, len(alike))) if line != right][: CHOICES - 1]
@@ -42,40 +40,41 @@ def stdlib_choice(seed: int = 0) -> list[Question]:
 
 
 def stdlib_line(seed: int = 0) -> list[Question]:
-    """Questions with `context`, which ends inside a line, and `rest`, what stands on that line after it."""
+    """Return questions with `context`, which ends inside a line, and `rest`, the remainder of that line."""
 
     def question(draw: random.Random, line: str, alike: list[str]) -> Question | None:
-        # Between a word and what is no word, where tokens of code begin. Two characters can be guessed.
-        cuts = [found.start() for found in re.finditer(r"(?<=\w)(?=[^\w])", line) if len(line) - found.start() > 2]
+        # At the end of a word, where tokens of code begin. Two remaining characters could be guessed.
+        cuts = [match.start() for match in re.finditer(r"(?<=\w)(?=[^\w])", line) if len(line) - match.start() > 2]
         if not cuts:
             return None
         cut = draw.choice(cuts)
         return {"begun": f"\n{line[:cut]}", "rest": line[cut:]}
 
-    return [{"context": one["context"] + one["begun"], "rest": one["rest"]} for one in _questions(seed, question)]
+    questions = _questions(seed, question)
+    return [{"context": item["context"] + item["begun"], "rest": item["rest"]} for item in questions]
 
 
 TASKS: dict[str, Callable[[int], list[Question]]] = {"stdlib_choice": stdlib_choice, "stdlib_line": stdlib_line}
 
 
 Ask = Callable[[random.Random, str, list[str]], Question | None]
-"""A question about a line, given the lines of its module with the same indentation; None where it makes none."""
+"""Makes a question about a line, given the lines of its module with the same indentation; None if it cannot."""
 
 
 def _questions(seed: int, ask: Ask) -> list[Question]:
-    """At most MOST questions; modules take turns, so that the first ones come from all of them."""
+    """Return at most MOST questions; modules alternate, so that the first questions come from all of them."""
     draw = random.Random(seed)
     modules = [_module(draw, text, ask) for _, text in library.held_out_text()]
     draw.shuffle(modules)
-    found: list[Question] = []
-    while modules and len(found) < MOST:
+    questions: list[Question] = []
+    while modules and len(questions) < MOST:
         for module in list(modules):
-            one = next(module, None)
-            if one is None:
+            question = next(module, None)
+            if question is None:
                 modules.remove(module)
             else:
-                found.append(one)
-    return found[:MOST]
+                questions.append(question)
+    return questions[:MOST]
 
 
 def _module(draw: random.Random, text: str, ask: Ask) -> Iterator[Question]:
@@ -93,7 +92,7 @@ def _module(draw: random.Random, text: str, ask: Ask) -> Iterator[Question]:
 
 
 def _is_code(line: str) -> bool:
-    """Whether there is something to say on a line: no comment, and not brackets alone."""
+    """Whether a line has code: it is no comment and holds more than brackets."""
     return len(re.findall(r"\w", line)) >= 4 and not line.lstrip().startswith("#")
 
 

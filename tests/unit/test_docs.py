@@ -50,14 +50,29 @@ def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monke
     assert "Nothing has been profiled" in module.profile_tables()
     kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
     work = {"model": "m", "batch": 1, "input_len": 8, "output_len": 64}
-    for arm, seconds in (("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
-                         ("baseline", {"verify": 0.9, "idle": 0.1})):  # fmt: skip
+    for arm, seconds in (
+        ("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
+        ("baseline", {"verify": 0.9, "idle": 0.1}),
+    ):
         made = Profile(
-            key=arm, run_id="r", time="", device="GPU", seconds=seconds, wall=1.0, rounds=100, tokens=64, tok_s=64.0,
-            tok_s_profiled=50.0, kernels=[kernel], memory_rate=None, gpu=True, unknown=[], trace="t",
+            key=arm,
+            run_id="r",
+            time="",
+            device="GPU",
+            seconds=seconds,
+            wall=1.0,
+            rounds=100,
+            tokens=64,
+            tok_s=64.0,
+            tok_s_profiled=50.0,
+            kernels=[kernel],
+            memory_rate=None,
+            gpu=True,
+            unknown=[],
+            trace="t",
             arm=work | {"arm": arm, "E": 3, "k": 4, "head": "lens"},
             command=["selfspec", "profile", "k=4", "results_dir=x"],
-        )  # fmt: skip
+        )
         profiles.save(tmp_path / "profile" / "gpu", made, b"")
     text = module.profile_tables()
     assert "m, 8 tokens in, 64 out" in text and "selfspec profile k=4\n" in text and "kernel" in text
@@ -70,31 +85,65 @@ QUOTING = [
     "README.md",
     *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")),
 ]
-PLANTED = ["docs/which_models.md", "docs/blog/early_exit.md", "docs/load.md"]
+PLANTED = ["docs/which_models.md", "docs/blog/early_exit.md", "docs/measurements.md"]
+
+
+def _next_digit(text, place):
+    """The text with another digit there."""
+    return text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
 
 
 @pytest.mark.parametrize("name", QUOTING)
 def test_every_figure_that_is_quoted_is_that_of_the_point_it_names(quoted, name):
-    assert quoted.problems((ROOT / name).read_text(encoding="utf-8")) == []
+    assert quoted.problems((ROOT / name).read_text(encoding="utf-8"), quoted.listed().get(name, [])) == []
+
+
+def test_every_page_of_the_list_is_a_page(quoted):
+    assert set(quoted.listed()) <= set(QUOTING) == set(quoted.pages())
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_digit_in_a_quoted_figure_is_found(quoted, name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    places = [match.end(1) - 1 for match in quoted.MARKED.finditer(text)]
-    assert len(places) >= 15
+    text, quotes = (ROOT / name).read_text(encoding="utf-8"), quoted.listed()[name]
+    hidden = [range(*part.span()) for part in quoted.GENERATED.finditer(text)]
+    places = [
+        place
+        for figure in quoted._occurrences(text, {figure for figure, _ in quotes})
+        for place in range(*figure.span())
+        if text[place].isdigit() and not any(place in part for part in hidden)
+    ]
+    assert len(places) >= 3 * 15
     for place in places:
-        wrong = text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
-        (found,) = quoted.problems(wrong)
-        assert " is " in found
+        assert quoted.problems(_next_digit(text, place), quotes), text[place - 40 : place + 10]
 
 
-def test_what_a_comment_may_say(quoted):
-    one = "2.20x<!-- gpu/widened e4209e624b23 speedup -->"
-    assert quoted.problems(f"{one} and **2.20x**<!-- gpu/widened e4209e624b23-20261121-201444-dfbb speedup -->") == []
-    assert quoted.problems("2.05x<!-- external: a paper -->, 60 requests, 1.5 ms") == []
-    assert quoted.problems("<!-- cpu -->\n| 9.99x |\n<!-- /cpu -->\n") == []
-    assert quoted.problems(f"{one}, 2.20x") == ["2.20x names no published point"]
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_digit_on_the_page_and_in_the_list_is_found(quoted, name):
+    quotes = quoted.listed()[name]
+    for figure, source in quotes:
+        if quoted.value(source) is None:
+            continue
+        wrong = _next_digit(figure, max(place for place, letter in enumerate(figure) if letter.isdigit()))
+        (problem,) = quoted.problems(f"It is {wrong}.", [(wrong, source)])
+        assert " is " in problem
+
+
+def test_figures_that_changed_places_are_found(quoted):
+    quotes = [("2.20x", "gpu/widened e4209e624b23 speedup"), ("63 %", "gpu/widened e4209e624b23 accept_rate")]
+    assert quoted.problems("2.20x, of 63 %", quotes) == []
+    assert quoted.problems("63 %, and 2.20x", quotes) == ["63 % is where quoted.tsv has 2.20x"]
+
+
+def test_what_a_line_may_say(quoted):
+    one = ("2.20x", "gpu/widened e4209e624b23 speedup")
+    other = ("2.20x", "gpu/widened e4209e624b23-20261121-201444-dfbb speedup")
+    assert quoted.problems("2.20x and **2.20x**", [one, other]) == []
+    assert quoted.problems("2.05x, 60 requests, 1.5 ms", [("2.05x", "external: a paper")]) == []
+    assert quoted.problems("<!-- cpu -->\n| 9.99x |\n<!-- /cpu -->\n", []) == []
+    assert quoted.problems("2.20x, 2.20x", [one]) == ["2.20x names no published point"]
+    assert quoted.problems("2.20x", [("2.20x", "-")]) == ["2.20x names no published point"]
+    assert quoted.problems("63 % of 63 %", [("63 %", "gpu/widened e4209e624b23 accept_rate"), ("63 %", "-")]) == []
+    assert quoted.problems("nothing", [one]) == ["2.20x is in quoted.tsv and not on the page"]
     for source, words in (
         ("gpu/widened 000000000000 speedup", "0 points"),
         ("cpu 04e1af9d46c8 speedup", "2 points"),
@@ -104,17 +153,40 @@ def test_what_a_comment_may_say(quoted):
         ("serving/none.json: rows", "nothing published"),
         ("serving/soak_cpu.json: rows: 7: tok_s_median", "nothing published"),
     ):
-        (found,) = quoted.problems(f"2.20x<!-- {source} -->")
-        assert words in found
+        (problem,) = quoted.problems("2.20x", [("2.20x", source)])
+        assert words in problem
     assert quoted.value("gpu/smollm2/h100+gpu/smollm2/slow_host_h100 e7dd82f25482 speedup") == pytest.approx(
         1.642, abs=1e-3
     )
 
 
+def test_a_comment_moves_into_the_list_and_lines_follow_their_sentences(quoted):
+    page = (
+        "It is **2.20x**<!-- gpu/widened e4209e624b23 speedup --> by 63 %<!-- gpu/widened e4209e624b23 accept_rate -->."
+    )
+    assert quoted.problems(page, [])
+    clean, lines, lost = quoted.moved(page, [])
+    assert clean == "It is **2.20x** by 63 %." and lost == [] and quoted.problems(clean, lines) == []
+    turned = "By 63 % it is 2.20x, and 2.20x again."
+    same, ordered, lost = quoted.moved(turned, lines)
+    assert same == turned and ordered == lines[::-1] and lost == []
+    assert quoted.problems(turned, ordered) == ["2.20x names no published point"], "the second one names none"
+    assert quoted.moved("It is 2.21x by 63 %.", lines)[2] == lines[:1], "a line is not lost in silence"
+
+
+def test_a_removed_sentence_takes_its_own_line_with_it(quoted):
+    lines = [("1.1x", "first"), ("2.20x", "first"), ("1.31x", "-"), ("2.20x", "second"), ("3.00x", "third")]
+    _, kept, lost = quoted.moved("Now 2.20x and 3.00x.", lines)
+    assert kept == lines[3:] and lost == lines[:2]
+
+
 def test_a_row_of_the_readme_is_one_setting(doc_pages):
     readme = sys.modules["figure_readme"]
-    for keys, words in (({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
-                        ({1: "1c455bf81bc9"}, "another load"), ({8: "1" * 12}, "no point")):  # fmt: skip
+    for keys, words in (
+        ({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
+        ({1: "1c455bf81bc9"}, "another load"),
+        ({8: "1" * 12}, "no point"),
+    ):
         with pytest.raises(ValueError, match=words):
             readme._cells(readme.Line("m", "s", ("rivals/gpu",), keys))
     cells = readme._cells(

@@ -47,9 +47,15 @@ def test_every_setting_that_was_measured_is_in_the_table(script):
     base = Record("run", "now", "baseline", "m", speedup=1.0, key="b")
     ngram = Record("run", "now", "vllm", "m", k=2, speculative="ngram prompt_lookup_max=4", speedup=1.2, key="n2")
     early = Record("run", "now", "layer_skip", "m", k=3, gate="none", draft_weights="shared", speedup=1.5, key="e3")
-    rows = [base, ngram, replace(ngram, k=4, speedup=1.6, key="n4"), early, replace(early, k=9, speedup=1.1, key="e9"),
-            replace(early, gate="margin", speedup=1.7, key="gated"),
-            replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s")]  # fmt: skip
+    rows = [
+        base,
+        ngram,
+        replace(ngram, k=4, speedup=1.6, key="n4"),
+        early,
+        replace(early, k=9, speedup=1.1, key="e9"),
+        replace(early, gate="margin", speedup=1.7, key="gated"),
+        replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s"),
+    ]
     assert [row.key for row in script("table").arms(rows)] == ["gated", "n4", "e3", "n2", "e9"]
 
 
@@ -59,8 +65,11 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
     for number, (text, speed) in enumerate({"headline": 120.0, "prose": 250.0}.items()):
         keys = "048"[number], "15"[number], "26"[number]
         base = replace(baseline(keys[0]), arm=BASELINE | {"workload": text})
-        for point in (base, against(base, keys[1], arm=ARM | {"workload": text}),
-                      against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text})):  # fmt: skip
+        for point in (
+            base,
+            against(base, keys[1], arm=ARM | {"workload": text}),
+            against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text}),
+        ):
             folder.save(tmp_path / "cpu", point)
     (lost,) = script("table").lost(tmp_path)
     assert (
@@ -76,8 +85,14 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
 def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same_size(script):
     transformers = pytest.importorskip("transformers")
     layer_of = script("eagle3").layer_of
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
-             "num_hidden_layers": 3, "vocab_size": 50}  # fmt: skip
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "vocab_size": 50,
+    }
     of = {kind: layer_of(transformers.AutoConfig.for_model(kind, **sizes)) for kind in ("qwen2", "qwen3")}
     assert [(kind, made.model_type, made.num_hidden_layers) for kind, made in of.items()] == [
         ("qwen2", "llama", 1),

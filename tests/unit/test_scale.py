@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
-from points import point
 from scripts import importable
 
 SCALE = Path(__file__).parents[2] / "experiments" / "scale"
@@ -90,41 +85,6 @@ def test_a_run_without_the_curves_is_named_with_those_that_have_them(fleet, monk
         fleet.main()
     assert ended.value.code == 2
     assert f"did you mean '{fleet.RUN}'?" in capsys.readouterr().err
-
-
-def test_a_sweep_that_an_outer_timeout_ends_is_kept(monkeypatch, tmp_path):
-    with importable(SCALE) as module:
-        workers = module("two_workers")
-    begin = subprocess.Popen
-    # A shell lets what it starts in the background ignore SIGINT, and so would this sweep's stand-in.
-    heeded = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    monkeypatch.setattr(workers.subprocess, "Popen", lambda words, **more: begin(["sleep", "60"], **heeded, **more))
-    before = signal.signal(signal.SIGTERM, workers.terminated)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    try:
-        row = workers.run("joblib", "2", [], tmp_path, 50.0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert row["exit_code"] == -signal.SIGINT and row["keys"] == []
-
-
-def test_what_each_workers_engines_took_is_summed():
-    with importable(SCALE) as module:
-        workers = module("two_workers")
-    points = [
-        point(run_id="run-u0", number=0, seconds=4.0, start_seconds=30.0, start_shared_by=2),
-        point(run_id="run-u0", number=1, seconds=5.0, start_seconds=30.0, start_shared_by=2),
-        point(run_id="run-u1", number=2, seconds=None, start_seconds=20.0),
-        *(
-            point(run_id="run-u2", number=number, seconds=0.04, start_seconds=0.3, start_shared_by=10)
-            for number in range(3, 13)
-        ),
-    ]
-    assert workers.of_workers(points) == {
-        "run-u0": {"starts": 30.0, "measured": 9.0},
-        "run-u1": {"starts": 20.0, "measured": 0.0},
-        "run-u2": {"starts": 0.3, "measured": 0.4},
-    }
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ LAYERS, LENGTH, PROMPT = 3, 24, 6
 def drafting_module(monkeypatch):
     monkeypatch.syspath_prepend(str(paths.experiments_dir() / "views"))
     yield importlib.import_module("drafting")
-    for name in ("drafting", "acceptance", "by_blocks", "gates_of_batches"):
+    for name in ("drafting", "acceptance"):
         sys.modules.pop(name, None)
 
 
@@ -29,9 +29,16 @@ def tiny():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.3, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+    )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
@@ -150,88 +157,3 @@ def test_views_are_written_in_four_ways(drafting_module):
     assert acceptance.views("int4@1,3; int8") == ["int4@1,3", "int8"]
     with pytest.raises(argparse.ArgumentTypeError, match="did you mean 'int8'"):
         acceptance.views("int4,itn8")
-
-
-@torch.no_grad()
-def test_drafts_attend_to_the_tokens_that_their_round_may_attend_to(drafting_module):
-    """Whatever keys and values of other tokens are, what a round drafts is the same, and of its own it is not."""
-    tokens, start = torch.randint(64, (1, LENGTH), generator=torch.Generator().manual_seed(1)), 15
-    drafting = drafting_module.Drafting(tiny())
-    drafting.set_view("shared")
-
-    def drafted(*changed):
-        drafting.teacher(tokens)
-        for kept in drafting.kept.values():
-            for part in kept[0]:
-                part[:, :, list(changed)] += 1.0
-        return [drafting.draft(tokens, position, start)[0] for position in (1, 2, 3)]
-
-    whole, every = drafted(), torch.ones(LENGTH - start, LENGTH, dtype=torch.bool)
-    drafting.attended = dict.fromkeys(range(LAYERS), every)
-    assert all(torch.equal(*pair) for pair in zip(whole, drafted(), strict=True))
-    attended = every.clone()
-    attended[1, 7] = attended[3, 9] = False  # of the rounds that begin at the tokens 16 and 18
-    drafting.attended = dict.fromkeys(range(LAYERS), attended)
-    before = drafted()
-    for changed, row, same in ((7, 1, True), (9, 1, False), (7, 3, False), (9, 3, True)):
-        after = drafted(changed)
-        for place in range(3):
-            assert torch.equal(before[place][row + place], after[place][row + place]) == same, (changed, row, place)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [("wndow:64", "did you mean 'window'"), ("window:a", "write whole, window:TOKENS"), ("blocks:64", "blocks:TOKENS:"),
-     ("blocks:64:eech", "did you mean 'each'"), ("blocks:64:3@33", "a lag of 33; allowed: 0 to 32")],
-)  # fmt: skip
-def test_a_view_that_cannot_be_simulated_is_refused_at_once(drafting_module, word, message):
-    by_blocks = importlib.import_module("by_blocks")
-    known = "whole; window:64;blocks:64:3@8"
-    assert by_blocks.views(known) == ["whole", "window:64", "blocks:64:3@8"]
-    with pytest.raises(argparse.ArgumentTypeError, match=message):
-        by_blocks.views(f"{known};{word}")
-
-
-def test_the_first_block_the_last_tokens_and_the_heaviest_blocks_are_selected(drafting_module):
-    by_blocks, weights = importlib.import_module("by_blocks"), torch.zeros(2, 13)
-    weights[0, [3, 5, 7, 11]], weights[1, [2, 5, 8, 10]] = torch.tensor([1.0, 3.0, 2.0, 9.0]), torch.arange(4.0)
-    found = by_blocks.selection(weights, 190, 200, 64, False)  # the rounds begin at the tokens 190 and 191
-    assert found.shape == (2, 200)
-    blocks = [sorted({at // by_blocks.SIZE for at in row.nonzero().flatten().tolist()}) for row in found]
-    assert blocks == [[0, 3, 5, 7, 10, 11, 12], [0, 5, 8, 10, 11, 12]]  # the last 16 begin in block 10, and at block 11
-    (window,) = by_blocks.selection(weights[:1], 190, 200, 64, True)
-    assert window.nonzero().flatten().tolist() == [*range(16), *range(7 * 16, 200)]
-
-
-def test_a_batch_drafts_as_long_as_the_rule_says(drafting_module):
-    gates = importlib.import_module("gates_of_batches")
-    sure, doubtful = torch.full((gates.LONGEST,), 0.9), torch.tensor([0.6] + [0.1] * (gates.LONGEST - 1))
-    survival = torch.stack([sure, doubtful])
-    assert gates.lengths("fixed", 5, survival).tolist() == [5, 5]
-    assert gates.lengths("each", 0.5, survival).tolist() == [12, 2]
-    assert gates.lengths("any", 0.5, survival).tolist() == [12, 12]
-    assert gates.lengths("mean", 0.6, survival).tolist() == [2, 2]  # 0.75, then 0.5
-
-
-def test_a_round_takes_as_long_as_its_longest_draft_and_yields_what_was_right(drafting_module):
-    gates = importlib.import_module("gates_of_batches")
-    right = torch.tensor([1.0] * 3 + [0.0] * 9).expand(40, -1)
-    some = gates.Drafts(torch.full((40, 12), 0.9).cumprod(1), right)
-    beside, step = gates.COSTS[8]
-    assert gates.speed([some], 8, "fixed", 5, 200) == pytest.approx(4 / (beside + 5 * step))
-    assert gates.speed([some], 8, "each", 0.5, 200) == pytest.approx(4 / (beside + 7 * step))  # 0.9 ** 7 is below
-
-
-def test_survival_is_the_product_of_the_greatest_probabilities_of_a_rounds_drafts(drafting_module):
-    drafting = drafting_module.Drafting(tiny())
-    drafting.set_view("int4")
-    ids = torch.randint(64, (PROMPT + 30,), generator=torch.Generator().manual_seed(1))
-    answer = drafting_module.Answer.of(drafting, ids, PROMPT, 0.0)
-    found = drafting_module.accepted(drafting, answer, 3, survival=True)
-    drafting.kept = {index: kept[:1] for index, kept in answer.kept.items()}
-    first, second, third = (
-        drafting.draft(ids.unsqueeze(0), position, PROMPT - 1)[0, :-1].softmax(-1).amax(-1) for position in (1, 2, 3)
-    )
-    torch.testing.assert_close(found["survival"], torch.stack(
-        [first[:28], first[:28] * second[1:29], first[:28] * second[1:29] * third[2:30]], 1))  # fmt: skip
-    assert found["most likely"].equal(drafting_module.accepted(drafting, answer, 3)["most likely"])

@@ -1,7 +1,7 @@
 """The first block, the last tokens, and of the blocks between them those with the greatest attention.
 
 One selection for all layers, made before each round by the attention of the newest token that has keys and values, in
-one layer three quarters of the way through those that draft (experiments/views/by_blocks.py says what that keeps).
+one layer three quarters of the way through those that draft (results/LOG.md says what that keeps).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from rich.table import Table
 from selfspec_cli.commands import configs, loading, screen
 from selfspec_cli.commands.measuring import ENGINES, Means
 from selfspec_cli.commands.screen import RUN_FAILED, emit, say, warn
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError
@@ -60,7 +61,7 @@ def gate(
     preflight.check_device(cfgs[0])
     means: Means = loading.servers(cfgs, []) if file.served else ENGINES
     run_id = results_folder.new_run_id()
-    with at_work("gate", folder, debug) as shown:
+    with tracked("gate", cfgs[0]), at_work("gate", folder, debug) as shown:
         open_engine, bench = means.opened(shown, run_id)
         document = stage.run(file, cfgs, open_engine=open_engine, bench=bench, progress=shown, plant=plant,
                              run_id=run_id)  # fmt: skip

@@ -11,6 +11,7 @@ from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard
 from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, Pairs, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.texts import corpora
@@ -37,7 +38,7 @@ def compare_heads(
         from selfspec_cli.report import heads as heads_figure
         from selfspec_cli.stages import heads as compare
 
-        with at_work("heads", plan.cfg.results_dir, debug) as shown:
+        with tracked("heads", plan.cfg), at_work("heads", plan.cfg.results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
             found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, **more)
         figure = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")

@@ -16,6 +16,7 @@ from rich.table import Table
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import emit, note, say, show_facts, warn
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import run_key
@@ -53,7 +54,7 @@ def profile(
                 "requests": cfg.workload.batch, "folder": str(where.parent), "nsight": " ".join(nsight)}  # fmt: skip
         return emit({"dry_run": True, **plan}) if as_json else show_facts(plan)
     preflight.check_device(cfg)
-    with at_work("profile", cfg.results_dir, debug) as shown:
+    with tracked("profile", cfg), at_work("profile", cfg.results_dir, debug) as shown:
         more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
         found, path = stage.run(cfg, tokens=tokens, run_id=run_id, **more)
     if nsys:

@@ -1,14 +1,16 @@
-"""`selfspec report`: show what was measured."""
+"""`selfspec report`: show what was measured, on the terminal, as a page, as text, or two sets side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.screen import guard
+from selfspec_cli.commands.screen import emit, guard, rows_document, say, warn
 from selfspec_cli.commands.shared import Debug, Folder, Json, command
 from selfspec_cli.report.formats import Format
 
@@ -48,12 +50,54 @@ def report(
 ) -> None:
     """Show what was measured: tables here, and a self-contained page (HTML) with figures; or compare two sets."""
     with guard(as_json, debug):
-        from selfspec_cli.commands import reporting
-
         folder = configs.results_dir(overrides)
         if compare is not None:
-            reporting.compare(folder, compare, where or [], Format.json if as_json else form)
+            _compare(folder, compare, where or [], Format.json if as_json else form)
         elif form is not Format.html:
-            reporting.as_text(folder, where or [], form)
+            _text(folder, where or [], form)
         else:
-            reporting.page(folder, out or folder, where or [], figures, as_json, reload)
+            _page(folder, out, where or [], figures, as_json, reload)
+
+
+def _page(folder: Path, out: Path | None, where: Sequence[str], figures: bool, as_json: bool, reload: int) -> None:
+    """Print the tables and write the page. reload: seconds after which the page loads itself anew; 0: never."""
+    from selfspec_cli.commands import deploying
+    from selfspec_cli.report import make, sources, table
+
+    made = make.run(folder, out or folder, where=where, files=figures, reload=reload)
+    warn(made.warnings)
+    deploy = deploying.of_report(folder, out or folder)
+    if as_json:
+        files = {"page": made.page, "figures": made.figures}
+        return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
+    table.show(made.rows, Console(), made.targets)
+    places = sources.folders(folder)
+    if places != [folder]:
+        say(f"{folder} holds no points of its own: these are of {len(places)} results folders below it")
+    if made.figures:
+        say(f"figures: {len(made.figures)} files in {made.figures[0].parent}")
+    say(f"page: {made.page}")
+    for one in deploy:
+        say(f"\n{one['what']}", "bold") if "what" in one else None
+        deploying.show(one)
+
+
+def _text(folder: Path, where: Sequence[str], form: Format) -> None:
+    """Print the report in another format."""
+    from selfspec_cli.report import sources, static
+
+    found = sources.read(folder, where)
+    warn(found.warnings)
+    print(static.text(found, form), end="")
+
+
+def _compare(folder: Path, words: tuple[str, str], where: Sequence[str], form: Format) -> None:
+    """Print two sets of points side by side."""
+    from selfspec_cli.report import compare, compared
+
+    made = compare.compare(words, folder, where)
+    warn(made.warnings)
+    if form is Format.html:
+        compared.show(made, Console())
+    else:
+        print(compared.text(made, form), end="")

@@ -138,6 +138,7 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
     if len(named) > 1:
         raise ConfigError(f"{RESULTS} is given twice")
     place = Path(named[0] if named else RunConfig().results_dir)
+    archive.expect(place, RESULTS)
     if not archive.is_folder(place / results.RUNS):
         raise ConfigError(f"{place} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
                           f"another folder: {RESULTS}=FOLDER")  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import RUN_FAILED, say
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
@@ -61,7 +62,7 @@ def verify(cfg: RunConfig, asked: Wanted, *, dry_run: bool, debug: bool) -> dict
     preflight.check_device(cfg)
     if asked.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
-    with at_work("verify", cfg.results_dir, debug) as shown:
+    with tracked("verify", cfg), at_work("verify", cfg.results_dir, debug) as shown:
         return run.run(cfg, asked, open_engine=shown_starting(shown, forked=True), progress=shown)
 
 

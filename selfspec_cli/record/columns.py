@@ -1,9 +1,9 @@
 """The columns of the tables that are made of points.
 
-`Summary` is the header of summary.csv, with what everybody reads. `Details`, `load_columns.Loads` and `quality.Quality` are
-tables of their own, which a point's key and id join to it. `Record` is a point in all tables.
+`Summary` is the header of summary.csv, with what everybody reads. `Details`, `load_columns.Loads` and `quality.Quality`
+are tables of their own, which a point's key and id join to it. `Record` is a point in all tables.
 
-A column can be removed: values that old points, findings and profiles hold of it are left out when they are read (`known`).
+A column can be removed: values of it in old points, findings and profiles are left out when they are read (`known`).
 
 A value that was not measured is an empty cell (`None`), never 0.
 """
@@ -64,7 +64,9 @@ class Summary:
     ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
     tpot_ms: float | None = None  # time for each output token after the first, median over requests
     ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
-    delta_ppl: float | None = None  # ppl minus the baseline's of the same text
+    delta_ppl: float | None = (
+        None  # minus the baseline's; an arm that verifies: 0 if all outputs are equal, else that of greedy
+    )
     identical: int | None = None  # outputs equal to the baseline's, token for token; empty for sampled requests
     outputs: int | None = None  # outputs compared
     weights_mib: float | None = None

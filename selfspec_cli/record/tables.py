@@ -58,6 +58,8 @@ def _name_of(path: str | None) -> str | None:
     return Path(path).name if path else None
 
 
+UNVERIFIED = ("baseline", "skip")
+"""Arms without drafts that are verified."""
 LENGTHS = ("length_table", "adaptive_length", "bandit")
 """What decides how long a draft is, beside k and the gate."""
 
@@ -98,7 +100,18 @@ def row(point: Point) -> Record:
         record = replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
     elif point.ok:
         record = _measured(record, point)
-    return replace(record, **known(point.quality))
+    return with_delta(replace(record, **known(point.quality)))
+
+
+def with_delta(record: Record) -> Record:
+    """A row with ΔPPL of an arm that verifies its drafts: 0 where every output is the baseline's, else that of what it
+    generates greedily, under the plain model, where `selfspec ppl` found it."""
+    if record.delta_ppl is not None or record.arm in UNVERIFIED or record.status != OK:
+        return record
+    if record.outputs and record.identical == record.outputs:
+        return replace(record, delta_ppl=0.0)
+    return replace(record, delta_ppl=record.delta_ppl_of_greedy, delta_ppl_low=record.delta_ppl_of_greedy_low,
+                   delta_ppl_high=record.delta_ppl_of_greedy_high)  # fmt: skip
 
 
 def accept_row(point: Point) -> AcceptRow | None:

@@ -182,7 +182,9 @@ def _repeat(number: int, repeat: Repeat, level: str) -> Any:
         events = one.events if level == "events" else (one.events[0], one.events[-1])
         moments = [round(1e6 * moment) for moment in (one.arrival, *events)]
         steps = " ".join(f"{(later - earlier) / 1000:.2f}" for earlier, later in itertools.pairwise(moments))
-        lines.append(f"request {place}: {one.tokens} tokens, arrived at {moments[0] / 1000:.2f} ms, outputs after {steps} ms")
+        lines.append(
+            f"request {place}: {one.tokens} tokens, arrived at {moments[0] / 1000:.2f} ms, outputs after {steps} ms"
+        )
     return {"title": title, "text": "\n".join(lines)}
 
 

@@ -40,9 +40,9 @@ def run(
     Raises:
         ConfigError: there are no points, or `out` cannot be written.
     """
+    found = sources.read(results, where)
     if archive.inside(out) is not None:
         raise ConfigError(f"{out} is an archive, which is only read; name a folder for the page: --out FOLDER")
-    found = sources.read(results, where)
     from selfspec_cli.report import export, figures, page
 
     drawn = figures.of_sources(found)

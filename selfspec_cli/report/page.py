@@ -50,6 +50,7 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
     )
     together = groups(found.rows)
     places = {row.point: place for place, row in enumerate(found.rows)}
+    templates.filters["plain"] = lambda text: text.replace("`", "")
     show = templates.get_template("page.html").render
     headlines = (
         [f"{group.title}, {group.rows[0].device}: {group.headline}" for group in together] if len(together) > 1 else []
@@ -114,6 +115,7 @@ def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
                 "note": panel.note,
                 "axis": panel.axis,
                 "colours": panel.colours,
+                "title": ", ".join(filter(None, (panel.group, panel.name))),
                 "origin": _origin(panel),
                 "rows": rows,
                 "points": [places[point] for point in panel.points],

@@ -13,9 +13,8 @@ from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import UNVERIFIED
 
-UNVERIFIED = ("baseline", "skip")
-"""Arms without drafts that are verified."""
 RIVALS = ("vllm", "ngram", "draft_model")
 """Arms that draft by vLLM's own methods."""
 ELSEWHERE = "server"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
 from selfspec_cli.report import gateway
+
+MOST_NAMED = 12  # other results of an archive without points
 
 
 @dataclass
@@ -72,6 +75,7 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     Raises:
         ConfigError: there are no points, none that `where` asks for, or it cannot be understood.
     """
+    archive.expect(root, "results_dir")
     points: list[Point] = []
     places: dict[str, str] = {}
     warnings: list[str] = []
@@ -85,10 +89,7 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
         warnings += strange
         places |= {point.id: archive.shown(place.relative_to(root)) for point in found}
     if not points:
-        raise ConfigError(
-            f"{Path(root) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
-            + "".join(f"\n{one}" for one in warnings)
-        )
+        raise ConfigError("\n".join([_no_points(Path(root)), *warnings]))
     made = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
     if not made.points:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
@@ -99,6 +100,18 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     made.profiles = [one for one in profiled.values() if not where or one.key in keys]
     _beside(made, Path(root))
     return made
+
+
+def _no_points(root: Path) -> str:
+    """What a place without points holds, and what to do."""
+    if archive.inside(root) is None:
+        return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
+    held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
+    groups = Counter(name.rpartition("/")[0] or name for name in held)
+    words = [name if count == 1 else f"{name}/ ({count} files)" for name, count in groups.items()]
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return (f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
+            f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'")  # fmt: skip
 
 
 def _beside(made: Sources, root: Path) -> None:

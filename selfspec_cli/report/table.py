@@ -115,7 +115,12 @@ COLUMNS: list[Column] = [
         "its own",
         _with_ends("ppl", "{:.2f}"),
     ),
-    ("ΔPPL", "that perplexity minus the baseline's of the same text", _with_ends("delta_ppl", "{:+.2f}")),
+    (
+        "ΔPPL",
+        "that perplexity minus the baseline's of the same text; an arm that verifies its drafts has 0 if all its "
+        "outputs are the baseline's, else the next column",
+        _with_ends("delta_ppl", "{:+.2f}"),
+    ),
     (
         "ΔPPL of greedy",
         "perplexity, under the plain model, of what the arm generates greedily, minus that of what the baseline does "

@@ -15,8 +15,8 @@ from selfspec_cli.report.rows import label
 def coloured(figures: Sequence[Figure], rows: Iterable[Record]) -> list[Figure]:
     """Figures whose panels say which colour each name has.
 
-    An arm has one colour everywhere. Two arms of one panel have different colours as long as there are enough. A line that
-    is no arm (arms of several thresholds) has the colour of its first arm.
+    An arm has one colour everywhere. Two arms of one panel have different colours as long as there are enough. A line
+    through arms of several thresholds has the colour of the first of them.
     """
     arms = {row.point: label(replace(row, acceptance_length=None)) for row in rows}
     kinds = {arms[row.point]: row.arm for row in rows}

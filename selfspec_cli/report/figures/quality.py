@@ -51,8 +51,8 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
             ]
             panels += [_panel(group, meaning, known, data)] if len(data) > 1 else []
     about = (
-        "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap over "
-        "documents or prompts; no line: one sum was kept. An arm whose outputs are all the baseline's has 0."
+        "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap "
+        "over documents or prompts; no line: one sum was kept. An arm whose outputs are all the baseline's has 0."
     )
     return figure("perplexity", "Perplexity", about, _dots("perplexity"), panels)
 
@@ -78,17 +78,17 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
     bars = bars.encode(x=x, y=alt.Y("arm:N", sort=None, axis=None), color=colour("arm", legend=False), tooltip=tips)
     about = (
         "Drafts are verified, so outputs differ where the arithmetic of a batch decides a near-tie between two tokens. "
-        "Plain decoding differs from itself in the same way at another batch size: that is the control, in grey. An arm "
-        "that is not far below its control has no other fault; without a control, `selfspec verify` tells."
+        "Plain decoding differs from itself in the same way at another batch size: that is the control, in grey. "
+        "`selfspec verify` tells such near-ties from faults."
     )
     chart = (bars + titles_above()).properties(width="container", height=alt.Step(STEP))
     return figure("identical", "Identical outputs", about, chart, panels)
 
 
 def controls(base: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]:
-    """(equal, compared) outputs of a baseline and of other measurements of plain decoding with the same prompts, by name.
+    """(equal, compared) outputs of a baseline and of plain decoding measured again with the same prompts, by name.
 
-    Of several with one load the newest is meant.
+    Of several measurements at one load the newest counts.
     """
     found: dict[str, tuple[int, int]] = {}
     again = base.engine.get("unlike_answers")

@@ -1,4 +1,4 @@
-"""Figures by load: the speedup, what one user and one GPU get, and what a request waits for, as more is asked at once."""
+"""Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output toke
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that differ in their arm and their load alone. axis: the column that is the load. left_out: arms that are not
-    among the rows, because there are too many for one panel."""
+    """Rows that differ in their arm and their load alone.
+
+    axis: the column that is the load. left_out: arms that are not among the rows, because a panel has room for fewer.
+    """
 
     title: str
     axis: str
@@ -47,9 +49,7 @@ class Family:
 
     def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
         """A panel of these rows."""
-        more = (
-            f"{self.left_out} other arms are in the table below, and in the bars of each load." if self.left_out else ""
-        )
+        more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
         points = tuple(row.point for row in self.rows)
         return Panel(
             short(self.rows[0]), self.title, data, points, " ".join(filter(None, (note, more))), AXES[self.axis]
@@ -92,7 +92,7 @@ def _axis(row: Record) -> str:
 
 
 def _fewer(family: Family) -> Family:
-    """The family with as many arms as a reader can tell apart: those of the most loads, then of the greatest speedups."""
+    """A family with as many arms as a reader can tell apart: those with the most loads, then the fastest."""
     arms: dict[str, list[Record]] = defaultdict(list)
     for row in family.rows:
         arms[name_of(row)].append(row)
@@ -150,9 +150,9 @@ def speedups(found: Sequence[Family]) -> list[Figure]:
     marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
     chart = (one + line + bars + dots + marked).properties(width="container", height=320)
     about = (
-        "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats were "
-        "not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval below 1. "
-        "Where several runs measured an arm, its line goes through their median."
+        "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
+        "were not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval "
+        "below 1. Where several runs measured an arm, its line goes through their median."
     )
     return figure("by_load", "Speedup by load", about, chart, panels)
 

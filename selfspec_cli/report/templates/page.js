@@ -48,7 +48,8 @@ async function draw(data, figure, panel, place) {
 function caption(panel, show) {
   const button = made("button", { type: "button", className: "link", textContent: "show these points in the table" });
   button.addEventListener("click", () => show(panel.points));
-  return panel.points.length ? [`${panel.note} ${panel.origin}: `, button, "."] : [panel.note];
+  const title = made("strong", { textContent: `${panel.title}.` });
+  return [title, ` ${panel.note} `, ...(panel.points.length ? [`${panel.origin}: `, button, "."] : [])];
 }
 
 async function figureIn(data, figure, show) {

@@ -37,9 +37,11 @@ class Quality:
     """What is known of an arm's output, by the newest findings; `ppl` and `delta_ppl` are columns of summary.csv."""
 
     verdict: str | None = None  # of `selfspec verify`
-    delta_ppl_low: float | None = None
+    delta_ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents or prompts
     delta_ppl_high: float | None = None
-    delta_ppl_of_greedy: float | None = None  # minus that of the baseline's continuations of the same prompts
+    delta_ppl_of_greedy: float | None = (
+        None  # perplexity of what it generates, under the plain model, less the baseline's
+    )
     delta_ppl_of_greedy_low: float | None = None
     delta_ppl_of_greedy_high: float | None = None
     delta_ppl_of_sampled: float | None = None

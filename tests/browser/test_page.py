@@ -32,7 +32,7 @@ QUIET = (
     "--hide-scrollbars",
     "--disable-dev-shm-usage",
 )
-LOOKS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
+LOOKS = [(1400, "light"), (1400, "dark"), (800, "light"), (420, "light"), (420, "dark")]
 PATIENCE = 120  # seconds, on a machine that is busy
 READY = "return document.documentElement.dataset.ready"
 

@@ -49,7 +49,7 @@ def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monke
     monkeypatch.setattr(sys.modules["figure_cells"], "PUBLISHED", tmp_path)
     assert "Nothing has been profiled" in module.profile_tables()
     kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
-    work = {"model": "m", "batch": 1, "input_len": 8, "output_len": 64}
+    work = {"model": "m", "workload": "headline", "batch": 1, "input_len": 8, "output_len": 64}
     for arm, seconds in (("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
                          ("baseline", {"verify": 0.9, "idle": 0.1})):  # fmt: skip
         made = Profile(

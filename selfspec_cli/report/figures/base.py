@@ -117,7 +117,13 @@ def titles_above() -> Any:
             title=f"length(datum.title) * {LETTER} > width && datum.cut > 0 "
             "? [slice(datum.title, 0, datum.cut + 2), slice(datum.title, datum.cut + 3)] : datum.title"
         )
-        .mark_text(align="left", baseline="line-bottom", dy=-6, fontSize=12, lineHeight=14)
+        .mark_text(
+            align="left",
+            baseline="line-bottom",
+            dy=alt.expr("isArray(datum.title) ? -20 : -6"),
+            fontSize=12,
+            lineHeight=14,
+        )
         .encode(
             x=alt.value(0),
             y=alt.Y("arm:N", sort=None, axis=None),

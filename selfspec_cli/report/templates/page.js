@@ -37,7 +37,7 @@ async function draw(data, figure, panel, place) {
   const ids = data.table.points;
   const rows = panel.rows.map((row) => ("point" in row ? { ...row, point: ids[row.point] } : row));
   const spec = chartOf(figure, panel, rows, chart.clientWidth);
-  const config = { ...data.config, legend: { ...data.config.legend, labelLimit: chart.clientWidth - 40 } };
+  const config = { ...data.config, legend: { ...data.config.legend, labelLimit: chart.clientWidth - 75 } };
   chart.removeAttribute("style");
   figure.view?.finalize();
   // logLevel 1, errors alone: a layer without data warns of that
@@ -46,10 +46,10 @@ async function draw(data, figure, panel, place) {
 }
 
 function caption(panel, show) {
-  const button = made("button", { type: "button", className: "link", textContent: "show these points in the table" });
+  const button = made("button", { type: "button", className: "link", textContent: "Show these points in the table." });
   button.addEventListener("click", () => show(panel.points));
   const title = made("strong", { textContent: `${panel.title}.` });
-  return [title, ` ${panel.note} `, ...(panel.points.length ? [`${panel.origin}: `, button, "."] : [])];
+  return [title, ` ${panel.note} `, ...(panel.points.length ? [`${panel.origin}. `, button] : [])];
 }
 
 async function figureIn(data, figure, show) {

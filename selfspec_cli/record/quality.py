@@ -39,9 +39,7 @@ class Quality:
     verdict: str | None = None  # of `selfspec verify`
     delta_ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents or prompts
     delta_ppl_high: float | None = None
-    delta_ppl_of_greedy: float | None = (
-        None  # perplexity of what it generates, under the plain model, less the baseline's
-    )
+    delta_ppl_of_greedy: float | None = None  # PPL of what it generates under the plain model, less the baseline's
     delta_ppl_of_greedy_low: float | None = None
     delta_ppl_of_greedy_high: float | None = None
     delta_ppl_of_sampled: float | None = None

@@ -105,7 +105,7 @@ function tableIn(DataTable, data) {
     pageLength: 25,
     scrollX: true,
     autoWidth: false,
-    stateSave: byId("watched") !== null, // while a sweep runs: sorted and searched as it was
+    stateSave: true, // a page that is loaded anew stays sorted and searched as it was
     stateDuration: -1, // for as long as the tab is open
     columnDefs: [
       { targets: 0, orderable: false, searchable: false, className: "open", columnControl: [],
@@ -159,10 +159,10 @@ function tableIn(DataTable, data) {
 // state. A browser that keeps nothing for files begins anew each time.
 function keepUp() {
   const notice = byId("watched");
-  if (!notice) return;
   const place = `selfspec ${location.pathname}`;
   const storage = (action) => { try { return action(sessionStorage); } catch { return null; } };
   const kept = JSON.parse(storage((found) => found.getItem(place)) ?? "{}");
+  storage((found) => found.removeItem(place));
   for (const [id, name] of Object.entries(kept.panels ?? {})) {
     const option = [...(byId(id)?.options ?? [])].find((one) => one.textContent === name);
     if (option && !option.selected) {
@@ -171,6 +171,7 @@ function keepUp() {
     }
   }
   if (kept.scroll) scrollTo({ top: kept.scroll, behavior: "instant" });
+  if (!notice) return;
   const timer = setInterval(() => {
     if (document.hidden || document.querySelector("[aria-expanded=true]")) return;
     const panels = Object.fromEntries([...document.querySelectorAll("select[id$=-panel]")].map((one) => [one.id, one.selectedOptions[0].textContent]));

@@ -107,8 +107,8 @@ def _no_points(root: Path) -> str:
     if archive.inside(root) is None:
         return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
     held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
-    groups = Counter(name.rpartition("/")[0] or name for name in held)
-    words = [name if count == 1 else f"{name}/ ({count} files)" for name, count in groups.items()]
+    groups = Counter(f"{above}/" if (above := name.rpartition("/")[0]) else name for name in held)
+    words = [name if count == 1 else f"{name} ({count} files)" for name, count in groups.most_common()]
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     return (f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
             f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'")  # fmt: skip

@@ -142,13 +142,14 @@ def test_a_command_without_points_sends_delta_of_perplexity_of_each_arm(place):
     arm = {"arm": "layer_skip", "model": "m", "E": 3, "k": 4, "gate": "none"}
     found = {"greedy": {"scores": ours, "baseline": theirs, "identical": 1, "outputs": 2}}
     cfg = replace(WANDB, results_dir="results")
-    with tracked("ppl", cfg, RUN):
+    with tracked("ppl", cfg, RUN) as tracker:
         finding = quality.Finding("generated", "a" * 12, RUN, "2026", "a machine", arm, "b" * 12, {}, found)
         folder.save_finding("results", finding)
-    (file,) = place.glob("wandb/offline-run-*/*.wandb")
+    (run,) = tracker.places
+    (file,) = run.glob("*.wandb")
     resolved = values(whole(file)["run"][0].run.config.update)
     assert (resolved["command"], resolved["results_dir"]) == ("ppl", "results")
-    (table,) = place.glob("wandb/*report*/files/media/table/points*.table.json")
+    (table,) = run.glob("files/media/table/points*.table.json")
     document = json.loads(table.read_text())
     (line,) = (dict(zip(document["columns"], line, strict=True)) for line in document["data"])
     expected = quality.perplexity(**ours) - quality.perplexity(**theirs)

@@ -14,7 +14,7 @@ from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK, Point
 from selfspec_cli.report.figures.base import Figure, Panel, colour, figure, rows_chart, short, sig
-from selfspec_cli.report.rows import label, latest
+from selfspec_cli.report.rows import label, latest, task
 
 CURVES = {
     "tok_s_median": "tokens a second",
@@ -91,7 +91,7 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
                     data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
                     found[family][name].append(data)
     panels = [
-        Panel(f"{family[0]}, {family[-1]}", PARTS[name], data, tuple(names[family]))
+        Panel(f"{family[0]}, {family[2]}: {family[-1]}", PARTS[name], data, tuple(names[family]))
         for family, by_name in found.items()
         for name, data in by_name.items()
     ]
@@ -149,4 +149,4 @@ def _last(values: Sequence[float] | None) -> float | None:
 
 
 def _where(row: Record) -> str:
-    return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, {short(row)}"
+    return f"{task(row)}, {short(row)}"

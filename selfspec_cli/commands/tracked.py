@@ -30,18 +30,19 @@ def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator
     with open_tracker(cfg, run_id or results.new_run_id()) as tracker:
         yield tracker
         if cfg.tracker.kind is not TrackerKind.none and not tracker.reported:
-            send(tracker, command, Path(cfg.results_dir), rows_of(cfg.results_dir))
+            send(tracker, command, Path(cfg.results_dir))
     for message in tracker.messages:
         note(message)
 
 
-def send(tracker: Tracker, command: str, folder: Path, rows: list[Record]) -> None:
-    """Log rows, and the figures of a results folder."""
+def send(tracker: Tracker, command: str, folder: Path, rows: list[Record] | None = None) -> None:
+    """Log rows (all of a results folder, if they are not given) and the figures of the folder."""
     from selfspec_cli.report import make
 
     try:
         with TemporaryDirectory() as place:
-            tracker.report(command, folder, rows, make.pictures(results.read(folder)[0], place))
+            shown = rows_of(folder) if rows is None else rows
+            tracker.report(command, folder, shown, make.pictures(results.read(folder)[0], place))
     except Exception as error:  # what was measured is on disk: what a tracker cannot do must not hide it
         tracker.messages.append(f"tracker: {on_one_line(error)}")
 

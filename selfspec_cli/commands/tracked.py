@@ -42,7 +42,7 @@ def send(tracker: Tracker, command: str, folder: Path, rows: list[Record] | None
     try:
         with TemporaryDirectory() as place:
             shown = rows_of(folder) if rows is None else rows
-            tracker.report(command, folder, shown, make.pictures(results.read(folder)[0], place))
+            tracker.report(command, folder, shown, make.pictures(folder, place))
     except Exception as error:  # what was measured is on disk: what a tracker cannot do must not hide it
         tracker.messages.append(f"tracker: {on_one_line(error)}")
 

@@ -69,8 +69,8 @@ def folders(root: str | Path) -> list[Path]:
     return [found.parent for found in archive.below(place, folder.RUNS) if archive.is_folder(found)]
 
 
-def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
-    """Read a results folder, or all that lie below a folder that is none itself.
+def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False) -> Sources:
+    """Read a results folder, or all that lie below a folder that is none itself. no_points: it may be without points.
 
     Raises:
         ConfigError: there are no points, none that `where` asks for, or it cannot be understood.
@@ -81,17 +81,17 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     warnings: list[str] = []
     profiled: dict[str, profiles.Profile] = {}
     gates: list[dict[str, Any]] = []
-    for place in folders(root):
+    for place in folders(root) or [Path(root)]:
         found, strange = folder.read(place)
         profiled |= profiles.newest(place)
         gates += gate_rows.read(place)
         points += found
         warnings += strange
         places |= {point.id: archive.shown(place.relative_to(root)) for point in found}
-    if not points:
+    if not points and not no_points:
         raise ConfigError("\n".join([_no_points(Path(root)), *warnings]))
     made = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
-    if not made.points:
+    if points and not made.points:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     made.places = [places[point.id] for point in made.points]
     made.warnings, made.gates = warnings, sorted(gates, key=lambda line: str(line.get("run_id")))

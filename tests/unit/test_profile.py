@@ -15,7 +15,7 @@ from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine import profiling
 from selfspec_cli.record import folder, profiles
-from selfspec_cli.report import figures, sources
+from selfspec_cli.report import figures, make, sources
 from selfspec_cli.stages import profile as stage
 
 ORIGIN = 1_790_857_026_000_000_000
@@ -62,6 +62,13 @@ def test_the_page_has_a_bar_for_each_profile(tmp_path):
     (panel,) = figure.panels
     assert sum(row["share"] for row in panel.data) == pytest.approx(1.0)
     assert [row["text"] for row in panel.data if row["text"]] == ["12.0 tok/s"]
+
+
+@pytest.mark.slow
+def test_a_tracker_gets_the_picture_of_a_profile_from_a_folder_without_points(tmp_path):
+    folder.save_profile(tmp_path / "results", made(), b"")
+    (picture,) = make.pictures(tmp_path / "results", tmp_path / "pictures")
+    assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_shown_adds_up_and_says_what_is_not_known(capsys):

@@ -84,7 +84,7 @@ def test_what_wandb_wrote_is_what_was_measured(place):
         for point in points:
             folder.save("results", point)
             tracker.log(point)
-        pictures = make.pictures(points, "pictures")
+        pictures = make.pictures("results", "pictures")
         tracker.report("sweep", Path("results"), [tables.row(point) for point in points], pictures)
     (message,) = tracker.messages
     assert "4 runs" in message and f"wandb sync {place}/wandb/offline-run-*{RUN}" in message

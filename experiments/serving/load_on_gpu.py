@@ -82,7 +82,7 @@ from selfspec_cli.engine.server import Server, open_server
 from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import latency, tables
-from selfspec_cli.record.point import Point
+from selfspec_cli.record.point import Point, median
 from selfspec_cli.scripts import among, decimals, numbers
 from selfspec_cli.stages import load, load_url, loads, measure
 from selfspec_cli.stages.sweep import SweepResult
@@ -451,7 +451,10 @@ def settled(point: Point, seconds: float) -> dict[str, float]:
 def figures(point: Point, load: LoadConfig) -> dict[str, Any]:
     """What is kept of a point. tok_s_median: tokens a second from the first request to the last token. tok_s: what both
     sides are compared by, which in an open loop is the same, and in a closed one what came while it was steady."""
-    row = asdict(tables.row(point))
+    requests = [request for repeat in point.repeats for request in repeat.requests]
+    row = asdict(tables.row(point)) | latency.summary(requests)
+    if point.repeats:
+        row |= {"requests": len(requests), "load_seconds": median([repeat.seconds for repeat in point.repeats])}
     found = {name: row[name] for name in FIGURES if row.get(name) is not None}
     if point.ok and point.repeats:
         closed = load.kind == "closed"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from figure_cells import at, percent, table
 
-from selfspec_cli.record import archive, profiles
+from selfspec_cli.record import archive, profiles, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.profiles import SHARES, Profile
 from selfspec_cli.report.rows import group_title, label
@@ -41,7 +41,7 @@ def _group(device: str, title: str, found: Sequence[Profile]) -> str:
 
 
 def _row(profile: Profile) -> Record:
-    return Record(run_id="", time="", **profile.arm)
+    return tables.of_arm(profile.arm)
 
 
 def _words(profile: Profile) -> list[str]:

@@ -16,6 +16,7 @@ from selfspec_cli.commands import load as load_command
 from selfspec_cli.commands.measuring import ENGINES, Means
 from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, emit, guard, say, warn
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -60,7 +61,7 @@ def check(
         preflight.check_device(cfgs[0])
         means: Means = load_command.servers(cfgs, []) if asked.served else ENGINES
         run_id = results_folder.new_run_id()
-        with at_work("check", folder, debug) as shown:
+        with tracked("check", cfgs[0]), at_work("check", folder, debug) as shown:
             open_engine, bench = means.opened(shown, run_id)
             document = stage.run(
                 asked, cfgs, open_engine=open_engine, bench=bench, progress=shown, plant=plant, run_id=run_id

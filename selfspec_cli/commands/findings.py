@@ -14,6 +14,7 @@ from rich.table import Table
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import emit, say, show_facts, warn
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.record import quality
@@ -89,7 +90,7 @@ def _run(
         return show_facts(facts | {"arms": "\n".join(names)})
     preflight.check_device(runs[0])
     results = Path(runs[0].results_dir)
-    with at_work(command, results, debug) as shown:
+    with tracked(command, runs[0]), at_work(command, results, debug) as shown:
         found = find(runs, open_engine=shown_starting(shown), progress=shown)
     warn([*found.warnings, *(f"{one.arm}: {one.reason}" for one in found.failed)])
     folder = results / quality.FOLDER

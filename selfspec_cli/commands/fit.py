@@ -13,6 +13,7 @@ from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, Pairs, Ridge, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.stages import head_plan, preflight
@@ -68,7 +69,7 @@ def _compare(plan: HeadPlan, pairs: int, top: int, corpus: str, as_json: bool, d
     from selfspec_cli.report import heads as heads_figure
     from selfspec_cli.stages import heads
 
-    with at_work("heads", plan.cfg.results_dir, debug) as shown:
+    with tracked("heads", plan.cfg), at_work("heads", plan.cfg.results_dir, debug) as shown:
         more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
         comparison = heads.run(plan, pairs=pairs, top=top, corpus=corpus, **more)
     figure = heads_figure.draw(comparison.rows, Path(plan.cfg.results_dir) / "heads.png")

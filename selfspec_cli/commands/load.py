@@ -15,6 +15,7 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import Means, Ways, measure
 from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, rows_document, say, show_facts, warn
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -175,7 +176,7 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run
     loader = stage.Loader(folder / stage.FOLDER / run_id, where.path, where.knows_model)
     loader.ignores_eos = all(_takes_ignore_eos(found, where.path) for found in servers)
     warn([] if loader.ignores_eos else ["the server does not know ignore_eos: requests may end before their length"])
-    with at_work("load", folder, debug) as shown:
+    with tracked("load", runs[0]), at_work("load", folder, debug) as shown:
         result = load_url.run(runs, servers, loader=loader, run_id=run_id, progress=shown)
     warn([*result.warnings, *_doubts(result.points)])
     page = _page(folder)

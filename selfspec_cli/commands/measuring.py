@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -17,16 +16,14 @@ from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, emit, note, rows_document, say, warn
+from selfspec_cli.commands.tracked import send, tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
-from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tracking import Tracker
-from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import preflight
@@ -158,11 +155,9 @@ def _sweep(
     command: str, runs: list[RunConfig], ways: Ways, debug: bool, means: Means
 ) -> tuple[sweep_stage.SweepResult, list[planning.Plan]]:
     """The sweep on real engines, with the tracker; and what it had planned."""
-    from selfspec_cli.record.tracking import open_tracker
-
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
     ends = None if ways.max_hours is None else time.time() + 3600 * ways.max_hours
-    with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
+    with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
         open_engine, bench = means.opened(shown, run_id)
         try:
@@ -181,20 +176,8 @@ def _sweep(
             if shown.page is not None:
                 shown.page.close()
         if runs[0].tracker.kind != "none" and result.points:
-            _send_report(tracker, folder, result)
-    for message in tracker.messages:
-        note(message)
+            send(tracker, command, folder, result.rows)
     return result, shown.plans
-
-
-def _send_report(tracker: Tracker, folder: Path, result: sweep_stage.SweepResult) -> None:
-    """The rows of this command and the figures of the folder's points to the tracker; a failure is a warning."""
-    try:
-        with TemporaryDirectory() as place:
-            pictures = report_stage.pictures(results_folder.read(folder)[0], place)
-            tracker.report(folder, result.rows, pictures)
-    except Exception as error:
-        result.warnings.append(f"tracker: {on_one_line(error)}")
 
 
 def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:

@@ -19,6 +19,7 @@ from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import emit, guard, note, say, show_facts, warn
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import run_key
@@ -76,7 +77,7 @@ def _profile(
                 "requests": cfg.workload.batch, "folder": str(where.parent), "nsight": " ".join(nsight)}  # fmt: skip
         return emit({"dry_run": True, **plan}) if as_json else show_facts(plan)
     preflight.check_device(cfg)
-    with at_work("profile", cfg.results_dir, debug) as shown:
+    with tracked("profile", cfg), at_work("profile", cfg.results_dir, debug) as shown:
         more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
         found, path = stage.run(cfg, tokens=tokens, run_id=run_id, **more)
     if nsys:

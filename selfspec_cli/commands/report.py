@@ -1,4 +1,4 @@
-"""`selfspec report`: show what was measured."""
+"""`selfspec report`: show what was measured, on the terminal, as a page, as text, or two sets side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from selfspec_cli.commands import configs, deploying
+from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import emit, guard, rows_document, say, warn
 from selfspec_cli.commands.shared import Debug, Folder, Json, command
 from selfspec_cli.report.formats import Format
@@ -54,23 +54,22 @@ def report(
         if compare is not None:
             _compare(folder, compare, where or [], Format.json if as_json else form)
         elif form is not Format.html:
-            _as_text(folder, where or [], form)
+            _text(folder, where or [], form)
         else:
-            _page(folder, out or folder, where or [], figures, as_json, reload)
+            _page(folder, out, where or [], figures, as_json, reload)
 
 
-def _page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: bool, reload: int = 0) -> None:
-    """The tables on the terminal, the page in a file. reload: seconds after which it loads itself anew; 0: never."""
-    from selfspec_cli.report import make, sources
+def _page(folder: Path, out: Path | None, where: Sequence[str], figures: bool, as_json: bool, reload: int) -> None:
+    """Print the tables and write the page. reload: seconds after which the page loads itself anew; 0: never."""
+    from selfspec_cli.commands import deploying
+    from selfspec_cli.report import make, sources, table
 
-    made = make.run(folder, out, where=where, files=figures, reload=reload)
+    made = make.run(folder, out or folder, where=where, files=figures, reload=reload)
     warn(made.warnings)
-    deploy = deploying.of_report(folder, out)
+    deploy = deploying.of_report(folder, out or folder)
     if as_json:
         files = {"page": made.page, "figures": made.figures}
         return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
-    from selfspec_cli.report import table
-
     table.show(made.rows, Console(), made.targets)
     places = sources.folders(folder)
     if places != [folder]:
@@ -83,8 +82,8 @@ def _page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json:
         deploying.show(one)
 
 
-def _as_text(folder: Path, where: Sequence[str], form: Format) -> None:
-    """The report in another format, to stdout."""
+def _text(folder: Path, where: Sequence[str], form: Format) -> None:
+    """Print the report in another format."""
     from selfspec_cli.report import sources, static
 
     found = sources.read(folder, where)
@@ -93,11 +92,10 @@ def _as_text(folder: Path, where: Sequence[str], form: Format) -> None:
 
 
 def _compare(folder: Path, words: tuple[str, str], where: Sequence[str], form: Format) -> None:
-    """Two sets of points side by side."""
-    from selfspec_cli.report import compare as comparing
-    from selfspec_cli.report import compared
+    """Print two sets of points side by side."""
+    from selfspec_cli.report import compare, compared
 
-    made = comparing.compare(words, folder, where)
+    made = compare.compare(words, folder, where)
     warn(made.warnings)
     if form is Format.html:
         compared.show(made, Console())

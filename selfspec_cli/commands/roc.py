@@ -12,6 +12,7 @@ from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import emit, guard, say
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 
 
@@ -33,7 +34,7 @@ def roc(
         if dry_run:
             plan = roc_stage.facts(cfgs, longest, prompts)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        with at_work("roc", cfgs[0].results_dir, debug) as shown:
+        with tracked("roc", cfgs[0]), at_work("roc", cfgs[0].results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
             result = roc_stage.run(cfgs, longest=longest, prompts=prompts, **more)
         result.files |= report_stage.roc_figures(Path(result.files["table"]).parent)

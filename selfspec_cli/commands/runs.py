@@ -158,6 +158,7 @@ def _export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, An
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; name the one to pack: results_dir=FOLDER")
         return {"files": archive.pack(folder, packed), "archive": packed}
+    archive.expect(folder, "results_dir")
     if not archive.is_folder(folder / results.RUNS):
         raise ConfigError(f"{folder} holds no {results.RUNS}/: nothing was measured there")
     if out is not None:
@@ -184,6 +185,7 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
     if len(named) > 1:
         raise ConfigError(f"{RESULTS} is given twice")
     place = Path(named[0] if named else RunConfig().results_dir)
+    archive.expect(place, RESULTS)
     if not archive.is_folder(place / results.RUNS):
         raise ConfigError(f"{place} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
                           f"another folder: {RESULTS}=FOLDER")  # fmt: skip

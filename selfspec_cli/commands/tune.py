@@ -14,6 +14,7 @@ from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import GOES_ON, emit, guard, say, warn
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 
 
@@ -39,7 +40,7 @@ def tune(
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         warn(tune_stage.costly_copies(cfgs))
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
-        with at_work("tune", cfgs[0].results_dir, debug) as shown:
+        with tracked("tune", cfgs[0]), at_work("tune", cfgs[0].results_dir, debug) as shown:
             result = tune_stage.run(
                 cfgs,
                 open_engine=shown_starting(shown, forked=True),

@@ -13,6 +13,7 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import RUN_FAILED, emit, guard, say, show_facts
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
@@ -110,7 +111,7 @@ def _document(cfg: RunConfig, asked: Wanted, *, dry_run: bool, debug: bool) -> d
     preflight.check_device(cfg)
     if asked.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
-    with at_work("verify", cfg.results_dir, debug) as shown:
+    with tracked("verify", cfg), at_work("verify", cfg.results_dir, debug) as shown:
         return run.run(cfg, asked, open_engine=shown_starting(shown, forked=True), progress=shown)
 
 

@@ -10,6 +10,7 @@ from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.stages import preflight
 
@@ -41,7 +42,7 @@ def compare_views(
         if dry_run:
             plan = views_stage.facts(cfgs, drop)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        with at_work("views", cfgs[0].results_dir, debug) as shown:
+        with tracked("views", cfgs[0]), at_work("views", cfgs[0].results_dir, debug) as shown:
             found = views_stage.run(cfgs, open_engine=shown_starting(shown), drop=drop, progress=shown)
         emit(found.document()) if as_json else _show(found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +46,22 @@ def refuse(results: str | os.PathLike[str]) -> None:
             f"results_dir={results} is an archive of published results, which is only read; name a folder: "
             "results_dir=NAME (selfspec runs export: --out NAME)"
         )
+
+
+def expect(path: str | os.PathLike[str], setting: str) -> None:
+    """Say that a folder to read is missing, and which one has nearly its name.
+
+    Raises:
+        ConfigError: there is no such folder, and no such archive.
+    """
+    place = Path(path)
+    if is_folder(place):
+        return
+    here = {str(other): other.name for other in place.parent.glob("*")
+            if other.is_dir() or other.name.endswith(SUFFIX)}  # fmt: skip
+    near = get_close_matches(place.name, here.values(), n=1)
+    hint = f"; did you mean {next(name for name, short in here.items() if short == near[0])}?" if near else ""
+    raise ConfigError(f"{setting}={path}: there is no such folder{hint}")
 
 
 def is_folder(path: Path) -> bool:

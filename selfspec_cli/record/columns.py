@@ -1,7 +1,9 @@
 """The columns of the tables that are made of points.
 
-`Summary` is the header of summary.csv, with what everybody reads. `Details`, `load_columns.Loads`, `quality.Quality`
-and `profiles.Shares` are tables of their own, which a point's key and id join to it. `Record` is a point in all tables.
+`Summary` is the header of summary.csv, with what everybody reads. `Details`, `load_columns.Loads` and `quality.Quality`
+are tables of their own, which a point's key and id join to it. `Record` is a point in all tables.
+
+A column can be removed: values of it in old points, findings and profiles are left out when they are read (`known`).
 
 A value that was not measured is an empty cell (`None`), never 0.
 """
@@ -12,13 +14,12 @@ import csv
 import inspect
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from selfspec_cli.record.load_columns import Loads
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.profiles import Shares
 from selfspec_cli.record.quality import Quality
 
 
@@ -39,7 +40,6 @@ class Summary:
     skip_layers: str | None = None  # layers below E that do not draft
     draft_window: int | None = None  # last tokens of the context that drafts attend to
     draft_sample_method: str | None = None  # probabilistic: drafts are drawn; empty: they are the likeliest tokens
-    verification: str | None = None  # full: all k places of a request; adaptive: as many as pay
     gate: str | None = None
     threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
     length_table: str | None = None  # draft lengths by load and context, in place of k alone
@@ -64,7 +64,9 @@ class Summary:
     ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
     tpot_ms: float | None = None  # time for each output token after the first, median over requests
     ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
-    delta_ppl: float | None = None  # ppl minus the baseline's of the same text
+    delta_ppl: float | None = (
+        None  # minus the baseline's; an arm that verifies: 0 if all outputs are equal, else that of greedy
+    )
     identical: int | None = None  # outputs equal to the baseline's, token for token; empty for sampled requests
     outputs: int | None = None  # outputs compared
     weights_mib: float | None = None
@@ -84,31 +86,20 @@ class Details:
     draft_context: str | None = None  # what drafts attend to, where `draft_window` does not say it; empty: everything
     adaptive_length: bool | None = None  # draft lengths by what is accepted of each request
     bandit: bool | None = None  # thresholds and draft lengths by Thompson sampling
-    baseline_reused: bool | None = None  # whether an earlier command had measured it
     model_fingerprint: str | None = None
     efficiency: float | None = None  # speedup / predicted
-    verified_accept_rate: float | None = None  # accepted tokens / places that a verify pass looked at
     drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
-    active_requests_min: int | None = None  # of a draft step: requests that it drafted for, least
-    active_requests_mean: float | None = None
-    active_requests_max: int | None = None
     free_drafts: int | None = None  # most tokens of a draft from the request's own prompt and output; empty: none
     free_drafted: int | None = None  # tokens copied from a request's prompt and output; the others are the model's own
     free_accepted: int | None = None  # of these
     itl_ms: float | None = None  # time between successive outputs of a request, median
     e2e_ms: float | None = None  # time to the last token, median
-    ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None
-    tpot_p90_ms: float | None = None
     tpot_p99_ms: float | None = None
-    itl_p90_ms: float | None = None
-    itl_p99_ms: float | None = None
-    e2e_p90_ms: float | None = None
     e2e_p99_ms: float | None = None
     peak_mem_mib: float | None = None  # while measuring: tensors on a GPU, else this process's resident memory
     kv_blocks: int | None = None  # of the KV cache
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
-    dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
     cpu_own: float | None = None  # while timed, this command's share of the processor cores, 0 to 1
     cpu_others: float | None = None  # that of other programs, or of other guests of the machine
@@ -116,8 +107,11 @@ class Details:
 
 
 @dataclass
-class Record(Shares, Quality, Loads, Details, Summary):
+class Record(Quality, Loads, Details, Summary):
     """One point in all tables; the columns of summary.csv come first."""
+
+
+NAMES = frozenset(column.name for column in fields(Record))
 
 
 @dataclass
@@ -151,16 +145,20 @@ TABLES: dict[str, type] = {
     "details.csv": Details,
     "loads.csv": Loads,
     "quality.csv": Quality,
-    "profiles.csv": Shares,
     "accept.tsv": AcceptRow,
 }
 """The files of a results folder that are made of its points; a point has a line in those of which it has a value."""
 
 
+def known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some values that are columns of a row today."""
+    return {name: value for name, value in values.items() if name in NAMES}
+
+
 def header(kind: type) -> list[str]:
     """The column names of a table, in order."""
     names = [column.name for column in fields(kind)]
-    return names if names[-1] == "point" else ["key", *names, "point"]
+    return names if "point" in names else ["key", *names, "point"]
 
 
 def meanings(kind: type) -> dict[str, str]:

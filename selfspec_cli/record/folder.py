@@ -162,17 +162,14 @@ def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> P
 
 
 def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
-    """Write a profile and its trace, and make the tables again, for its shares are columns of them.
+    """Write a profile and its trace.
 
     Raises:
         RecordError: it could not be written.
     """
     archive.refuse(results)
     with explained(Path(results) / profiles.FOLDER / profile.trace):
-        path = profiles.save(results, profile, trace)
-    if (Path(results) / RUNS).is_dir():
-        export(results)
-    return path
+        return profiles.save(results, profile, trace)
 
 
 def in_order(points: list[Point]) -> list[Point]:

@@ -13,9 +13,8 @@ from selfspec_cli.record.point import Point, median
 if TYPE_CHECKING:
     from selfspec_cli.record.columns import Record
 
-FROM_ENGINE = ("rate", "input_len", "failed_requests", "rss_mib", "rss_growth_mib")
+FROM_ENGINE = ("rate", "input_len", "failed_requests")
 """Columns that `Point.engine` holds: reported by the server, or known from what was measured before."""
-DRIFT = 2  # whole windows that a run needs for its first and its last one to be compared
 
 
 @dataclass
@@ -30,18 +29,11 @@ class Loads:
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop
     burst: int | None = None  # requests that arrive together
     frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
-    load_seconds: float | None = None  # of one run, from the first request to the last token, median
-    requests: int | None = None  # that ended well, of all runs
     failed_requests: int | None = None  # refused, broken off or without an output
     req_s: float | None = None  # requests that end in a second, median of the runs
-    goodput: float | None = None  # requests a second that keep the limits below, median of the runs
-    ttft_limit_ms: float | None = None
-    tpot_limit_ms: float | None = None
-    e2e_limit_ms: float | None = None
-    tpot_p99_first_ms: float | None = None  # of the first whole minute of a run of two minutes and more
-    tpot_p99_last_ms: float | None = None  # of the last one
-    rss_mib: float | None = None  # resident memory of the server's processes after the last run
-    rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up
+    goodput: float | None = (
+        None  # requests a second that keep the stated limits of latency (`load.*_limit`), median of the runs
+    )
 
 
 def asked_for(load: LoadConfig) -> dict[str, Any]:
@@ -61,19 +53,12 @@ def limits(arm: dict[str, Any]) -> latency.Limits:
 def measured(point: Point) -> dict[str, Any]:
     """What a load test found, besides speed and latencies, which every point has."""
     found: dict[str, Any] = {name: point.engine[name] for name in FROM_ENGINE if point.engine.get(name) is not None}
-    found["requests"] = sum(len(repeat.requests) for repeat in point.repeats)
     if not point.repeats:
         return found
-    found["load_seconds"] = median([repeat.seconds for repeat in point.repeats])
     found["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
     wanted = limits(point.arm)
     if wanted.any:
         found["goodput"] = median([latency.goodput(one.requests, one.seconds, wanted) for one in point.repeats])
-    last = point.repeats[-1]
-    parts = latency.windows(last.requests, last.seconds)
-    if len(parts) >= DRIFT:
-        first_last = [None if part.tpot is None else part.tpot[-1] for part in (parts[0], parts[-1])]
-        found |= dict(zip(("tpot_p99_first_ms", "tpot_p99_last_ms"), first_last, strict=True))
     return found
 
 

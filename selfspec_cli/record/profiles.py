@@ -1,7 +1,7 @@
 """Profiles of arms: where the time of a run went, as `selfspec profile` found it.
 
 One profile, one file `results/profiles/<run key>-<run>.json`, with the trace beside it. The newest profile of a run key
-is columns of every row of that key. A profiled run is slower than a measured one, so it is no point.
+is in the figure of the page. A profiled run is slower than a measured one, so it is no point.
 """
 
 from __future__ import annotations
@@ -29,24 +29,7 @@ SHARES = {
     "host": ("host",),
     "idle": ("idle", "other"),
 }
-"""Columns of a row, without their ending `_share`, and the parts of a profile that each is the sum of."""
-COLUMNS = tuple(f"{name}_share" for name in SHARES)
-
-
-@dataclass
-class Shares:
-    """Where the wall time of a run key goes under a profiler, by its newest profile (`selfspec profile`)."""
-
-    trunk_share: float | None = None  # of the wall time under a profiler (`selfspec profile`): the layers that draft
-    head_share: float | None = None  # the exit head
-    gate_share: float | None = None  # taking a draft token, and asking the gate
-    draft_share: float | None = None  # the rest of drafting
-    verify_share: float | None = None  # the full model: verify passes and prefill
-    sampler_share: float | None = None  # sampling, and accepting or rejecting drafts
-    scheduler_share: float | None = None  # on a GPU while no kernel runs, as the next one
-    detokenise_share: float | None = None  # text of the tokens, and making outputs
-    host_share: float | None = None  # the GPU waits for the host inside the other parts
-    idle_share: float | None = None  # nothing of the above, and the rest of an engine step
+"""What is shown of a profile, and the parts that each is the sum of."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +81,7 @@ class Profile:
         return sum(known) / self.wall if known else None
 
     def columns(self) -> dict[str, float | None]:
-        """By the names of a row's columns."""
+        """The share of each of SHARES, as `NAME_share`."""
         return {f"{name}_share": self.share(*parts) for name, parts in SHARES.items()}
 
 

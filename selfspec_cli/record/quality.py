@@ -19,7 +19,7 @@ from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
-from selfspec_cli.record import archive, profiles
+from selfspec_cli.record import archive
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 from selfspec_cli.whole import written
@@ -37,27 +37,15 @@ class Quality:
     """What is known of an arm's output, by the newest findings; `ppl` and `delta_ppl` are columns of summary.csv."""
 
     verdict: str | None = None  # of `selfspec verify`
-    verdict_cases: int | None = None  # that it looked at
-    ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents
-    ppl_high: float | None = None
-    delta_ppl_low: float | None = None
+    delta_ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents or prompts
     delta_ppl_high: float | None = None
-    ppl_protocol: str | None = None  # corpus, window, stride; empty: drawn windows of `perplexity_tokens`, by bench
-    ppl_of_greedy: float | None = None  # what the arm generates, under the plain model (`selfspec ppl`)
-    ppl_of_greedy_low: float | None = None  # 95 % intervals, by bootstrap over prompts
-    ppl_of_greedy_high: float | None = None
-    delta_ppl_of_greedy: float | None = None  # minus that of the baseline's continuations of the same prompts
+    delta_ppl_of_greedy: float | None = None  # PPL of what it generates under the plain model, less the baseline's
     delta_ppl_of_greedy_low: float | None = None
     delta_ppl_of_greedy_high: float | None = None
-    ppl_of_sampled: float | None = None
-    ppl_of_sampled_low: float | None = None
-    ppl_of_sampled_high: float | None = None
     delta_ppl_of_sampled: float | None = None
     delta_ppl_of_sampled_low: float | None = None
     delta_ppl_of_sampled_high: float | None = None
-    generated_protocol: str | None = None  # prompts, lengths, temperature
     scores: str | None = None  # of `selfspec eval`, each with its standard error
-    scores_protocol: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,11 +128,10 @@ def save(results: str | os.PathLike[str], finding: Finding) -> Path:
 
 @dataclass
 class Book:
-    """The newest findings of a results folder, by arm and kind; verdicts by what they name; profiles by run key."""
+    """The newest findings of a results folder, by arm and kind; verdicts by what they name."""
 
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    profiles: dict[str, profiles.Profile] = field(default_factory=dict)
 
     def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
         """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
@@ -158,12 +145,12 @@ class Book:
             for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
                 finding = self.findings.get((kind, arm_key))
                 found |= columns(finding) if finding is not None else {}
-        return found | (self.profiles[key].columns() if key in self.profiles else {})
+        return found
 
 
 def read(results: str | os.PathLike[str]) -> Book:
     """The findings of a results folder. Files that hold none are left alone."""
-    book = Book(profiles=profiles.newest(results))
+    book = Book()
     names = {item.name for item in fields(Finding)}
     for data in _documents(Path(results) / FOLDER):
         with suppress(TypeError, KeyError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency, load_columns
-from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header
+from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
 from selfspec_cli.record.point import FAILED, OK, Point, median
 
 
@@ -57,6 +58,8 @@ def _name_of(path: str | None) -> str | None:
     return Path(path).name if path else None
 
 
+UNVERIFIED = ("baseline", "skip")
+"""Arms without drafts that are verified."""
 LENGTHS = ("length_table", "adaptive_length", "bandit")
 """What decided how long a draft was in old points, as well as k and the gate; the first still does."""
 
@@ -69,7 +72,12 @@ def _lengths_of(point: Point) -> dict[str, Any]:
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
     """A row that says what `cfg` would measure, with no measurement in it."""
-    return Record(run_id="", time="", key=run_key(cfg) if key is None else key, **identity(cfg))
+    return Record(run_id="", time="", key=run_key(cfg) if key is None else key, **known(identity(cfg)))
+
+
+def of_arm(arm: Mapping[str, Any]) -> Record:
+    """A row that names an arm by its columns, with no measurement in it."""
+    return Record(run_id="", time="", **known(arm))
 
 
 def row(point: Point) -> Record:
@@ -78,7 +86,7 @@ def row(point: Point) -> Record:
     record = Record(
         run_id=point.run_id,
         time=point.time,
-        **({"draft_weights_file": copies} | _lengths_of(point) | point.arm),
+        **known({"draft_weights_file": copies} | _lengths_of(point) | point.arm),
         device=point.device,
         status=OK if point.ok else f"{FAILED}: {point.reason}",
         key=point.key,
@@ -87,12 +95,23 @@ def row(point: Point) -> Record:
     )
     against = point.compared_with
     if against is not None:
-        record = replace(record, baseline=against.baseline, baseline_reused=against.reused)
+        record = replace(record, baseline=against.baseline)
     if point.figures is not None:
         record = replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
     elif point.ok:
         record = _measured(record, point)
-    return replace(record, **point.quality)
+    return with_delta(replace(record, **known(point.quality)))
+
+
+def with_delta(record: Record) -> Record:
+    """A row with ΔPPL of an arm that verifies its drafts: 0 where every output is the baseline's, else that of what it
+    generates greedily, under the plain model, where `selfspec ppl` found it."""
+    if record.delta_ppl is not None or record.arm in UNVERIFIED or record.status != OK:
+        return record
+    if record.outputs and record.identical == record.outputs:
+        return replace(record, delta_ppl=0.0)
+    return replace(record, delta_ppl=record.delta_ppl_of_greedy, delta_ppl_low=record.delta_ppl_of_greedy_low,
+                   delta_ppl_high=record.delta_ppl_of_greedy_high)  # fmt: skip
 
 
 def accept_row(point: Point) -> AcceptRow | None:
@@ -105,8 +124,8 @@ def accept_row(point: Point) -> AcceptRow | None:
         counted = dict(zip(COUNTED, (verified.rounds, drafted, verified.accepted, at, verified.places), strict=True))
     if not counted:
         return None
-    known = {name: point.arm[name] for name in header(AcceptRow) if name in point.arm}
-    return AcceptRow(run_id=point.run_id, **known, **counted, key=point.key, point=point.id)
+    arm = {name: point.arm[name] for name in header(AcceptRow) if name in point.arm}
+    return AcceptRow(run_id=point.run_id, **arm, **counted, key=point.key, point=point.id)
 
 
 def drafting(point: Point) -> tuple[VerifyCounts | None, int | None]:
@@ -154,7 +173,7 @@ def _measured(record: Record, point: Point) -> Record:
     against, engine = point.compared_with, point.engine
     facts: dict[str, Any] = {name: engine[name] for name in ENGINE_COLUMNS if engine.get(name) is not None}
     times: dict[str, Any] = latency.summary(request for repeat in point.repeats for request in repeat.requests)
-    record = replace(record, ppl=point.perplexity, cost=_cost(point), **facts, **times)
+    record = replace(record, ppl=point.perplexity, cost=_cost(point), **facts, **known(times))
     if speeds := point.tok_s:
         record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
         record.speedup = 1.0 if point.arm["arm"] == "baseline" else None
@@ -169,27 +188,19 @@ def _measured(record: Record, point: Point) -> Record:
     return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
 
 
-ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w", "cpu_own",
-                  "cpu_others")  # fmt: skip
-
-
-ACTIVE = "active_requests_"
-"""Begins the names of a drafting summary that are columns too."""
+ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "power_w", "cpu_own", "cpu_others")
 
 
 def _with_drafting(record: Record, point: Point) -> Record:
     verified, drafted = drafting(point)
     if verified is None or not verified.rounds or not drafted:
         return record
-    active = {name: value for name, value in (drafting_summary(point) or {}).items() if name.startswith(ACTIVE)}
     if record.free_drafts:
         own = counters.total(repeat.drafting for repeat in point.repeats) or {}
         record = replace(record, free_drafted=own.get("free_drafted"), free_accepted=own.get("free_accepted"))
     return replace(
         record,
-        **active,
         accept_rate=verified.accepted / drafted,
-        verified_accept_rate=verified.accepted / verified.places if verified.places else None,
         mean_accepted_len=1 + verified.accepted / verified.rounds,
         drafted_per_round=drafts_per_round(drafted, verified),
     )

@@ -1,8 +1,8 @@
 """Points to an experiment tracker. The only file that imports wandb, and only when it is asked for.
 
-W&B gets a run for each point, grouped by the command that measured it, and one more run with the table of all of them,
-the figures and the record. Everything is written to ./wandb first, without a network, so a sweep never waits for one;
-where there is a key, a process of its own uploads it afterwards.
+W&B gets a run for each point that a command measures, and one run a command with its resolved configuration, the table
+of points, the figures and the record; the runs of one command are a group. Everything is written to ./wandb first,
+without a network, so a sweep never waits for one; where there is a key, a process of its own uploads it afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind
+from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
@@ -27,16 +27,18 @@ UPLOAD_LOG = "selfspec-upload.log"
 
 
 class Tracker:
-    """Takes points and figures; this one drops them. messages: shown to the user in the end."""
+    """Takes points and figures; this one drops them. messages: shown to the user in the end. reported: it has had the
+    report of its command."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
+        self.reported = False
 
     def log(self, point: Point) -> None:
         """Log one point."""
 
-    def report(self, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
-        """Log what was measured in all: a table of rows, figures, and the files of the record."""
+    def report(self, command: str, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
+        """Log what a command measured in all: a table of rows, figures, and the files of the record."""
 
 
 class _Wandb(Tracker):
@@ -64,8 +66,10 @@ class _Wandb(Tracker):
                 file.write(to_json(point))
             run.log_artifact(artifact)
 
-    def report(self, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
-        with self._run(f"report-{self._run_id}", f"report of {self._run_id}", "report", {}) as run:
+    def report(self, command: str, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
+        self.reported = True
+        config = to_plain(self._cfg) | {"command": command}
+        with self._run(f"report-{self._run_id}", f"{command} {self._run_id}", "report", config) as run:
             held = {name for row in rows for name in plain(row)} | set(header(Summary))
             names = [name for name in header(Record) if name in held]
             data = [[_plain(getattr(row, name)) for name in names] for row in rows]
@@ -75,8 +79,7 @@ class _Wandb(Tracker):
             for name in folder.TABLES:
                 if (results / name).is_file():
                     artifact.add_file(str(results / name), name)
-            for row in rows:
-                file = results / folder.RUNS / f"{row.point}.json"
+            for file in (results / folder.RUNS / f"{row.point}.json" for row in rows if row.point):
                 artifact.add_file(str(file), f"{folder.RUNS}/{file.name}")
             run.log_artifact(artifact)
 

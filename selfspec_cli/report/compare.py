@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import archive, folder, query, tables
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record.columns import Record, known
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
 from selfspec_cli.record.point import Point, median
 from selfspec_cli.report import rows as names
@@ -96,7 +97,12 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
         if not points:
             raise ConfigError(f"{word} holds no points")
         return points, warnings
-    points, warnings = _all(Path(results))
+    points, warnings = _all(Path(results)) if archive.is_folder(Path(results)) else ([], [])
+    if not points or "/" in word:
+        why = (
+            "" if points else f", and {results} holds no points, of which it could name a revision, a machine or a run"
+        )
+        raise ConfigError(f"{word}: there is no such folder{why}")
     ways: list[Callable[[Point], bool]] = [
         lambda point: point.id == word or point.key == word,
         lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
@@ -111,7 +117,8 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
         for point in points
         for value in (point.device, str((point.git or {}).get("revision", ""))[:10], point.run_id)
     }
-    raise ConfigError(closest(word, sorted(filter(None, known)), "folder, revision, machine or run"))
+    names = sorted(filter(None, known))
+    raise ConfigError(f"there is no folder {word}, and {closest(word, names, 'revision, machine or run')}")
 
 
 def _all(root: Path) -> tuple[list[Point], list[str]]:
@@ -170,9 +177,10 @@ def between(
 def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, ...]:
     """Columns that have one value on each side, not the same one: they are what is compared, and tell no arms apart."""
     found = []
-    for name in dict.fromkeys(name for point, _ in [*ours, *theirs] for name in point.arm):
+    for name in dict.fromkeys(name for point, _ in [*ours, *theirs] for name in _arm(point)):
         values = [
-            {_hashable(point.arm.get(name)) for point, row in side if row.arm != "baseline"} for side in (ours, theirs)
+            {_hashable(_arm(point).get(name)) for point, row in side if row.arm != "baseline"}
+            for side in (ours, theirs)
         ]
         if all(len(side) == 1 for side in values) and values[0] != values[1]:
             found.append(name)
@@ -182,11 +190,16 @@ def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, .
 def _by_arm(side: Sequence[Measured], apart: Sequence[str]) -> dict[tuple[Any, ...], list[Measured]]:
     made: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
     for point, row in side:
-        arm = {name: value for name, value in point.arm.items() if name not in (*apart, *NOT_COMPARED)}
-        made[tuple(sorted((name, _hashable(value)) for name, value in arm.items() if value is not None))].append(
-            (point, row)
-        )
+        arm = {name: value for name, value in _arm(point).items() if name not in apart}
+        made[tuple(sorted((name, _hashable(value)) for name, value in arm.items()))].append((point, row))
     return dict(made)
+
+
+def _arm(point: Point) -> dict[str, Any]:
+    """The columns that name an arm, with the defaults of those that are newer than the point."""
+    defaults = DraftView.of(RunConfig()).columns() if point.arm["arm"] == "layer_skip" else {}
+    values = known(defaults | point.arm)
+    return {name: value for name, value in values.items() if value is not None and name not in NOT_COMPARED}
 
 
 def _hashable(value: Any) -> Any:
@@ -231,13 +244,27 @@ def _differing(ours: Sequence[Point], theirs: Sequence[Point]) -> dict[str, tupl
 
 def facts(point: Point) -> dict[str, Any]:
     """Everything that decides a speed, by dotted name: configuration, files, versions, machine, revision."""
-    made = {name: value for name, value in flat(point.config or {}) if name not in NOT_COMPARED}
+    config = completed(point.config, to_plain(RunConfig())) if point.config else {}
+    made = {name: value for name, value in flat(config) if name not in NOT_COMPARED}
     made |= {f"digest of {name}": value for name, value in point.digests.items()}
     made |= {f"version of {name}": value for name, value in point.versions.items()}
     made |= {f"hardware {name}": value for name, value in flat(point.hardware or {})}
     git = point.git or {}
     revision = str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
     return made | {"machine": point.device, "git revision": revision or None}
+
+
+def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of settings that are newer than it.
+
+    Settings that were removed since are left out where they were not in use (None, false, 0 or empty).
+    """
+    made: dict[str, Any] = {}
+    for name, default in defaults.items():
+        value = config.get(name, default)
+        nested = isinstance(default, Mapping) and default and isinstance(value, Mapping)
+        made[name] = completed(value, default) if nested else value
+    return made | {name: value for name, value in config.items() if name not in defaults and value}
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:

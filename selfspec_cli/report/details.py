@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from selfspec_cli.record import profiles
 from selfspec_cli.record.columns import Record, header, meanings
 from selfspec_cli.record.point import Point, Repeat
+from selfspec_cli.report.compare import flat
 from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources
@@ -58,7 +58,7 @@ TITLES = {
     "ppl": "PPL",
     "delta_ppl": "ΔPPL",
 }
-SHARES = ("accept_rate", "verified_accept_rate", "sm_util", "dram_util", *profiles.COLUMNS)
+SHARES = ("accept_rate", "sm_util")
 NOT_SHOWN = ("point", "key", "baseline")  # a row's details have them
 
 
@@ -120,47 +120,72 @@ def _cell(row: Record, name: str) -> Any:
     return sig(value) if isinstance(value, float) else value
 
 
+KEPT = {
+    "events": "each output's time since the one before",
+    "requests": "the first and the last output of each request; the point's file has all",
+    "repeats": "of each repeat; the point's file has those of each output",
+    "none": "only in the point's file",
+}
+"""Which raw times a page holds, by level."""
+
+
 def details(found: Sources, level: str) -> dict[str, Any]:
-    """What each row opens, with raw times as detailed as `level` says."""
+    """What each row opens, with raw times as detailed as `level` says.
+
+    A row is sections, each its title and its parts. A part is a text, pairs of a name and a text, or a mapping of the
+    title and the text of what is opened in turn; a number is the place of a part in the pool.
+    """
     pool = Pool()
     where = found.places or ["."] * len(found.points)
-    rows = [_detail(point, place, pool, level) for point, place in zip(found.points, where, strict=True)]
+    rows = [_sections(point, place, pool, level) for point, place in zip(found.points, where, strict=True)]
     return {"pool": pool.values, "rows": rows, "level": level}
 
 
-def _detail(point: Point, place: str, pool: Pool, level: str) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "run": pool.add(point.run_id),
-        "time": point.time,
-        "folder": pool.add(place),
-        "command": pool.add(" ".join(point.command or [])),
-        "versions": pool.add(point.versions),
-        "hardware": pool.add(point.hardware),
-        "git": pool.add(point.git),
-        "digests": pool.add(point.digests),
-        "config": [pool.add([key, value]) for key, value in (point.config or {}).items()],
-        "engine": [pool.add([key, value]) for key, value in point.engine.items()],
-    }
-    if point.compared_with is not None:
-        against = point.compared_with
-        made["against"] = [against.baseline, against.reused, [sig(value) for value in against.tok_s]]
-    if point.repeats and level != "none":
-        made["repeats"] = [_repeat(repeat, level) for repeat in point.repeats]
+def _sections(point: Point, place: str, pool: Pool, level: str) -> list[list[Any]]:
+    git = point.git or {}
+    revision = {"git revision": f"{git.get('revision')}{', with changes' if git.get('dirty') else ''}"} if git else {}
+    file = f"{'' if place == '.' else f'{place}/'}runs/{point.id}.json"
+    digests = {f"digest of {name}": value for name, value in point.digests.items()}
+    produced = revision | point.versions | (point.hardware or {}) | digests
+    settings = [(name, flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)])
+                for name, value in (point.config or {}).items()]  # fmt: skip
+    made: list[list[Any]] = [
+        ["Command", pool.add(" ".join(point.command or []) or "not kept")],
+        ["Provenance", _pairs({"point": file, "time": point.time}), pool.add(_pairs({"run": point.run_id} | produced))],
+        ["Configuration", *[pool.add(_pairs(dict(pairs))) for _, pairs in settings]],
+    ]
+    if point.engine:
+        made.append(["Engine", *(pool.add(_pairs({name: value})) for name, value in point.engine.items())])
+    if (against := point.compared_with) is not None:
+        speeds = ", ".join(str(sig(value)) for value in against.tok_s) or "not kept"
+        facts = {"baseline": against.baseline, "measured by an earlier command": "yes" if against.reused else "no"}
+        made.append(["Compared with", _pairs(facts | {"its tokens a second": speeds})])
+    kept = KEPT[level] if point.repeats or level == "none" else "were not kept"
+    repeats = point.repeats if level != "none" else ()
+    made.append(["Raw times", pool.add(kept), *(_repeat(n, one, level) for n, one in enumerate(repeats, start=1))])
     return made
 
 
-def _repeat(repeat: Repeat, level: str) -> list[Any]:
-    """[seconds, tokens a second, requests]; a request is [tokens, arrival, events...], events in microseconds since the
-    one before."""
+def _pairs(values: Mapping[str, Any]) -> list[list[str]]:
+    """Names and texts."""
+    return [[name, "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)]
+            for name, value in values.items()]  # fmt: skip
+
+
+def _repeat(number: int, repeat: Repeat, level: str) -> Any:
+    """A line about one repeat, and its requests where the page has room for them."""
+    title = f"repeat {number}: {sig(repeat.tok_s)} tokens a second, {sig(repeat.seconds)} s"
     if level == "repeats":
-        return [sig(repeat.seconds), sig(repeat.tok_s)]
-    requests = []
-    for one in repeat.requests:
+        return title
+    lines = []
+    for place, one in enumerate(repeat.requests, start=1):
         events = one.events if level == "events" else (one.events[0], one.events[-1])
-        micros = [round(1e6 * moment) for moment in (one.arrival, *events)]
-        steps = [later - earlier for earlier, later in itertools.pairwise(micros)]
-        requests.append([one.tokens, micros[0], *steps])
-    return [sig(repeat.seconds), sig(repeat.tok_s), requests]
+        moments = [round(1e6 * moment) for moment in (one.arrival, *events)]
+        steps = " ".join(f"{(later - earlier) / 1000:.2f}" for earlier, later in itertools.pairwise(moments))
+        lines.append(
+            f"request {place}: {one.tokens} tokens, arrived at {moments[0] / 1000:.2f} ms, outputs after {steps} ms"
+        )
+    return {"title": title, "text": "\n".join(lines)}
 
 
 def provenance(points: Sequence[Point]) -> list[dict[str, str]]:

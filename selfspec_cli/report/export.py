@@ -6,54 +6,54 @@ import re
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.report.figures.base import ROWS, Figure, Panel
+from selfspec_cli.report.figures.base import ROWS, Figure, Panel, with_panel
 from selfspec_cli.whole import written
 
 WIDTH = 760  # pixels
 MOST_PANELS = 24  # of one figure, as files
-INK, MUTED, LINE = "#1f2933", "#55616e", "#d9dfe5"
-CONFIG = {
-    "background": "#ffffff",
-    "font": "sans-serif",
-    "text": {"color": INK, "fontSize": 12},
-    "rule": {"color": INK},
-    "view": {"stroke": None},
-    "title": {"anchor": "start", "color": INK, "subtitleColor": MUTED, "fontSize": 15, "offset": 12},
-    "axis": {
-        "labelColor": MUTED,
-        "titleColor": MUTED,
-        "gridColor": LINE,
-        "domain": False,
-        "ticks": False,
-        "titleFontWeight": "normal",
-        "labelFontSize": 12,
-        "titleFontSize": 12,
-        "labelPadding": 6,
-    },
-    "legend": {"labelColor": INK, "labelFontSize": 12, "labelLimit": WIDTH, "symbolType": "circle"},
-}
+
+
+def config(ink: str, muted: str, line: str) -> dict[str, Any]:
+    """How charts look, in three colours: of text, of the text of axes, and of lines."""
+    return {
+        "background": "#ffffff",
+        "font": "sans-serif",
+        "text": {"color": ink, "fontSize": 12},
+        "rule": {"color": ink},
+        "view": {"stroke": None},
+        "title": {"anchor": "start", "color": ink, "subtitleColor": muted, "fontSize": 15, "offset": 12},
+        "axis": {
+            "labelColor": muted,
+            "titleColor": muted,
+            "gridColor": line,
+            "domain": False,
+            "ticks": False,
+            "titleFontWeight": "normal",
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+            "labelPadding": 6,
+        },
+        "legend": {
+            "labelColor": ink,
+            "labelFontSize": 12,
+            "labelLimit": WIDTH,
+            "symbolType": "circle",
+            "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
+        },
+    }
 
 
 def drawing(figure: Figure, panel: Panel) -> dict[str, Any]:
     """One panel as a whole Vega-Lite specification, data included."""
-    spec = figure.spec()
+    spec = with_panel(figure.spec(), panel)
     for part in [spec, *spec.get("vconcat", [])]:
         if part.get("width") == "container":
             part["width"] = WIDTH
-    kinds = {row.get("kind") for row in panel.data}
-    for colour in (layer.get("encoding", {}).get("color", {}) for layer in spec.get("layer", [])):
-        if colour.get("field") == "kind":
-            known = [
-                pair
-                for pair in zip(colour["scale"]["domain"], colour["scale"]["range"], strict=True)
-                if pair[0] in kinds
-            ]
-            colour["scale"] = {"domain": [kind for kind, _ in known], "range": [value for _, value in known]}
     subtitle = ", ".join(filter(None, (panel.group, panel.name)))
     return spec | {
         "title": {"text": figure.title, "subtitle": subtitle},
         "datasets": {ROWS: panel.data},
-        "config": CONFIG,
+        "config": config("#1f2933", "#55616e", "#d9dfe5"),
         "padding": 14,
     }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report import sources
 
@@ -40,9 +39,9 @@ def run(
     Raises:
         ConfigError: there are no points, or `out` cannot be written.
     """
+    found = sources.read(results, where)
     if archive.inside(out) is not None:
         raise ConfigError(f"{out} is an archive, which is only read; name a folder for the page: --out FOLDER")
-    found = sources.read(results, where)
     from selfspec_cli.report import export, figures, page
 
     drawn = figures.of_sources(found)
@@ -57,12 +56,12 @@ def run(
     return made
 
 
-def pictures(points: Sequence[Point], out: str | Path) -> list[Path]:
-    """Write the figures of points as PNG to `out`; of each, the panels that have most points."""
+def pictures(results: str | Path, out: str | Path) -> list[Path]:
+    """Write the figures of a results folder as PNG to `out`; of each, the panel that has most points."""
     from selfspec_cli.report import export, figures
 
     files = []
-    for figure in figures.of_sources(sources.of_points(points)):
+    for figure in figures.of_sources(sources.read(results, no_points=True)):
         panel = max(figure.panels, key=lambda panel: len(panel.points))
         files.append(export.png(figure, panel, Path(out) / f"{figure.name}.png"))
     return files

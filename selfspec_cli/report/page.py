@@ -17,13 +17,19 @@ from typing import Any
 
 from selfspec_cli import __version__
 from selfspec_cli.report import details
-from selfspec_cli.report.figures.base import Figure
+from selfspec_cli.report.export import config
+from selfspec_cli.report.figures.base import Figure, Panel
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish
 from selfspec_cli.whole import cache_dir, written
 
 LIMIT = 3_000_000  # bytes of a page
+CONFIG = config("var(--ink)", "var(--muted)", "var(--line)") | {
+    "background": None,
+    "font": 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif',
+}
+"""Of the charts: in the colours of the page, light or dark, which its style sheet names."""
 MOST_SENTENCES = 60
 MOST_CHECKS = 40
 MOST_PANELS = (300, 60, 12)
@@ -44,6 +50,7 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
     )
     together = groups(found.rows)
     places = {row.point: place for place, row in enumerate(found.rows)}
+    templates.filters["plain"] = lambda text: text.replace("`", "")
     show = templates.get_template("page.html").render
     headlines = (
         [f"{group.title}, {group.rows[0].device}: {group.headline}" for group in together] if len(together) > 1 else []
@@ -60,13 +67,14 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "gateway": found.gateway,
         "checks": checks(found),
         "code": code(),
+        "options": _options,
         "reload": reload,
     }
     page, table, levels = "", details.table(found), _levels(found)
     times = functools.cache(lambda level: details.details(found, level))
     for most in MOST_PANELS:
         shown = [limited(figure, most) for figure in figures]
-        document = {"figures": [_figure(figure, places) for figure in shown], "table": table}
+        document = {"figures": [_figure(figure, places) for figure in shown], "table": table, "config": CONFIG}
         for level in levels if most == MOST_PANELS[0] else levels[-2:]:
             document["details"] = times(level)
             data = packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
@@ -104,14 +112,31 @@ def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
         rows = [row | {"point": places[row["point"]]} if "point" in row else row for row in panel.data]
         panels.append(
             {
-                "group": panel.group,
-                "name": panel.name,
                 "note": panel.note,
+                "axis": panel.axis,
+                "colours": panel.colours,
+                "title": ", ".join(filter(None, (panel.group, panel.name))),
+                "origin": _origin(panel),
                 "rows": rows,
                 "points": [places[point] for point in panel.points],
             }
         )
     return {"name": figure.name, "spec": figure.spec(), "panels": panels}
+
+
+def _options(figure: Figure) -> list[tuple[str, list[tuple[int, str]]]]:
+    """The panels of a figure by group: the number and the name of each."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for number, panel in enumerate(figure.panels):
+        found.setdefault(panel.group, []).append((number, panel.name))
+    return list(found.items())
+
+
+def _origin(panel: Panel) -> str:
+    """How many points a panel is made of, and when they were measured, by the run ids in their names."""
+    days = sorted({point.split("-")[1] for point in panel.points})
+    when = [f"{day[:4]}-{day[4:6]}-{day[6:]}" for day in dict.fromkeys([*days[:1], *days[-1:]])]
+    return f"From {len(panel.points)} point{'s' * (len(panel.points) > 1)}, measured {' to '.join(when)}"
 
 
 def targets(found: Sources) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
@@ -13,9 +13,10 @@ from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import UNVERIFIED
 
-UNVERIFIED = ("baseline", "skip")
-"""Arms without drafts that are verified."""
+RIVALS = ("vllm", "ngram", "draft_model")
+"""Arms that draft by vLLM's own methods."""
 ELSEWHERE = "server"
 """The arm of a server that ran already, of which nobody here knows how it decodes."""
 
@@ -83,8 +84,18 @@ def latest(rows: Iterable[Record]) -> list[Record]:
 
 def group_title(row: Record) -> str:
     """What all rows of a group share."""
-    sampling = "greedy" if not row.temperature else f"temperature {row.temperature:g}"
-    return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, {asked(row)}, {sampling}"
+    return f"{task(row)}, {asked(row)}, {sampling(row)}"
+
+
+def task(row: Record) -> str:
+    """Model and workload, such as: m, chat: 32 tokens in, 128 out."""
+    prompts = "" if row.input_len is None else f"{row.input_len} tokens in, "
+    return f"{row.model}, {row.workload}: {prompts}{row.output_len} out"
+
+
+def sampling(row: Record) -> str:
+    """How the next token is chosen."""
+    return "greedy" if not row.temperature else f"temperature {row.temperature:g}"
 
 
 @dataclass
@@ -122,16 +133,7 @@ def groups(rows: Iterable[Record]) -> list[Group]:
             shown = by_point.get(baseline or "")
             arms = [row for row in members if row is not shown]
             made += _by_acceptance([shown] if shown is not None else [], arms, several=len(alike) > 1)
-    return _told_apart(made)
-
-
-def _told_apart(made: list[Group]) -> list[Group]:
-    """Groups with the name of the workload in their titles, where that alone tells two of them apart."""
-    workloads: dict[str, set[str | None]] = {}
-    for group in made:
-        workloads.setdefault(group.title, set()).add(group.rows[0].workload)
-    return [replace(group, title=f"{group.rows[0].workload}: {group.title}")
-            if len(workloads[group.title]) > 1 and group.rows[0].workload else group for group in made]  # fmt: skip
+    return made
 
 
 def _alike(row: Record) -> tuple[object, ...]:

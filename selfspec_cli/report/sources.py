@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
 from selfspec_cli.report import gateway
 from selfspec_cli.stages.check import history
+
+MOST_NAMED = 12  # other results of an archive without points
 
 
 @dataclass
@@ -67,31 +70,29 @@ def folders(root: str | Path) -> list[Path]:
     return [found.parent for found in archive.below(place, folder.RUNS) if archive.is_folder(found)]
 
 
-def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
-    """Read a results folder, or all that lie below a folder that is none itself.
+def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False) -> Sources:
+    """Read a results folder, or all that lie below a folder that is none itself. no_points: it may be without points.
 
     Raises:
         ConfigError: there are no points, none that `where` asks for, or it cannot be understood.
     """
+    archive.expect(root, "results_dir")
     points: list[Point] = []
     places: dict[str, str] = {}
     warnings: list[str] = []
     profiled: dict[str, profiles.Profile] = {}
     checks: list[dict[str, Any]] = []
-    for place in folders(root):
+    for place in folders(root) or [Path(root)]:
         found, strange = folder.read(place)
         profiled |= profiles.newest(place)
         checks += history.read(place)
         points += found
         warnings += strange
         places |= {point.id: archive.shown(place.relative_to(root)) for point in found}
-    if not points:
-        raise ConfigError(
-            f"{Path(root) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
-            + "".join(f"\n{one}" for one in warnings)
-        )
+    if not points and not no_points:
+        raise ConfigError("\n".join([_no_points(Path(root)), *warnings]))
     made = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
-    if not made.points:
+    if points and not made.points:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     made.places = [places[point.id] for point in made.points]
     made.warnings, made.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
@@ -100,6 +101,18 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     made.profiles = [one for one in profiled.values() if not where or one.key in keys]
     _beside(made, Path(root))
     return made
+
+
+def _no_points(root: Path) -> str:
+    """What a place without points holds, and what to do."""
+    if archive.inside(root) is None:
+        return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
+    held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
+    groups = Counter(f"{above}/" if (above := name.rpartition("/")[0]) else name for name in held)
+    words = [name if count == 1 else f"{name} ({count} files)" for name, count in groups.most_common()]
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return (f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
+            f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'")  # fmt: skip
 
 
 def _beside(made: Sources, root: Path) -> None:

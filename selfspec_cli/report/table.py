@@ -36,17 +36,12 @@ def _with_ends(name: str, text: str) -> Callable[[Record], str]:
 
     def show(row: Record) -> str:
         value = getattr(row, name)
-        low, high = getattr(row, f"{name}_low"), getattr(row, f"{name}_high")
+        low, high = getattr(row, f"{name}_low", None), getattr(row, f"{name}_high", None)
         if value is None:
             return ""
         return text.format(value) + ("" if low is None else f" ({text.format(low)} to {text.format(high)})")
 
     return show
-
-
-def _verdict(row: Record) -> str:
-    cases = "" if row.verdict_cases is None else f" ({row.verdict_cases} cases)"
-    return "" if row.verdict is None else row.verdict + cases
 
 
 def _same(row: Record) -> str:
@@ -116,11 +111,16 @@ COLUMNS: list[Column] = [
     ),
     (
         "PPL",
-        "perplexity of a held-out text under the arm's own predictions, with the 95 % interval (bootstrap over "
-        "documents) where `selfspec ppl` found it; an arm that verifies its drafts has none of its own",
+        "perplexity of a held-out text under the arm's own predictions; an arm that verifies its drafts has none of "
+        "its own",
         _with_ends("ppl", "{:.2f}"),
     ),
-    ("ΔPPL", "that perplexity minus the baseline's of the same text", _with_ends("delta_ppl", "{:+.2f}")),
+    (
+        "ΔPPL",
+        "that perplexity minus the baseline's of the same text; an arm that verifies its drafts has 0 if all its "
+        "outputs are the baseline's, else the next column",
+        _with_ends("delta_ppl", "{:+.2f}"),
+    ),
     (
         "ΔPPL of greedy",
         "perplexity, under the plain model, of what the arm generates greedily, minus that of what the baseline does "
@@ -138,7 +138,7 @@ COLUMNS: list[Column] = [
         "drafting in an arm that verifies its drafts",
         lambda row: row.scores or "",
     ),
-    ("verdict", "of `selfspec verify`, and how many cases it looked at", _verdict),
+    ("verdict", "of `selfspec verify`", lambda row: row.verdict or ""),
     ("same", "outputs identical to the baseline's, token for token", _same),
 ]
 

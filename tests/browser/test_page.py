@@ -5,6 +5,7 @@ SHOTS=FOLDER keeps a screenshot of each page that is looked at.
 """
 
 import os
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -32,7 +33,7 @@ QUIET = (
     "--hide-scrollbars",
     "--disable-dev-shm-usage",
 )
-LOOKS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
+LOOKS = [(1400, "light"), (1400, "dark"), (800, "light"), (420, "light"), (420, "dark")]
 PATIENCE = 120  # seconds, on a machine that is busy
 READY = "return document.documentElement.dataset.ready"
 
@@ -221,3 +222,46 @@ def test_a_page_of_a_running_sweep_loads_the_newer_one_and_the_last_one_stays(dr
     assert driver.execute_script("return document.getElementById('watched')") is None
     assert driver.execute_script("return Math.round(scrollY)") == 300
     assert console_messages(driver) == []
+
+
+OVERLAPS = """
+  const boxes = (query) => [...document.querySelectorAll(query)].map((one) => one.getBoundingClientRect());
+  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+  return Object.fromEntries(arguments[0].map((name) => {
+    const chart = document.querySelector(`#${name} .chart svg`).getBoundingClientRect();
+    const titles = boxes(`#${name} .mark-text.role-mark text`);
+    const bars = boxes(`#${name} .mark-rect.role-mark path`);
+    return [name, {
+      titles: titles.length,
+      outside: titles.filter((title) => title.right > chart.right + 1).length,
+      on_bars: titles.filter((title) => bars.some((bar) => meet(title, bar))).length,
+      on_titles: titles.filter((title, at) => titles.some((other, place) => place > at && meet(title, other))).length,
+    }];
+  }))"""
+
+
+@pytest.mark.parametrize("width", [420, 800, 1400])
+def test_titles_of_bars_run_into_nothing(driver, tmp_path, width):
+    """On a phone names ran into the numbers at the other end of their line."""
+    for point in sweep_points():
+        copies = {"draft_weights": "int4", "draft_context": "blocks:1024"} if point.arm["arm"] == "layer_skip" else {}
+        folder.save(tmp_path, replace(point, arm=point.arm | copies))
+    shown(driver, make.run(tmp_path, tmp_path).page, width)
+    for found in driver.execute_script(OVERLAPS, ["speedup", "identical", "energy", "latency"]).values():
+        assert found["titles"] >= 8
+        assert (found["outside"], found["on_bars"], found["on_titles"]) == (0, 0, 0)
+    keep_picture(driver, f"long_names_{width}")
+
+
+def test_a_printed_page_is_light_and_has_the_figures_alone(driver, pages):
+    shown(driver, pages["made_up"], 800, "dark")
+    ink = "return getComputedStyle(document.querySelector('#by_load .chart text')).fill"
+    on_screen = driver.execute_script(ink)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert driver.execute_script("return matchMedia('print').matches")
+    printed = driver.execute_script(ink)
+    levels = [sum(map(int, re.findall(r"\d+", colour))) for colour in (on_screen, printed)]
+    assert levels[0] > 384 > levels[1]  # light on dark, dark on light
+    assert driver.execute_script("return document.getElementById('points').getClientRects().length") == 0
+    keep_picture(driver, "printed")
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

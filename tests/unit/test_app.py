@@ -122,9 +122,9 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("roc", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),
         (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
-        (("report", "results_dir=nothing"), "no points"),
+        (("report", "results_dir=nothing"), "there is no such folder"),
         (("report", "reslts_dir=a"), "did you mean 'results_dir'?"),
-        (("runs", "export", "results_dir=nothing"), "nothing was measured there"),
+        (("runs", "export", "results_dir=nothing"), "there is no such folder"),
         (("doctor", "model=smolm2_135m"), "or ORG/NAME of the Hugging Face Hub; did you mean 'smollm2_135m'?"),
         (("bench", "model=./empty.yaml"), "model.path=./empty.yaml: empty.yaml is a file, not a model's folder"),
         (("fit-lsq", "--layer", "x2"), "'--layer': x2: "),
@@ -303,7 +303,8 @@ def test_a_tracker_gets_rows_and_figures_and_its_failure_is_a_warning(engines, m
     sent, draw = [], make.pictures
 
     class Reports(Tracker):
-        def report(self, results, rows, pictures):
+        def report(self, command, results, rows, pictures):
+            self.reported = True
             if broken == "send":
                 raise OSError("no network")
             sent.append(([row.threshold for row in rows], [file.read_bytes()[:4] for file in pictures]))
@@ -314,7 +315,7 @@ def test_a_tracker_gets_rows_and_figures_and_its_failure_is_a_warning(engines, m
         return draw(points, out)
 
     monkeypatch.setattr(make, "pictures", drawing)
-    monkeypatch.setattr("selfspec_cli.record.tracking.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
+    monkeypatch.setattr("selfspec_cli.commands.tracked.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
     assert call("sweep", "gate=varH", "tau_v=4", model).exit_code == 0
     assert sent == []  # no tracker was asked for
     result = call("sweep", "gate=varH", "tau_v=5", model, "tracker=wandb")

@@ -1,13 +1,16 @@
 """`selfspec ppl` and `selfspec eval` as commands: what they hand on, show and refuse."""
 
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from commands import call, document, model_folder
 
 from selfspec_cli import extras
-from selfspec_cli.record import quality
+from selfspec_cli.record import folder, quality
 from selfspec_cli.record.quality import Finding
+from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages import ppl as stage
 from selfspec_cli.stages.arms import Failure, Found
 
@@ -71,6 +74,23 @@ def test_ppl_ends_with_a_document(asked, model):
     assert shown["findings"][1]["delta_ppl_of_greedy"] == pytest.approx(1.763, abs=1e-3)
     assert shown["failed"] == [{"arm": "skip E=4", "reason": "out of memory", "bad_input": False}]
     assert "no draft was accepted" in result.stderr
+
+
+def test_ppl_sends_its_findings_to_the_tracker_that_is_asked_for(asked, model, monkeypatch):
+    """With tracker=wandb it logged nothing."""
+    sent = []
+
+    class Reports(Tracker):
+        def report(self, command, results, rows, pictures):
+            sent.append((command, [(row.arm, round(row.delta_ppl_of_greedy, 3)) for row in rows]))
+
+    monkeypatch.setattr("selfspec_cli.commands.tracked.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
+    for found in FOUND:
+        folder.save_finding("results", replace(found, arm=found.arm | {"model": "m"}))
+    assert call("ppl", "method=skip", model).exit_code == 0 and sent == []
+    result = call("ppl", "method=skip", model, "tracker=wandb")
+    assert result.exit_code == 0, result.output
+    assert sent == [("ppl", [("skip", 1.763)])]
 
 
 @pytest.mark.parametrize("command", ["ppl", "eval"])

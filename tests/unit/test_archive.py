@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_nothing_is_written_into_an_archive(results):
     done = call("report", f"results_dir={results}")
     assert done.exit_code == 2 and "--out FOLDER" in done.stderr
     assert (results.read_bytes(), sorted(Path().iterdir())) == (before, seen)
+
+
+def test_an_archive_without_points_says_what_it_holds_and_how_to_read_it():
+    """It said "no points yet; make some", which nobody can in an archive."""
+    said = call("report", f"results_dir={PUBLISHED / 'gpu.jsonl.xz'}").stderr
+    assert "holds no points to report" in said and "two_gpus/ (9 files)" in said and "make some" not in said
+    command = said.partition("To read one: ")[2].strip()
+    assert json.loads(subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout)["file"]
 
 
 def test_tables_of_an_archive_are_made_in_a_folder(results):

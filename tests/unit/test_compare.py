@@ -3,12 +3,13 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from commands import call
 from points import ARM, against, baseline, failed, point
 
-from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.record import folder
 from selfspec_cli.report import compare
 
@@ -91,6 +92,33 @@ def test_words_that_name_nothing(results):
         compare.compare(("empty", "aaaa"), results)
     with pytest.raises(ConfigError, match="no arm in common"):
         compare.compare(("aaaa", "bbbb"), results, ["E=8"])
+
+
+def test_a_folder_that_is_missing_is_named_as_such(results):
+    """It said "allowed: " and nothing, or asked for one of many run ids."""
+    for place in ("results", "nowhere"):
+        said = call("report", "--compare", "results", "missing", f"results_dir={place}")
+        assert said.exit_code == 2
+        assert "there is no folder missing" in said.stderr or "missing: there is no such folder" in said.stderr
+        assert not said.stderr.rstrip().endswith("allowed:")
+    said = call("report", "--compare", "results", "some/missing")
+    assert said.stderr.rstrip().endswith("some/missing: there is no such folder")
+
+
+def test_settings_newer_than_a_point_have_their_defaults():
+    """Against an archive of last week 29 settings were "not set", and no arm was the same."""
+    now = to_plain(RunConfig())
+    old = {name: value for name, value in now.items() if name not in ("free_drafts", "draft_context", "load")}
+    old["model"] = {name: value for name, value in now["model"].items() if name != "hf_overrides"}
+    gone = {"verification": "full", "adaptive_thing": False}
+    before = against(baseline(), config=old | {"adaptive_thing": False}, arm=ARM | gone)
+    after = against(baseline(), config=now, arm=ARM | {"draft_weights": "shared", "repeats": 9})
+    made = compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in (before, after)))
+    assert [pair.arm for pair in made.pairs] == ["E=4 k=5 · lens · varH ≤ 5"]
+    assert made.differing == {}
+    used = replace(before, config=old | {"adaptive_thing": True})
+    made = compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in (used, after)))
+    assert made.differing == {"adaptive_thing": ([True], [None])}
 
 
 def test_every_format_says_the_same(results):

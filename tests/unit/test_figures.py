@@ -7,6 +7,7 @@ from points import ARM, BASELINE, against, baseline, drafts, measured, point
 
 from selfspec_cli.record.point import compare
 from selfspec_cli.report import export, figures, sources
+from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS
 from selfspec_cli.report.figures.drafts import frontier_of
 
 pytestmark = pytest.mark.slow  # each draws
@@ -25,7 +26,7 @@ def test_only_what_was_measured_is_drawn():
     assert set(drawn(base)) == {"latency"}
     arm = against(base)
     made = drawn(base, arm)
-    assert set(made) == {"speedup", "latency"}
+    assert set(made) == {"speedup", "identical", "latency"}
     (panel,) = made["speedup"].panels
     assert panel.points == (base.id, arm.id)
     assert [(row["arm"], row["speedup"]) for row in panel.data] == [
@@ -38,12 +39,34 @@ def test_only_what_was_measured_is_drawn():
     assert ttft.data[0]["middle"] == pytest.approx(10.0)  # a quarter of 4 tokens at 100 tokens a second, in ms
 
 
-def test_a_loss_has_the_colour_of_losses_and_a_lossy_arm_its_own():
+def test_an_arm_has_one_colour_in_every_figure_and_vllms_own_are_grey():
     base = baseline()
-    slow = against(base, "2", 80.0, 81.0, 79.0)
-    lossy = against(base, "3", arm=ARM | {"arm": "skip"})
-    kinds = {row["point"]: row["kind"] for row in drawn(base, slow, lossy)["speedup"].panels[0].data}
-    assert kinds == {base.id: "baseline", slow.id: "slower than the baseline", lossy.id: "not verified"}
+    arms = [against(base, str(n), arm=ARM | {"threshold": float(n)}) for n in (4, 5, 6)]
+    rival = against(base, "7", arm=BASELINE | {"arm": "vllm", "speculative": "suffix", "k": 3})
+    lossy = against(base, "8", arm=ARM | {"arm": "skip"})
+    seen = {}
+    for figure in drawn(base, *arms, rival, lossy).values():
+        for panel in figure.panels:
+            for row in panel.data:
+                if "arm" in row and row["point"] != base.id:
+                    seen.setdefault(row["point"], set()).add(panel.colours[row["arm"]])
+    assert all(len(colours) == 1 for colours in seen.values())
+    mine = [*set.union(*(seen[arm.id] for arm in arms))]
+    assert len(mine) == 3 and not set(mine) & {*RIVALS, LOSSY, PLAIN}
+    assert seen[rival.id] <= set(RIVALS) and seen[lossy.id] == {LOSSY}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "red"), [((80.0, 81.0, 79.0), True), ((51.0, 90.0, 140.0), False), ((80.0,), False)]
+)
+def test_only_an_arm_whose_whole_interval_is_below_1_is_red(speeds, red):
+    """0.51 to 1.4 was called slower, in red."""
+    base = baseline()
+    found = against(base, "2")
+    ours = measured(*speeds)
+    slow = replace(found, repeats=ours.repeats, compared_with=compare(ours, base, reused=False, real_text=True))
+    row = drawn(base, slow)["speedup"].panels[0].data[1]
+    assert (row["slower"], "slower" in row["text"]) == (red, red)
 
 
 def test_arms_of_one_name_are_told_apart():
@@ -74,13 +97,67 @@ def test_positions_are_shares_of_rounds():
     assert "positions" not in drawn(base, replace(arm, repeats=counted, arm=ARM | {"acceptance_length": 3.0}))
 
 
-def test_speed_by_batch_marks_losses():
+def by_batch(*batches, **more):
     points = []
-    for batch, speed in ((1, 150.0), (8, 90.0)):
-        base = point(f"{batch}", BASELINE | {"batch": batch})
-        points += [base, against(base, f"a{batch}", speed, speed, speed, arm=ARM | {"batch": batch})]
-    (panel,) = drawn(*points)["by_batch"].panels
-    assert [(row["load"], row["loss"]) for row in panel.data] == [(1, False), (8, True)]
+    for batch in batches:
+        work = {"batch": batch} | more
+        base = point(f"{batch}{more.get('workload', '')}", BASELINE | work)
+        speed = 150.0 if batch < 8 else 60.0
+        points += [base, against(base, f"a{base.key}", speed, speed + 1, speed - 1, arm=ARM | work)]
+    return points
+
+
+def test_the_page_begins_with_the_speedup_by_load_and_its_intervals():
+    made = drawn(*by_batch(1, 8))
+    assert next(iter(made)) == "by_load"
+    (panel,) = made["by_load"].panels
+    assert panel.axis == "requests in flight"
+    assert [(row["load"], row["slower"]) for row in panel.data] == [(1, False), (8, True)]
+    assert all(row["low"] < row["speedup"] < row["high"] for row in panel.data)
+    assert "by_load" not in drawn(*by_batch(1))  # one load is no curve
+
+
+def test_panels_of_two_workloads_have_two_names():
+    """The selector had two entries of one name."""
+    made = drawn(*by_batch(1, 8), *by_batch(1, 8, workload="prose"))
+    for figure in made.values():
+        names = [(panel.group, panel.name) for panel in figure.panels]
+        assert len(set(names)) == len(names)
+    assert {panel.name.split(":")[0] for panel in made["by_load"].panels} == {"m, headline", "m, prose"}
+
+
+def test_what_one_user_and_one_gpu_get():
+    points = [replace(one, device="2x NVIDIA H100") for one in by_batch(1, 8)]
+    (panel,) = drawn(*points)["users"].panels
+    one = next(row for row in panel.data if row["point"] == points[1].id)
+    assert one["user"] == pytest.approx(150.0, rel=1e-2)  # a token every 1/150 s
+    assert one["gpu"] == pytest.approx(75.0)  # of two
+    assert {row["series"] for row in panel.data} == {"baseline", "E=4 k=5 · lens · varH ≤ 5"}
+
+
+def test_waits_are_medians_and_tails_of_both_times_at_each_load():
+    (panel,) = drawn(*by_batch(1, 8))["waits"].panels
+    assert {(row["what"], row["load"]) for row in panel.data} == {
+        (what, load) for what in ("ttft", "tpot") for load in (1, 8)
+    }
+    assert all(row["value"] <= row["high"] for row in panel.data)
+
+
+def test_identical_outputs_stand_beside_what_plain_decoding_repeats_of_itself():
+    few, arm, many, _ = by_batch(1, 8)
+    few, many = replace(few, outputs=("aa", "bb", "cc", "dd")), replace(many, outputs=("aa", "bb", "cc", "xx"))
+    compared = replace(arm.compared_with, identical=2, outputs=4)
+    panel = drawn(few, replace(arm, compared_with=compared), many)["identical"].panels[0]
+    shown = [(row["arm"], row["text"]) for row in panel.data]
+    assert shown == [("control: plain decoding, batch 8", "3 of 4"), ("E=4 k=5 · lens · varH ≤ 5", "2 of 4")]
+    other = replace(many, arm=many.arm | {"workload": "prose"})  # other prompts: no control
+    panel = drawn(few, replace(arm, compared_with=compared), other)["identical"].panels[0]
+    assert [row["arm"] for row in panel.data] == ["E=4 k=5 · lens · varH ≤ 5"]
+
+
+def test_one_dot_of_perplexity_is_no_figure():
+    base = replace(baseline(), perplexity=10.0)
+    assert "perplexity" not in drawn(base)
 
 
 def test_the_frontier_is_what_nothing_dominates():
@@ -101,13 +178,14 @@ def test_energy_is_power_over_speed():
 
 def test_quality_is_drawn_with_what_says_how_sure_it_is():
     words = "gsm exact_match 0.310 ± 0.050 (drafted); hella acc 0.500"
-    made = drawn(baseline(), scores=words, ppl_of_greedy=8.0, ppl_of_greedy_low=7.5, ppl_of_greedy_high=8.5)
+    deltas = {"delta_ppl_of_greedy": 0.5, "delta_ppl_of_greedy_low": 0.1, "delta_ppl_of_greedy_high": 0.9}
+    made = drawn(baseline(), against(baseline()), scores=words, **deltas)
     intervals = {
         panel.name: [panel.data[0][name] for name in ("value", "low", "high")] for panel in made["scores"].panels
     }
     assert intervals == {"gsm exact_match (drafted)": [0.31, 0.26, 0.36], "hella acc": [0.5, None, None]}
     (panel,) = made["perplexity"].panels
-    assert [panel.data[0][name] for name in ("value", "low", "high")] == [8.0, 7.5, 8.5]
+    assert [panel.data[0][name] for name in ("value", "low", "high")] == [0.5, 0.1, 0.9]
 
 
 def test_figures_are_files_for_a_paper(tmp_path):

@@ -97,10 +97,10 @@ def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, 
     assert [(row.arm, row.clients) for row in rows] == [("baseline", 1), ("baseline", 2), ("layer_skip", 1),
                                                         ("layer_skip", 2)]  # fmt: skip
     for point, row in zip(points, rows, strict=True):
-        assert (row.requests, row.failed_requests, row.kv_blocks) == (6, 0, 77)
+        assert (sum(len(repeat.requests) for repeat in point.repeats), row.failed_requests, row.kv_blocks) == (6, 0, 77)
         assert row.goodput == pytest.approx(row.req_s)
         assert row.cpu_own is not None and row.cpu_others is not None
-        assert row.rss_mib > 1 and len(point.repeats) == 1
+        assert point.engine["rss_mib"] > 1 and len(point.repeats) == 1
     for row in rows[2:]:
         assert row.speedup and row.baseline in {point.id for point in points[:2]}
         assert (row.identical, row.outputs) == (3, 3)

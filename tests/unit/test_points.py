@@ -69,7 +69,7 @@ def test_a_row_is_made_of_the_raw_values():
     assert row.ttft_ms == pytest.approx(1000 / 150, rel=1e-3)  # the first of four tokens
     assert (row.tpot_ms, row.itl_ms) == pytest.approx((1000 / 150, 1000 / 150), rel=1e-3)
     assert row.e2e_ms == pytest.approx(4000 / 150, rel=1e-3)
-    assert (row.baseline, row.baseline_reused, row.kv_blocks) == (baseline().id, False, 7)
+    assert (row.baseline, row.kv_blocks) == (baseline().id, 7)
     assert tables.row(baseline()).speedup == 1
     assert tables.row(baseline()).speedup_low is None  # it is what speedups are over
 
@@ -78,14 +78,12 @@ def test_the_accept_rate_says_which_it_is():
     """40 tokens were drafted; verify passes looked at 50 places, as they do on CUDA, and 30 tokens were accepted."""
     made = replace(against(baseline()), repeats=(repeat(150.0, drafts(), OWN),))
     row, accept = tables.row(made), tables.accept_row(made)
-    assert (row.accept_rate, row.verified_accept_rate) == (0.75, 0.6)
+    assert row.accept_rate == 0.75
     assert (row.mean_accepted_len, row.drafted_per_round) == (4.0, 4.0)
     assert (accept.drafted, accept.places, accept.accepted, accept.accepted_at) == (40, 50, 30, "10 8 6 4 2")
     assert (accept.gate, accept.threshold, accept.point) == ("varH", 5.0, made.id)
-    active = (row.active_requests_min, row.active_requests_mean, row.active_requests_max)
-    assert active == (1, 1.0, 1)
     theirs = replace(made, repeats=(repeat(150.0, drafts()),))  # vLLM's own drafter keeps no counters of its own
-    assert tables.row(theirs).accept_rate == tables.row(theirs).verified_accept_rate == 0.6
+    assert tables.row(theirs).accept_rate == 0.6
     assert tables.accept_row(baseline()) is None
 
 
@@ -94,7 +92,7 @@ def test_drafts_that_no_pass_looked_at_are_in_no_round():
     counts = drafts(rounds=8, places=32, accepted=8, at=(8, 0, 0, 0))
     made = replace(against(baseline()), repeats=(repeat(150.0, counts, OWN | {"drafted": 36}),))
     row = tables.row(made)
-    assert (row.accept_rate, row.verified_accept_rate) == (8 / 36, 8 / 32)
+    assert row.accept_rate == 8 / 36
     assert row.drafted_per_round == 4.0
     assert tables.drafts_per_round(40, drafts()) == 4.0  # on CUDA: 50 places, 40 of them drafted, 10 rounds
 
@@ -150,7 +148,36 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
         assert "key" in columns.header(kind) and columns.header(kind)[-1] == "point"
     assert len(columns.header(columns.Summary)) <= 48  # what everybody reads
     assert set(columns.TABLES) < set(archive.MADE)
-    assert all(columns.meanings(columns.Record)[name] for name in ("ppl_low", "clients", "sm_util", "trunk_share"))
+    assert all(columns.meanings(columns.Record)[name] for name in ("delta_ppl_low", "clients", "sm_util"))
+    assert len(columns.NAMES) <= 90
+
+
+def test_key_and_point_are_columns_once():
+    assert sorted(columns.header(columns.Record)) == sorted(columns.NAMES)
+
+
+@pytest.mark.parametrize("where", ["arm", "quality", "figures"])
+def test_a_column_that_was_removed_is_read_away(where):
+    """`verification` was a column, and old points name it in their arm: without this none of them could be read."""
+    old = against(baseline())
+    dead = {"verification": "full", "trunk_share": 0.5}
+    changed = replace(old, **{where: (getattr(old, where) or {}) | dead})
+    row = tables.row(from_json(to_json(changed)) if where != "quality" else changed)
+    assert (row.arm, row.key) == ("layer_skip", old.key) and not hasattr(row, "verification")
+    assert tables.of_arm(ARM | dead).gate == ARM["gate"]
+
+
+@pytest.mark.parametrize(
+    ("same", "greedy", "expected"),
+    [(True, None, 0.0), (True, 0.2, 0.0), (False, 0.2, 0.2), (False, None, None)],
+)  # fmt: skip
+def test_an_arm_that_verifies_has_a_delta_of_perplexity(same, greedy, expected):
+    """0 by identity, else that of its greedy generations, else nothing: it was not measured."""
+    arm = against(baseline())
+    compared = replace(arm.compared_with, outputs=8, identical=8 if same else 7)
+    row = tables.row(replace(arm, compared_with=compared, quality={"delta_ppl_of_greedy": greedy}))
+    assert row.delta_ppl == expected
+    assert tables.row(baseline()).delta_ppl is None
 
 
 def test_a_point_has_a_line_only_in_tables_of_which_it_has_a_value():

@@ -14,8 +14,8 @@ from selfspec_cli.commands import profile as shown
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine import profiling
-from selfspec_cli.record import columns, folder, profiles, tables
-from selfspec_cli.report import figures, sources
+from selfspec_cli.record import folder, profiles
+from selfspec_cli.report import figures, make, sources
 from selfspec_cli.stages import profile as stage
 
 ORIGIN = 1_790_857_026_000_000_000
@@ -32,22 +32,17 @@ def made(key="0", run_id="20261122-000000-aaaa", **more):
     return profiles.Profile(**fields | more)
 
 
-def test_the_newest_profile_of_a_key_is_columns_of_its_rows(tmp_path):
-    folder.save(tmp_path, baseline())
-    folder.save(tmp_path, baseline("3"))
+def test_the_newest_profile_of_a_key_is_the_one_that_is_shown(tmp_path):
     folder.save_profile(tmp_path, made(run_id="20261121-000000-aaaa", seconds={"verify": 1.0}), b"old")
     folder.save_profile(tmp_path, made(), b"new")
-    row, other = map(tables.row, folder.read(tmp_path)[0])
-    assert (row.verify_share, row.sampler_share, row.idle_share) == (0.6, 0.1, pytest.approx(0.3))
-    assert row.trunk_share is None  # the baseline drafts nothing: empty, not 0
-    assert all(getattr(other, name) is None for name in profiles.COLUMNS)
-    lines = (tmp_path / "profiles.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["key", row.key] and ",0.6," in lines[1]
+    (found,) = profiles.newest(tmp_path).values()
+    shares = found.columns()
+    assert [shares[f"{name}_share"] for name in ("verify", "sampler", "idle")] == [0.6, 0.1, pytest.approx(0.3)]
+    assert shares["trunk_share"] is None  # the baseline drafts nothing: empty, not 0
     assert (tmp_path / "profiles" / "x.trace.json.gz").read_bytes() == b"new"
 
 
-def test_every_column_is_of_a_row_and_every_part_in_a_column():
-    assert set(profiles.COLUMNS) <= set(columns.header(columns.Record))
+def test_every_part_has_its_share():
     assert {part for parts in profiles.SHARES.values() for part in parts} == set(shown.PARTS)
 
 
@@ -67,6 +62,13 @@ def test_the_page_has_a_bar_for_each_profile(tmp_path):
     (panel,) = figure.panels
     assert sum(row["share"] for row in panel.data) == pytest.approx(1.0)
     assert [row["text"] for row in panel.data if row["text"]] == ["12.0 tok/s"]
+
+
+@pytest.mark.slow
+def test_a_tracker_gets_the_picture_of_a_profile_from_a_folder_without_points(tmp_path):
+    folder.save_profile(tmp_path / "results", made(), b"")
+    (picture,) = make.pictures(tmp_path / "results", tmp_path / "pictures")
+    assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_shown_adds_up_and_says_what_is_not_known(capsys):

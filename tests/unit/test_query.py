@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch):
     [
         (["gate=varH"], "123"), (["gate=varH,none", "speedup>=1"], "1"), (["speedup<1"], "3"), (["E=4"], "123"),
         (["arm!=layer_skip"], "0"), (["status~MEMORY"], "2"), (["tok_s>100"], "1"), (["gate="], "0"),
-        (["baseline_reused=false"], "13"), (["machine~machine", "time>2027"], ""), ([], "0123"),
+        (["bandit="], "0123"), (["machine~machine", "time>2027"], ""), ([], "0123"),
     ],
 )  # fmt: skip
 def test_conditions(place, words, keys):
@@ -35,7 +35,7 @@ def test_conditions(place, words, keys):
 @pytest.mark.parametrize(
     ("word", "message"),
     [("gaet=varH", "did you mean 'gate'"), ("speedup>fast", "speedup is a number"), ("varH", "cannot read"),
-     ("baseline_reused=maybe", "true or false")],
+     ("bandit=maybe", "true or false")],
 )  # fmt: skip
 def test_conditions_that_mean_nothing(word, message):
     with pytest.raises(ConfigError, match=message):
@@ -57,7 +57,11 @@ def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
     for words, message in ((["4444"], "no point's id begins"), ([""], "not unique")):
         result = call("runs", "show", *words)
         assert (result.exit_code, message in result.stderr) == (2, True)
-    assert "holds no runs/" in call("runs", "list", "results_dir=nothing").stderr
+    for command in (("runs", "list"), ("report",), ("export",)):
+        missing = call(*command, "results_dir=resultz")
+        assert (missing.exit_code, "there is no such folder; did you mean results?" in missing.stderr) == (2, True)
+    (place.parent / "empty").mkdir()
+    assert "holds no runs/" in call("runs", "list", "results_dir=empty").stderr
 
 
 def test_diff_says_what_differs_and_whether_it_is_noise(place):

@@ -5,13 +5,16 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from points import RUN, against, baseline, failed
 
+from selfspec_cli import commands
+from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig, TrackerKind
-from selfspec_cli.record import columns, folder, tables, tracking
+from selfspec_cli.record import columns, folder, quality, tables, tracking
 from selfspec_cli.record.columns import header
 from selfspec_cli.record.latency import ttft
 from selfspec_cli.record.tracking import open_tracker
@@ -81,8 +84,8 @@ def test_what_wandb_wrote_is_what_was_measured(place):
         for point in points:
             folder.save("results", point)
             tracker.log(point)
-        pictures = make.pictures(points, "pictures")
-        tracker.report(Path("results"), [tables.row(point) for point in points], pictures)
+        pictures = make.pictures("results", "pictures")
+        tracker.report("sweep", Path("results"), [tables.row(point) for point in points], pictures)
     (message,) = tracker.messages
     assert "4 runs" in message and f"wandb sync {place}/wandb/offline-run-*{RUN}" in message
     files = place.glob("wandb/offline-run-*/*.wandb")
@@ -119,9 +122,46 @@ def test_what_wandb_wrote_is_what_was_measured(place):
     (table,) = place.glob("wandb/*report*/files/media/table/points*.table.json")
     document = json.loads(table.read_text())
     assert set(header(columns.Summary)) < set(document["columns"]) < set(header(columns.Record))
+    assert len(document["columns"]) == len(set(document["columns"]))  # key and point were there twice
+    resolved = values(report["run"][0].run.config.update)
+    assert (resolved["command"], resolved["k"], resolved["workload"]["batch"]) == ("sweep", 5, 1)
+    lines = [dict(zip(document["columns"], line, strict=True)) for line in document["data"]]
+    assert [line["tok_s_median"] for line in lines[:2]] == pytest.approx([100.0, 150.0])
+    assert lines[1]["delta_ppl"] == 0.0 and lines[2]["tok_s_median"] is None
     assert [line[document["columns"].index("point")] for line in document["data"]] == [point.id for point in points]
     drawn = {file.stem.partition("_")[0] for file in place.glob("wandb/*report*/files/media/images/figures/*.png")}
     assert {"speedup", "latency"} <= drawn
+
+
+@pytest.mark.slow
+def test_a_command_without_points_sends_delta_of_perplexity_of_each_arm(place):
+    """`selfspec ppl ... tracker=wandb` logged nothing: only sweeps opened the tracker."""
+    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
+    ours = {"nats": [30.0, 40.0], "tokens": [10, 12]}
+    theirs = {"nats": [28.0, 38.0], "tokens": [10, 12]}
+    arm = {"arm": "layer_skip", "model": "m", "E": 3, "k": 4, "gate": "none"}
+    found = {"greedy": {"scores": ours, "baseline": theirs, "identical": 1, "outputs": 2}}
+    cfg = replace(WANDB, results_dir="results")
+    with tracked("ppl", cfg, RUN) as tracker:
+        finding = quality.Finding("generated", "a" * 12, RUN, "2026", "a machine", arm, "b" * 12, {}, found)
+        folder.save_finding("results", finding)
+    (run,) = tracker.places
+    (file,) = run.glob("*.wandb")
+    resolved = values(whole(file)["run"][0].run.config.update)
+    assert (resolved["command"], resolved["results_dir"]) == ("ppl", "results")
+    (table,) = run.glob("files/media/table/points*.table.json")
+    document = json.loads(table.read_text())
+    (line,) = (dict(zip(document["columns"], line, strict=True)) for line in document["data"])
+    expected = quality.perplexity(**ours) - quality.perplexity(**theirs)
+    assert (line["arm"], line["E"]) == ("layer_skip", 3) and line["delta_ppl"] == pytest.approx(expected)
+
+
+def test_every_command_that_measures_opens_the_tracker():
+    """Fitting measures nothing that a row would show."""
+    own = Path(commands.__file__).parent
+    working = {file.stem for file in own.glob("*.py") if "with at_work(" in file.read_text().replace("), at_work(", "")}
+    assert working <= {"fit", "fit_lsq", "fit_weights"}
+    assert sum("with tracked(" in file.read_text() for file in own.glob("*.py")) >= 9
 
 
 @pytest.fixture

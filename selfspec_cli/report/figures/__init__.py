@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from selfspec_cli.record.columns import Record
-from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed
+from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed, under_load
 from selfspec_cli.report.figures.base import Figure
+from selfspec_cli.report.figures.colours import coloured
 from selfspec_cli.report.rows import groups
 from selfspec_cli.report.sources import Sources
 
@@ -14,11 +12,14 @@ from selfspec_cli.report.sources import Sources
 def of_sources(found: Sources) -> list[Figure]:
     """Every figure that the sources have data for, in the order of a page."""
     together = groups(found.rows)
-    columns = {column.name for column in fields(Record)}
+    by_load = under_load.families(together)
     made = [
+        *under_load.speedups(by_load),
         *speed.speedups(together, found.targets),
+        *under_load.users_and_gpus(by_load),
+        *under_load.waits(by_load),
+        *quality.identical(together, found.points),
         *speed.throughput(together),
-        *(figure for name in engine.LOADS if name in columns for figure in engine.by_load(together, name)),
         *load.curves(found.rows),
         *load.over_time(found.points),
         *load.categories(found.points),
@@ -36,4 +37,4 @@ def of_sources(found: Sources) -> list[Figure]:
         *exits.areas(found.areas),
         *exits.step_costs(found.costs),
     ]
-    return made
+    return coloured(made, found.rows)

@@ -6,6 +6,8 @@ with the same chart, and a page of thousands of points holds each chart once.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,23 +19,34 @@ from selfspec_cli.record.point import OK
 from selfspec_cli.report.rows import Group, label
 
 ROWS = "rows"
-FASTER, SLOWER, PLAIN, LOSSY = "faster than the baseline", "slower than the baseline", "baseline", "not verified"
-COLOURS = {FASTER: "#3b82c4", SLOWER: "#d64550", PLAIN: "#84909c", LOSSY: "#b7791f"}
-"""Of arms. All of them stand out from a white and from a dark page."""
-SERIES = ["#3b82c4", "#c2681f", "#2f9e77", "#9b6bd3", "#c9518d", "#7d8a2e", "#2a97a8", "#a8664b", "#6f7fd1", "#84909c"]
+NAMES, VALUES, LOAD = "NAMES", "COLOURS", "LOAD"
+"""Stand in a chart for what differs by panel: the names that it draws, the colour of each, and the title of its axis of
+load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, and page.js)."""
+PLAIN, LOSSY, RED = "#84909c", "#b7791f", "#d64550"
+RIVALS = ["#958a7c", "#6c7781", "#7f8a80", "#8f8296"]
+SERIES = ["#3b82c4", "#c2681f", "#2f9e77", "#9b6bd3", "#c9518d", "#7d8a2e", "#2a97a8", "#a8664b", "#6f7fd1", "#b0577a",
+          "#4f9a4a", "#8a6fb0"]  # fmt: skip
+"""All colours stand out from a white and from a dark page. Greys: plain decoding and vLLM's own methods."""
 STEP = 36  # pixels for a bar and the text above it
+SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average
 LONGEST = 40  # bars of one panel; the rest are in the table
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of data of a figure. group: what it has in common with other panels. points: ids of the points in it."""
+    """One set of data of a figure.
+
+    group: what it has in common with other panels. points: ids of the points in it. axis: title of the axis of load.
+    colours: of each name that is drawn, in the order of a legend (`figures.colours`).
+    """
 
     group: str
     name: str
     data: list[dict[str, Any]]
     points: tuple[str, ...] = ()
     note: str = ""
+    axis: str = ""
+    colours: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,24 @@ class Figure:
         return spec
 
 
+def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
+    """A chart with the names, colours and axis of a panel in it."""
+    text = json.dumps(spec)
+    for word, value in ((NAMES, list(panel.colours)), (VALUES, list(panel.colours.values()))):
+        text = text.replace(json.dumps([word]), json.dumps(value))
+    made: dict[str, Any] = json.loads(text.replace(json.dumps(LOAD), json.dumps(panel.axis)))
+    return made
+
+
 def figure(name: str, title: str, about: str, chart: Any, panels: Sequence[Panel]) -> list[Figure]:
-    """A figure as a list of one; of none where no panel has data."""
-    kept = [panel for panel in panels if panel.data]
+    """A figure as a list of one; of none where no panel has data. No two panels have one name: of those that would, the
+    later ones say when they were measured, or are numbered."""
+    kept, seen = [], Counter[tuple[str, str]]()
+    for panel in panels:
+        if panel.data:
+            seen[panel.group, panel.name] += 1
+            number = seen[panel.group, panel.name]
+            kept.append(panel if number == 1 else replace(panel, name=f"{panel.name} ({number})"))
     return [Figure(name, title, about, chart, kept)] if kept else []
 
 
@@ -65,40 +93,58 @@ def rows_chart() -> Any:
     return alt.Chart(alt.NamedData(name=ROWS))
 
 
-def kind(row: Record) -> str:
-    """What the colour of an arm says."""
-    if row.arm == "baseline":
-        return PLAIN
-    if row.speedup is not None and row.speedup < 1:
-        return SLOWER
-    return LOSSY if row.arm == "skip" else FASTER
+def slower(row: Record) -> bool:
+    """Whether an arm is slower than its baseline beyond noise: its whole interval is below 1."""
+    return row.speedup_high is not None and row.speedup_high < 1
 
 
-def look(row: Record) -> dict[str, str]:
-    """The column that `kind_colour` reads."""
-    return {"kind": kind(row)}
+def colour(name: str, *, legend: bool = True) -> Any:
+    """The colour of what a panel draws: one for each arm, the same on the whole page. name: the field that names it."""
+    shown = alt.Legend(title=None, orient="bottom", columns=1, symbolLimit=16, symbolOpacity=1) if legend else None
+    return alt.Color(f"{name}:N", sort=None, scale=alt.Scale(domain=[NAMES], range=[VALUES]), legend=shown)
 
 
-def kind_colour(**options: Any) -> Any:
-    """The colour of arms, with a legend; whoever draws it leaves out the kinds that a panel has not."""
-    legend = alt.Legend(title=None, orient="top", columns=2)
-    return alt.Color(
-        "kind:N", scale=alt.Scale(domain=list(COLOURS), range=list(COLOURS.values())), legend=legend, **options
+def titles_above() -> Any:
+    """The value (`text`) and the name (`arm`) of each bar above it, red where the arm is slower than its baseline.
+
+    They are one text, so that neither runs into the other, broken into two lines where the place is narrow.
+    """
+    return (
+        rows_chart()
+        .transform_calculate(title=f"datum.text + '{SPACE}' + datum.arm")
+        .transform_calculate(cut=f"lastindexof(slice(datum.title, 0, floor(width / {LETTER})), ' · ')")
+        .transform_calculate(
+            title=f"length(datum.title) * {LETTER} > width && datum.cut > 0 "
+            "? [slice(datum.title, 0, datum.cut + 2), slice(datum.title, datum.cut + 3)] : datum.title"
+        )
+        .mark_text(
+            align="left",
+            baseline="line-bottom",
+            dy=alt.expr("isArray(datum.title) ? -20 : -6"),
+            fontSize=12,
+            lineHeight=14,
+        )
+        .encode(
+            x=alt.value(0),
+            y=alt.Y("arm:N", sort=None, axis=None),
+            text="title:N",
+            color={"condition": {"test": "datum.slower === true", "value": RED}},
+        )
     )
 
 
-def series_colour() -> Any:
-    """A colour for each line, with a legend below that may be long."""
-    legend = alt.Legend(title=None, orient="bottom", columns=1, symbolLimit=12)
-    return alt.Color("series:N", sort=None, scale=alt.Scale(range=SERIES), legend=legend)
+def load_axis() -> Any:
+    """The axis of what is asked of an engine at once."""
+    return alt.X("load:O", axis=alt.Axis(title=LOAD, labelAngle=0))
 
 
-def names_above() -> Any:
-    """The name of each bar above it, where it has the whole width."""
+def whiskers(x: Any, **more: Any) -> Any:
+    """Intervals of a chart of lines, from `low` to `high`."""
     return (
         rows_chart()
-        .mark_text(align="left", baseline="bottom", dy=-8, fontSize=12)
-        .encode(x=alt.value(0), y=alt.Y("arm:N", sort=None, axis=None), text="arm:N")
+        .transform_filter("isValid(datum.low)")
+        .mark_rule(strokeWidth=1.5)
+        .encode(x=x, y="low:Q", y2="high:Q", **more)
     )
 
 

@@ -13,13 +13,11 @@ from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.report.figures.base import (
     Figure,
     Panel,
+    colour,
     figure,
-    kind_colour,
     labels,
-    look,
     measured,
     rows_chart,
-    series_colour,
     short,
     sig,
     times_axis,
@@ -74,10 +72,10 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
         whisker = (
             base.transform_filter("isValid(datum.low)")
             .mark_rule()
-            .encode(x=x, y="low:Q", y2="high:Q", color=series_colour(), tooltip=tips)
+            .encode(x=x, y="low:Q", y2="high:Q", color=colour("series"), tooltip=tips)
         )
         line = base.mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2).encode(
-            x=x, y=y, color=series_colour(), tooltip=tips
+            x=x, y=y, color=colour("series"), tooltip=tips
         )
         return (whisker + line).properties(width="container", height=200)
 
@@ -132,7 +130,7 @@ def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> l
                 axis=alt.Axis(title="rounds in which it was accepted", format="%"),
                 scale=alt.Scale(zero=True),
             ),
-            color=series_colour(),
+            color=colour("series"),
             tooltip=["series:N", "position:O", "share:Q", "point:N"],
         )
         .properties(width="container", height=260)
@@ -155,7 +153,6 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
         data = [
             {
                 "arm": name,
-                **look(row),
                 "delta": round(row.delta_ppl or 0.0, 3),
                 "speedup": sig(row.speedup),
                 "frontier": place in best,
@@ -177,7 +174,7 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
         .mark_line(interpolate="step-after", strokeDash=[5, 3])
         .encode(x=x, y=y, color=alt.value("#84909c"))
     )
-    dots = rows_chart().mark_circle(size=80, opacity=0.9).encode(x=x, y=y, color=kind_colour(), tooltip=tips)
+    dots = rows_chart().mark_circle(size=80, opacity=0.9).encode(x=x, y=y, color=colour("arm"), tooltip=tips)
     chart = (line + dots).properties(width="container", height=300)
     about = (
         "Verified arms are exact and stand at 0. The dashed line is the frontier: no other arm is both faster and less "

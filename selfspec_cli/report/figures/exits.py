@@ -11,7 +11,7 @@ import altair as alt
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import HeadRow
-from selfspec_cli.report.figures.base import Figure, Panel, figure, names_above, rows_chart, sig
+from selfspec_cli.report.figures.base import Figure, Panel, figure, rows_chart, sig, titles_above
 
 HEAD_PANELS = {
     "agreement_generated": "agreement with the full model on its own generations",
@@ -171,11 +171,8 @@ def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
             tooltip=["arm:N", "auc:Q", "at_stake:Q"],
         )
     )
-    number = (
-        rows_chart().mark_text(align="right", baseline="bottom", dy=-8).encode(x=alt.value("width"), y=y, text="text:N")
-    )
     chance = alt.Chart(alt.Data(values=[{"at": 0.5}])).mark_rule(strokeDash=[4, 3]).encode(x="at:Q")
-    chart = (bars + chance + names_above() + number).properties(width="container", height=alt.Step(36))
+    chart = (bars + chance + titles_above()).properties(width="container", height=alt.Step(36))
     about = (
         "From real drafts: an area of 0.5 (dashed) tells nothing. Beside it the speedup that the best threshold is "
         "expected to bring."
@@ -199,9 +196,6 @@ def step_costs(found: Mapping[str, Mapping[str, float]]) -> list[Figure]:
         .mark_bar(size=13, yOffset=4, color="#3b82c4")
         .encode(x=alt.X("ms:Q", axis=alt.Axis(title="milliseconds", tickCount=6)), y=y, tooltip=["arm:N", "ms:Q"])
     )
-    number = (
-        rows_chart().mark_text(align="right", baseline="bottom", dy=-8).encode(x=alt.value("width"), y=y, text="text:N")
-    )
-    chart = (bars + names_above() + number).properties(width="container", height=alt.Step(36))
+    chart = (bars + titles_above()).properties(width="container", height=alt.Step(36))
     about = "What the cost model is fed with: the time of each step, from rounds timed in the engine."
     return figure("steps", "What the steps of a round cost", about, chart, panels)

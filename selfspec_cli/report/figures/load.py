@@ -13,8 +13,8 @@ from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK, Point
-from selfspec_cli.report.figures.base import Figure, Panel, figure, rows_chart, series_colour, short, sig
-from selfspec_cli.report.rows import label, latest
+from selfspec_cli.report.figures.base import Figure, Panel, colour, figure, rows_chart, short, sig
+from selfspec_cli.report.rows import label, latest, task
 
 CURVES = {
     "tok_s_median": "tokens a second",
@@ -22,7 +22,6 @@ CURVES = {
     "goodput": "requests a second that keep the limits",
     "ttft_p99_ms": "time to first token (TTFT, ms), 99th percentile",
     "tpot_p99_ms": "time per output token (TPOT, ms), 99th percentile",
-    "itl_p99_ms": "time between outputs (ITL, ms), 99th percentile",
     "e2e_p99_ms": "time to the last token (E2E, ms), 99th percentile",
     "failed_requests": "requests that failed",
 }
@@ -59,7 +58,7 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
     x = alt.X("load:Q", axis=alt.Axis(title="clients, or requests a second"), scale=alt.Scale(type="sqrt"))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
     tips = ["series:N", "asked:N", "value:Q", "point:N"]
-    base = rows_chart().encode(x=x, y=y, color=series_colour(), tooltip=tips)
+    base = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=tips)
     chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=70, opacity=1)).properties(
         width="container", height=300
     )
@@ -92,13 +91,13 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
                     data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
                     found[family][name].append(data)
     panels = [
-        Panel(f"{family[0]}, {family[-1]}", PARTS[name], data, tuple(names[family]))
+        Panel(f"{family[0]}, {family[2]}: {family[-1]}", PARTS[name], data, tuple(names[family]))
         for family, by_name in found.items()
         for name, data in by_name.items()
     ]
     x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
-    base = rows_chart().encode(x=x, y=y, color=series_colour(), tooltip=["series:N", "minute:Q", "value:Q", "point:N"])
+    base = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=["series:N", "minute:Q", "value:Q", "point:N"])
     chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=40, opacity=1)).properties(
         width="container", height=260
     )
@@ -150,4 +149,4 @@ def _last(values: Sequence[float] | None) -> float | None:
 
 
 def _where(row: Record) -> str:
-    return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, {short(row)}"
+    return f"{task(row)}, {short(row)}"

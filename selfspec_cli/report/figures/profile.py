@@ -7,9 +7,9 @@ from typing import Any
 
 import altair as alt
 
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record import tables
 from selfspec_cli.record.profiles import Profile
-from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, figure, rows_chart, sig
+from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, figure, rows_chart, sig, titles_above
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.report.trace import PARTS
 
@@ -33,13 +33,12 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
     """A bar an arm, with the share of each part in the wall time; a panel for each model, workload and machine."""
     panels: dict[tuple[str, str], list[Profile]] = {}
     for profile in found:
-        row = Record(run_id="", time="", **profile.arm)
-        panels.setdefault((profile.device, group_title(row)), []).append(profile)
+        panels.setdefault((profile.device, group_title(tables.of_arm(profile.arm))), []).append(profile)
     made = []
     for (device, title), members in panels.items():
         data: list[dict[str, Any]] = []
         for profile in sorted(members, key=lambda one: one.arm["arm"] != "baseline")[:LONGEST]:
-            name = label(Record(run_id="", time="", **profile.arm))
+            name = label(tables.of_arm(profile.arm))
             number = f"{profile.tok_s:.1f} tok/s"
             for order, part in enumerate(part for part in COLOURS if part in profile.seconds):
                 seconds = profile.seconds[part]
@@ -57,14 +56,8 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
     x = alt.X("share:Q", stack=True, axis=alt.Axis(title="share of the wall time", format="%", tickCount=6))
     tips = ["arm:N", "part:N", "what:N", alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("ms:Q", title="ms a round")]
     bars = rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=y, color=colour, order="order:Q", tooltip=tips)
-    first = rows_chart().transform_filter("datum.order == 0")
-    names = first.mark_text(align="left", baseline="bottom", dy=-8, fontSize=12)
-    numbers = first.mark_text(align="right", baseline="bottom", dy=-8)
-    chart = (
-        bars
-        + names.encode(x=alt.value(0), y=y, text="arm:N")
-        + numbers.encode(x=alt.value("width"), y=y, text="text:N")
-    ).properties(width="container", height=alt.Step(STEP))
+    titles = titles_above().transform_filter("datum.order == 0")
+    chart = (bars + titles).properties(width="container", height=alt.Step(STEP))
     about = (
         "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
         "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."

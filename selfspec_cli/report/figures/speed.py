@@ -14,18 +14,18 @@ from selfspec_cli.report.figures.base import (
     STEP,
     Figure,
     Panel,
+    colour,
     figure,
-    kind_colour,
     labels,
-    look,
     measured,
-    names_above,
     rows_chart,
     short,
     sig,
+    slower,
     times_axis,
+    titles_above,
 )
-from selfspec_cli.report.rows import Group
+from selfspec_cli.report.rows import Group, times
 
 LATENCIES = {
     "ttft": "time to first token",
@@ -43,13 +43,13 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
         data = [
             {
                 "arm": name,
-                **look(row),
+                "slower": slower(row),
                 "speedup": sig(row.speedup),
                 "low": sig(row.speedup_low),
                 "high": sig(row.speedup_high),
                 "tok_s": sig(row.tok_s_median),
                 "point": row.point,
-                "text": f"{row.speedup:.2f}x",
+                "text": _times(row),
                 "target": _target(row, targets),
             }
             for name, row in zip(labels(rows), rows, strict=True)
@@ -67,17 +67,12 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
     x = alt.X("speedup:Q", axis=times_axis("tokens a second over the baseline's"), scale=alt.Scale(zero=True))
     y = alt.Y("arm:N", sort=None, axis=None)
     tips = ["arm:N", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "target:Q", "point:N"]
-    bars = rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=y, color=kind_colour(), tooltip=tips)
+    bars = rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=y, color=colour("arm", legend=False), tooltip=tips)
     whisker = (
         rows_chart()
         .transform_filter("isValid(datum.low)")
         .mark_rule(strokeWidth=2, yOffset=4)
         .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips)
-    )
-    number = (
-        rows_chart()
-        .mark_text(align="right", baseline="bottom", dy=-8, fontWeight="bold")
-        .encode(x=alt.value("width"), y=y, text="text:N")
     )
     wish = (
         rows_chart()
@@ -86,13 +81,18 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
         .encode(x="target:Q", y=y, tooltip=tips)
     )
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
-    chart = (bars + one + whisker + wish + names_above() + number).properties(width="container", height=alt.Step(STEP))
+    chart = (bars + one + whisker + wish + titles_above()).properties(width="container", height=alt.Step(STEP))
     about = (
         "Each bar is the median of an arm's repeats over the median of its baseline's; the line across its end is the "
         "95 % interval by bootstrap over the repeats of both sides. No line: repeats were not kept, so nothing says "
-        "how sure the figure is. A diamond is a target that the experiment states."
+        "how sure the figure is. Red: slower, with the whole interval below 1. Grey: plain decoding, and vLLM's own "
+        "methods. `skip` does not verify its drafts. A diamond is a target that the experiment states."
     )
     return figure("speedup", "Speedup over the same model without drafting", about, chart, panels)
+
+
+def _times(row: Record) -> str:
+    return times(row) + (", slower" if slower(row) else "")
 
 
 def _target(row: Record, targets: Sequence[Target]) -> float | None:
@@ -120,12 +120,10 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
         panels.append(Panel(where, "tokens a second: slowest, median and fastest repeat", _known(speeds), points))
         for column, meaning in LATENCIES.items():
             found = [
-                _percentiles(
-                    name, row, tuple(getattr(row, f"{column}{part}_ms") for part in ("", "_p90", "_p99")), "ms"
-                )
+                _percentiles(name, row, tuple(getattr(row, f"{column}{part}_ms", None) for part in ("", "_p99")), "ms")
                 for name, row in named
             ]
-            title = f"{meaning} ({column.upper()}, ms): median, 90th and 99th percentile"
+            title = f"{meaning} ({column.upper()}, ms): median" + ("" if column == "itl" else " and 99th percentile")
             panels.append(Panel(where, title, _known(found), points))
     y = alt.Y("arm:N", sort=None, axis=None)
     tips = ["arm:N", "first:Q", "middle:Q", "last:Q", "unit:N", "point:N"]
@@ -133,23 +131,20 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
     span = (
         rows_chart()
         .mark_rule(strokeWidth=4, opacity=0.55, yOffset=4)
-        .encode(x="least:Q", x2="most:Q", y=y, color=kind_colour(), tooltip=tips)
+        .encode(x="least:Q", x2="most:Q", y=y, color=colour("arm", legend=False), tooltip=tips)
     )
     centre = (
         rows_chart()
         .mark_point(filled=True, size=90, yOffset=4, opacity=1)
-        .encode(x=x, y=y, color=kind_colour(), tooltip=tips)
+        .encode(x=x, y=y, color=colour("arm", legend=False), tooltip=tips)
     )
     ticks = (
         rows_chart()
         .transform_filter("isValid(datum.last)")
         .mark_tick(thickness=2.5, size=12, yOffset=4)
-        .encode(x="last:Q", y=y, color=kind_colour(), tooltip=tips)
+        .encode(x="last:Q", y=y, color=colour("arm", legend=False), tooltip=tips)
     )
-    number = (
-        rows_chart().mark_text(align="right", baseline="bottom", dy=-8).encode(x=alt.value("width"), y=y, text="text:N")
-    )
-    chart = (span + ticks + centre + names_above() + number).properties(width="container", height=alt.Step(STEP))
+    chart = (span + ticks + centre + titles_above()).properties(width="container", height=alt.Step(STEP))
     about = (
         "Tokens a second over all requests together, and what one request waits for. The dot is the median; the end of "
         "the line is the 99th percentile, or the fastest repeat. Percentiles are over the requests of all repeats, by "
@@ -166,10 +161,9 @@ def _percentiles(name: str, row: Record, values: tuple[Any, ...], unit: str) -> 
     text = f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}"
     return {
         "arm": name,
-        **look(row),
         "first": sig(values[0]),
         "middle": sig(middle),
-        "last": sig(values[2]),
+        "last": sig(values[-1]),
         "least": sig(min(known)),
         "most": sig(max(known)),
         "unit": unit,

@@ -145,10 +145,11 @@ def test_the_one_line_chooses_widths_and_changes_no_token(model_dir, plain):
     """Everything is chosen: 4-bit copies of all layers, up to 12 drafts, prompt lookup, and when a step pays."""
     with live(model_dir("llama"), {"method": "selfspec"}, **SMALL) as engine:
         same(engine, plain)
-        planner = planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
+        core = engine.llm.llm_engine.engine_core.engine_core
+        planner = planner_of(core.scheduler)
         rule, widths = planner.rule, planner.steps
         counted = engine.call("early_exit_counters")
-        worth = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculator.state.worth
+        worth = core.model_executor.driver_worker.worker.model_runner.speculator.state.worth
     assert len([width for width in widths if width]) > 1 and rule.choices > 5
     assert sum(rule.acceptance.stood) > 0 < sum(rule.acceptance.failed)
     assert counted["drafted"] > 0 < counted["free_accepted"]

@@ -1,0 +1,245 @@
+"""Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import altair as alt
+
+from selfspec_cli import load_patterns
+from selfspec_cli.record.columns import Record
+from selfspec_cli.record.point import median
+from selfspec_cli.report.figures.base import (
+    RED,
+    Figure,
+    Panel,
+    colour,
+    figure,
+    load_axis,
+    measured,
+    rows_chart,
+    short,
+    sig,
+    slower,
+    times_axis,
+    whiskers,
+)
+from selfspec_cli.report.rows import RIVALS, Group, acceptance, label, sampling, task
+
+AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
+MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
+WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that differ in their arm and their load alone.
+
+    axis: the column that is the load. left_out: arms that are not among the rows, because a panel has room for fewer.
+    """
+
+    title: str
+    axis: str
+    rows: list[Record]
+    left_out: int = 0
+
+    def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
+        """A panel of these rows."""
+        more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
+        points = tuple(row.point for row in self.rows)
+        return Panel(
+            short(self.rows[0]), self.title, data, points, " ".join(filter(None, (note, more))), AXES[self.axis]
+        )
+
+    def load(self, row: Record) -> float:
+        """How much was asked at once."""
+        return float(getattr(row, self.axis))
+
+
+def families(groups: Iterable[Group]) -> list[Family]:
+    """Families of at least two loads, those with real acceptance first, then those with the most loads and points."""
+    found: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    titles: dict[tuple[Any, ...], str] = {}
+    for group in groups:
+        rows = measured(group)
+        arms = [row for row in rows if row.arm != "baseline"]
+        axis = _axis(rows[0]) if arms else ""
+        if not arms or getattr(rows[0], axis) is None:
+            continue
+        first = arms[0]
+        drawn = ("rate", "load_share") if axis == "rate" else (axis,)
+        load = load_patterns.comparable(first, without=drawn)
+        names = ("model", "device", "workload", "input_len", "output_len", "temperature")
+        key = (*(getattr(first, name) for name in names), first.acceptance_length, axis, load)
+        found[key] += rows
+        more = ", in a load test" if axis != "batch" else ""
+        titles[key] = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
+    made = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in found.items()]
+    made = [one for one in made if len({one.load(row) for row in one.rows if row.arm != "baseline"}) > 1]
+    return sorted(made, key=lambda one: (
+        any(row.acceptance_length is not None for row in one.rows), -len({one.load(row) for row in one.rows}),
+        -len(one.rows)))  # fmt: skip
+
+
+def _axis(row: Record) -> str:
+    if row.arrivals is None:
+        return "batch"
+    return "clients" if row.clients is not None else "rate"
+
+
+def _fewer(family: Family) -> Family:
+    """A family with as many arms as a reader can tell apart: those with the most loads, then the fastest."""
+    arms: dict[str, list[Record]] = defaultdict(list)
+    for row in family.rows:
+        arms[name_of(row)].append(row)
+
+    def rank(rows: list[Record]) -> tuple[int, float]:
+        return -len({family.load(row) for row in rows}), -median([row.speedup or 0.0 for row in rows])
+
+    ranked = sorted(arms.values(), key=rank)
+    kept = [rows for rows in ranked if rows[0].arm == "baseline"]
+    kept += [rows for rows in ranked if rows[0].arm in RIVALS][:MOST_RIVALS]
+    kept += [rows for rows in ranked if rows[0].arm not in (*RIVALS, "baseline")][:MOST_ARMS]
+    return replace(family, rows=[row for rows in kept for row in rows], left_out=len(arms) - len(kept))
+
+
+def name_of(row: Record) -> str:
+    """The name of an arm; the family's title says where acceptance was set."""
+    return label(replace(row, acceptance_length=None))
+
+
+def _series(family: Family, rows: Iterable[Record]) -> list[tuple[str, float, Record]]:
+    """(name, load, row) in the order in which a line goes through them."""
+    return sorted(((name_of(row), family.load(row), row) for row in rows), key=lambda one: (one[0], one[1]))
+
+
+def speedups(found: Sequence[Family]) -> list[Figure]:
+    """The speedup of each arm over the baseline of the same load, with its interval."""
+    panels = []
+    for family in found:
+        data = [
+            {
+                "series": name,
+                "load": sig(load),
+                "speedup": sig(row.speedup),
+                "low": sig(row.speedup_low),
+                "high": sig(row.speedup_high),
+                "tok_s": sig(row.tok_s_median),
+                "slower": slower(row),
+                "point": row.point,
+            }
+            for name, load, row in _series(family, (row for row in family.rows if row.arm != "baseline"))
+        ]
+        panels.append(family.panel(data))
+    tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
+    scale = alt.Scale(zero=False, nice=True)
+    middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
+    line = rows_chart().mark_line(strokeWidth=2.5).encode(x=load_axis(), y=middle, color=colour("series"))
+    dots = rows_chart().mark_point(filled=True, size=70, opacity=1).encode(
+        x=load_axis(), y=alt.Y("speedup:Q", scale=scale), color=colour("series"), tooltip=tips
+    )  # fmt: skip
+    losses = (
+        rows_chart().transform_filter("datum.slower").mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
+    )
+    one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
+    bars = whiskers(load_axis(), color=colour("series"), tooltip=tips)
+    marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
+    chart = (one + line + bars + dots + marked).properties(width="container", height=320)
+    about = (
+        "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
+        "were not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval "
+        "below 1. Where several runs measured an arm, its line goes through their median."
+    )
+    return figure("by_load", "Speedup by load", about, chart, panels)
+
+
+def users_and_gpus(found: Sequence[Family]) -> list[Figure]:
+    """What one user gets against what one GPU yields: each arm's line goes from few requests to many."""
+    panels = []
+    for family in found:
+        cards = gpus(family.rows[0].device)
+        together: dict[tuple[str, float], list[Record]] = defaultdict(list)
+        for name, load, row in _series(family, family.rows):
+            if row.tok_s_median and user_speed(row):
+                together[name, load].append(row)
+        data = [
+            {
+                "series": name,
+                "load": sig(load),
+                "user": sig(median([user_speed(row) or 0 for row in rows])),
+                "gpu": sig(median([(row.tok_s_median or 0) / cards for row in rows])),
+                "point": rows[-1].point,
+            }
+            for (name, load), rows in together.items()
+        ]
+        panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}."))
+    x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
+    y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
+    tips = ["series:N", "load:O", "user:Q", "gpu:Q", "point:N"]
+    base = rows_chart().encode(x=x, y=y)
+    line = base.mark_line(strokeWidth=2).encode(color=colour("series"), order="load:Q", tooltip=tips)
+    dots = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour("series"), tooltip=tips)
+    number = base.mark_text(align="left", dx=7, dy=-6, fontSize=11).encode(text="load:N")
+    chart = (line + dots + number).properties(width="container", height=340)
+    about = (
+        "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "
+        "another is better at both. On a CPU the machine takes the GPU's place."
+    )
+    return figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
+
+
+def user_speed(row: Record) -> float | None:
+    """Tokens a second that one request gets once its first token is out."""
+    if row.tpot_ms:
+        return 1000 / row.tpot_ms
+    return row.tok_s_median / row.batch if row.tok_s_median and row.batch else None
+
+
+def gpus(device: str | None) -> int:
+    """How many GPUs a machine's name says are in use (`machine.describe`); 1 for one, and for a CPU."""
+    found = re.match(r"(\d+)x ", device or "")
+    return int(found[1]) if found else 1
+
+
+def waits(found: Sequence[Family]) -> list[Figure]:
+    """Time to first token and time per output token by load: medians, and 99th percentiles."""
+    panels = []
+    for family in found:
+        data = [
+            {
+                "series": name,
+                "load": sig(load),
+                "what": what,
+                "value": sig(getattr(row, f"{what}_ms")),
+                "low": sig(getattr(row, f"{what}_ms")),
+                "high": sig(getattr(row, f"{what}_p99_ms")),
+                "point": row.point,
+            }
+            for name, load, row in _series(family, family.rows)
+            for what in WAITS
+            if getattr(row, f"{what}_ms") is not None
+        ]
+        panels.append(family.panel(data))
+    tips = ["series:N", "load:O", "value:Q", alt.Tooltip("high:Q", title="p99"), "point:N"]
+
+    def part(what: str, title: str) -> Any:
+        ours = rows_chart().transform_filter(f"datum.what == '{what}'")
+        scale = alt.Scale(zero=True)
+        line = ours.mark_line(strokeWidth=2).encode(
+            x=load_axis(), y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale), color=colour("series")
+        )
+        dots = ours.mark_point(filled=True, size=60, opacity=1).encode(
+            x=load_axis(), y=alt.Y("value:Q", scale=scale), color=colour("series"), tooltip=tips
+        )
+        tails = whiskers(load_axis(), color=colour("series"), tooltip=tips).transform_filter(
+            f"datum.what == '{what}' && isValid(datum.high)"
+        )
+        return (tails + line + dots).properties(width="container", height=210)
+
+    chart = alt.vconcat(*(part(what, title) for what, title in WAITS.items()))
+    about = "Lower is better. The dot is the median over requests, the end of the line above it the 99th percentile."
+    return figure("waits", "What a request waits for, by load", about, chart, panels)

@@ -239,7 +239,7 @@ class LengthRule:
     def brought(self, requests: int, width: int, accepted: float) -> None:
         """A verify pass of `width` drafts a request brought `accepted` of them, in the mean of its requests."""
         seen = self._seen.get(self._key(requests, width))
-        if seen is not None and width:
+        if seen is not None and width and self.acceptance.seen:
             seen.brought(accepted / sum(self.acceptance.survival(self.clock())[:width]), requests)
 
     def judged(self, judged: Sequence[int], stood: Sequence[int]) -> None:

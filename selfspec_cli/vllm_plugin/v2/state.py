@@ -15,7 +15,7 @@ from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
+from selfspec_cli.vllm_plugin.observe.late_copy import EVERY, LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 from selfspec_cli.vllm_plugin.v2.matches import Matches
 from selfspec_cli.vllm_plugin.v2.worth import Worth
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
 """The first of `DraftState.counts`, in the kernels' order."""
+
+
+SOON = 0.05
+"""Seconds between two copies of the counters to the host where the rule that chooses draft lengths learns from them."""
 
 
 class RoundInputs(NamedTuple):
@@ -202,7 +206,7 @@ class DraftState:
     def landed(self) -> Snapshot | None:
         """What goes to a server's metrics, a moment old and without waiting for the device; None if nothing is new."""
         if self._copy is None:
-            self._copy = LateCopy(self.counts[: self._before_active])
+            self._copy = LateCopy(self.counts[: self._before_active], SOON if self.measures else EVERY)
         values = self._copy.read()
         return None if values is None else self._named(values)
 

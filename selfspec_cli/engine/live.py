@@ -280,6 +280,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
 
             llm.collective_rpc("early_exit_annotate")
             annotate_frontend(llm.llm_engine)
+        if device_of(cfg) == "cpu":
+            llm.collective_rpc("early_exit_split_seeded_prompts")
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB

@@ -173,6 +173,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="a V2 speculator can say on the device how many tokens a request drafted",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify_in_chunks",
+        replacement=f"{_HERE}.v2.chosen_tokens:with_chosen_tokens",
+        stage="worker",
+        reason="it leaves logprob_token_ids out of steps with drafts",
+        unneeded_when="the V2 runner gives chosen tokens their log-probabilities where it verifies drafts",
+    ),
+    Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         replacement=f"{_HERE}.v1.sampling:expand_on_cpu",
         stage="worker",

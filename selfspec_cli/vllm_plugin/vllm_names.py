@@ -57,6 +57,7 @@ MODULES = {
     "vllm.v1.worker.gpu.input_batch": "InputBatch InputBuffers",
     "vllm.v1.worker.gpu.model_states.interface": "ModelState",
     "vllm.v1.worker.gpu.sample.gumbel": "gumbel_sample",
+    "vllm.v1.worker.gpu.sample.logprob": "compute_topk_scores",
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": "RejectionSampler",
     "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils": "SpeculatorBatchDescriptor "
     "SpeculatorCudaGraphManager",

@@ -75,6 +75,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM serves min_p and logit_bias with speculative decoding",
     ),
     Patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request",
+        replacement=f"{_HERE}.hooks:answer_streamed_input",
+        stage="config",
+        reason="a session whose input streams in keeps other tokens of a turn in its context where drafts are accepted",
+        unneeded_when="vLLM keeps the same tokens of a turn whether they were drafted or not",
+    ),
+    Patch(
         target="vllm.v1.executor.abstract:Executor.__init__",
         replacement=f"{_HERE}.hooks:patch_before_scheduler",
         stage="config",

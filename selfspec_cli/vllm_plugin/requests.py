@@ -11,7 +11,6 @@ from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
-
 def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSettings:
     """What a running request asked for. Whatever came past the check counts as nothing, and is logged: an error here
     would end the engine, with every other request in it."""

@@ -39,8 +39,8 @@ def look(judged: int, accepted: int, copies_all_layers: bool) -> Finding:
     consequence = "nothing more is drafted" if not accepted else "decoding is slower than it can be"
     return Finding(
         f"only {accepted} of {judged} first drafts were accepted, where {made} reach {least:.0%} or more: the draft "
-        f"seems broken (weights that were replaced, a wrong scale, layers left out); output is right, and {consequence}. "
-        "`selfspec verify` and `selfspec ppl` look closer",
+        f"seems broken (weights that were replaced, a wrong scale, layers left out); output is right, and {consequence}"
+        ". `selfspec verify` and `selfspec ppl` look closer",
         gives_up=not accepted,
     )
 

@@ -228,7 +228,7 @@ def _event(event: dict[str, Any]) -> tuple[list[str | None], dict[str, Any], str
 
 
 def _failure(event: dict[str, Any]) -> str | None:
-    """The words of an event that says that the request failed, in the shapes of vLLM's, OpenAI's and FastAPI's errors."""
+    """The words of an event that says that the request failed; vLLM, OpenAI and FastAPI shape them differently."""
     said = event.get("error")
     if not said and (event.get("object") == "error" or "choices" not in event):
         said = event.get("message") or event.get("detail")

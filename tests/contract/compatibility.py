@@ -195,11 +195,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             FAULTS + "test_thinking_ends_when_its_own_budget_does"),
         Row("trace_decode_token_ids", BY_VLLM, "under any speculative method",
             FAULTS + "test_what_is_refused_is_refused_alone"),
-        Row("custom logits processors (logits_processors)", YES, "on V1 a request that an AdapterLogitsProcessor acts on "
-            "is not drafted for, and nothing is beside a processor of whole batches; on V2 all are",
+        Row("custom logits processors (logits_processors)", YES, "on V1 a request that an AdapterLogitsProcessor acts "
+            "on is not drafted for, and none is beside a processor of whole batches; on V2 all are",
             FAULTS + "test_a_custom_logits_processor_acts_on_its_requests_and_the_others_draft"),
-        Row("sessions whose input streams in (StreamingInput)", REFUSED, "what a turn leaves in the context would depend "
-            "on its drafts", refusal=refusals.refuse_streamed_input,
+        Row("sessions whose input streams in (StreamingInput)", REFUSED, "what a turn leaves in the context would "
+            "depend on its drafts", refusal=refusals.refuse_streamed_input,
             instead="send each turn as a request of its own"),
         Row("watermarks", REFUSED, "drafts would be drawn without the watermark",
             refusal=engine(watermark_config={"key": 1}), instead="serve watermarked text without a speculative_config"),

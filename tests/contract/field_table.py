@@ -11,10 +11,10 @@ FILE = Path(__file__).parents[1] / "engine" / "request_fields.py"
 HEAD = """
 ### Fields of a request
 
-Each field of vLLM's SamplingParams, on both runners (V1 on a CPU, V2 in Triton's interpreter), alone and in one batch with all
-others: while tokens are drafted, while a table of lengths switches drafts off by load, and while each request asks for none
-(`selfspec_k` 0). "yes": the answer, with its log-probabilities, is a plain engine's. `temperature`, `top_p`, `top_k` and `min_p`
-were asked for so that one token is left; that drafts keep the distribution is shown apart
+Each field of vLLM's SamplingParams, on both runners (V1 on a CPU, V2 in Triton's interpreter), in one batch with all
+others: while tokens are drafted, while a table of lengths switches drafts off by load, and while each request asks for
+none (`selfspec_k` 0). "yes": the answer, with its log-probabilities, is a plain engine's. `temperature`, `top_p`,
+`top_k` and `min_p` were asked for so that one token is left; that drafts keep the distribution is shown apart
 (`tests/engine/test_sampling.py`).
 
 | field | V1: drafts | off by load | off by request | V2: drafts | off by load | off by request | what to know |
@@ -25,7 +25,7 @@ were asked for so that one token is left; that drafts keep the distribution is s
 def section() -> str:
     """The part of the page."""
     known = runpy.run_path(str(FILE))
-    rows = {name: ("yes", "yes") for name in known["FIELDS"]}
+    rows = dict.fromkeys(known["FIELDS"], ("yes", "yes"))
     rows |= dict.fromkeys(known["V2_FIELDS"], ("refused", "yes"))
     rows |= {name: ("refused", "refused") for name in known["REFUSED"] if name not in known["V2_FIELDS"]}
     return HEAD + "".join(_line(name, *rows[name], known["NOTES"]) for name in sorted(rows))

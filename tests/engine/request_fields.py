@@ -61,7 +61,7 @@ NOTES = {
     "prompt_logprob_start": "vLLM: with prompt_logprob_token_ids alone",
     "prompt_logprob_token_ids": "vLLM: requires the V2 model runner",
     "thinking_token_budget": "without a reasoning parser vLLM refuses it, plain or not",
-    "trace_decode_token_ids": "vLLM: not with speculative decoding; it replays a given text, which no draft can speed up",
+    "trace_decode_token_ids": "vLLM: not with speculative decoding; it replays a given text",
     "watermarking": "true is refused where the engine has no watermark, and watermarks are refused with early exit",
 }
 """What docs/limits.md says of a field besides."""

@@ -10,7 +10,9 @@ from scipy import stats
 from selfspec_cli.early_exit.broken_draft import LEAST_OF_COPIES, LEAST_OF_LAYERS, at_most, look
 
 
-@pytest.mark.parametrize(("judged", "accepted", "chance"), [(39, 0, 0.3), (200, 30, 0.3), (684, 0, 0.02), (50, 50, 0.5)])
+@pytest.mark.parametrize(
+    ("judged", "accepted", "chance"), [(39, 0, 0.3), (200, 30, 0.3), (684, 0, 0.02), (50, 50, 0.5)]
+)
 def test_the_probability_is_the_binomial_distributions(judged, accepted, chance):
     assert at_most(accepted, judged, chance) == pytest.approx(stats.binom.cdf(accepted, judged, chance))
 

@@ -53,7 +53,8 @@ def config(tmp_path, **changes):
 @needs_locust
 def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 13, 14)]
-    odd = [[*TOKENS, 'data: {"error": {"message": "out of memory"}}', DONE, ""], ["data: null", DONE], ['{"detail": "no"}']]
+    failed = 'data: {"error": {"message": "out of memory"}}'
+    odd = [[*TOKENS, failed, DONE, ""], ["data: null", DONE], ['{"detail": "no"}']]
     prompts += [{"prompt": [1], "lines": lines} for lines in odd]
     run = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=21), tmp_path, check=nothing)
     assert sorted(one.number for one in run.samples) == list(range(21))

@@ -1,4 +1,4 @@
-"""What a user types and names that used to be read wrongly: ranges, interpolations, addresses, files without a mapping."""
+"""What a user types: ranges, interpolations, addresses of models, names of folders and of files without a mapping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def test_a_range_ends_before_its_stop(typed, numbers):
 @pytest.mark.parametrize("steps", range(1, 30))
 def test_no_range_of_tenths_holds_its_stop(steps):
     start = steps / 10
-    assert parse([f"tau=range({start},{(steps + 3) / 10},0.1)"])[0].values == (start, (steps + 1) / 10, (steps + 2) / 10)
+    assert parse([f"tau=range({start},{(steps + 3) / 10},0.1)"])[0].values == (
+        start,
+        (steps + 1) / 10,
+        (steps + 2) / 10,
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,9 +91,11 @@ def test_what_cannot_be_read_is_said_with_its_own_reason(typed, said):
 def test_the_address_of_a_model_is_answered_with_the_word_for_it(key, word, instead):
     from selfspec_cli.config.paths import model_path
 
+    def place():
+        return model_path(compose_runs(None, [f"{key}={word}"])[0].model)
+
     with pytest.raises(ConfigError) as refused:
-        for cfg in compose_runs(None, [f"{key}={word}"]):
-            model_path(cfg.model)
+        place()
     assert str(refused.value).endswith(f"write {key}={instead}")
 
 

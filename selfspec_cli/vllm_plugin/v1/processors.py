@@ -72,7 +72,7 @@ def biases(processors: LogitsProcessors) -> dict[int, dict[int, float]]:
 
 
 def add_biases(logits: Tensor, rows: Sequence[int], wanted: dict[int, dict[int, float]]) -> Tensor:
-    """Add each request's bias to its rows of `logits` [n, vocabulary], in place. rows: of the batch, of each of the n."""
+    """Add each request's bias to its rows of `logits` [n, vocabulary], in place. rows: the request of each of the n."""
     for place, row in enumerate(rows):
         if bias := wanted.get(row):
             logits[place, list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
@@ -82,7 +82,7 @@ def add_biases(logits: Tensor, rows: Sequence[int], wanted: dict[int, dict[int, 
 def mask_unlikely(logits: Tensor, temperature: Tensor, rows: Tensor, processors: LogitsProcessors) -> Tensor:
     """-inf in `logits` [n, vocabulary], in place, for tokens below `min_p` of the likeliest at each temperature [n].
 
-    rows: of the batch, of each of the n.
+    rows: the request of each of the n, as its row of the batch.
     """
     from selfspec_cli.vllm_plugin.vllm_names import MinPLogitsProcessor
 

@@ -17,7 +17,7 @@ FORCED = 1e9  # vLLM's: the logit of a token that is forced
 
 
 def exact_with_drafts(original: type[Any]) -> type[Any]:
-    """Replacement for `ThinkingBudgetStateHolder`: plain decoding's states, moved on token by token, over drafts too."""
+    """Replacement for `ThinkingBudgetStateHolder`: plain decoding's states, token by token, over drafts too."""
 
     class ExactWithDrafts(original):  # type: ignore[misc]
         """Keeps the state of each request after its committed tokens, as a plain engine has it."""

@@ -42,7 +42,8 @@ MODULES = {
     "vllm.v1.metrics.utils": "create_metric_per_engine",
     # The V1 model runner, which is the CPU's.
     "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor",
-    "vllm.v1.sample.logits_processor.builtin": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor",
+    "vllm.v1.sample.logits_processor.builtin": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor "
+    "process_dict_updates",
     "vllm.v1.sample.logits_processor.state": "LogitsProcessors",
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.spec_decode.draft_model": "DraftModelProposer",

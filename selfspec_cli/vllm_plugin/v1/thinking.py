@@ -2,7 +2,8 @@
 
 vLLM lays out the rows of a step as one for each draft wherever the engine speculates. In a step without drafts that is
 no row at all, so that one request's budget is carried out on another. It looks at tokens of earlier rounds alone, so
-that thinking which ends by itself inside accepted drafts is ended again when the budget runs out.
+that thinking which ends by itself inside accepted drafts is ended again when the budget runs out. And a request without
+a budget that moves into the row of one that has ended is given that one's budget, drafts or not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ FORCED = 1e9  # vLLM's: the logit of a token that is forced
 
 def exact_with_drafts(original: type[Any]) -> type[Any]:
     """Replacement for `ThinkingBudgetStateHolder`: plain decoding's states, token by token, over drafts too."""
+    from selfspec_cli.vllm_plugin.vllm_names import process_dict_updates
 
     class ExactWithDrafts(original):  # type: ignore[misc]
         """Keeps the state of each request after its committed tokens, as a plain engine has it."""
@@ -29,6 +31,16 @@ def exact_with_drafts(original: type[Any]) -> type[Any]:
             self._forced: dict[int, list[int | None]] = {}
             markers = self.think_start_token_ids, self.think_end_token_ids
             self._longest = max(map(len, markers))
+
+        def sync_batch(self, batch_update: Any) -> None:
+            """Follow requests that come, go and change rows, as vLLM's other processors do."""
+            if self.is_enabled:
+                process_dict_updates(self._state, batch_update, self._beginning)
+
+        def _beginning(self, params: Any, prompt: list[int] | None, output: list[int]) -> dict[str, Any] | None:
+            """The state of a new request; None for one without a budget."""
+            budget = params.thinking_token_budget
+            return None if budget is None else self._init_state_entry(prompt, budget)
 
         def update_state(
             self,

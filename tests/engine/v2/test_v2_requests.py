@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
@@ -27,16 +28,18 @@ def asked(drafts: str = MODES[0]) -> list[Any]:
     return made
 
 
-def prompt_scores(output: Any) -> Any:
-    """What `prompt_logprob_token_ids` are answered with."""
-    found = output.prompt_token_id_logprobs
-    return None if found is None else found.tolist()
+def prompt_scores(outputs: list[Any]) -> list[Any]:
+    """What `prompt_logprob_token_ids` are answered with, rounded."""
+    found = [output.prompt_token_id_logprobs for output in outputs]
+    return [None if one is None else np.round(one, 3).tolist() for one in found]
 
 
 @pytest.fixture(scope="module")
 def wanted(talking) -> dict[str, Any]:
     with live(talking, **ENGINE) as engine:
-        found = dict(zip(NAMES, map(answer, engine.generate(TEXTS, asked())), strict=True))
+        outputs = engine.generate(TEXTS, asked())
+        found: dict[str, Any] = dict(zip(NAMES, map(answer, outputs), strict=True))
+        found["scores"] = prompt_scores(outputs)
         for bias in BIASES:
             found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thinking(bias=bias)))
         return found
@@ -54,6 +57,8 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
         outputs = drafting.generate(TEXTS, asked(drafts))
     wrong = [name for name, output in zip(NAMES, outputs, strict=True) if not same(answer(output), wanted[name])]
     assert not wrong
+    assert prompt_scores(outputs) == wanted["scores"]
+    assert sum(one is not None for one in wanted["scores"]) == len(V2_FIELDS)
 
 
 @pytest.mark.parametrize("bias", BIASES)

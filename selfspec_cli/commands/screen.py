@@ -83,24 +83,32 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
         _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
 
 
+NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP,
+                errno.ENAMETOOLONG, errno.EINVAL, errno.EIO, errno.ENOTSUP}  # fmt: skip
+"""Why a folder cannot be made or a file written: rights, a name that is taken, too long or not allowed, the disk."""
+
+
 def _of_disk(error: OSError) -> str | None:
     """What to do about a folder of results or heads that cannot be written, or a full disk; None for other errors."""
     place = error.filename or "a file"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        if error.filename is None or not _is_written_to(Path(os.fsdecode(error.filename))):
-            return None  # such as a program that may not be run: the error names it
-        return f"{place}: {error.strerror}; choose another folder (results_dir=, head_dir=), or make this one writable"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{place}: {error.strerror}; free some space, or choose a folder on another disk (results_dir=)"
-    return None
+    if error.errno not in NOT_WRITABLE or error.filename is None or not _is_written_to(Path(os.fsdecode(place))):
+        return None  # such as a program that may not be run: the error names it
+    return f"{place}: {error.strerror}; choose another folder (results_dir=, head_dir=), or make this one writable"
 
 
 def _is_written_to(place: Path) -> bool:
-    """Whether a place is one of this command's folders of results and heads, as they were typed or by default, or in
-    one."""
+    """Whether a place is one of this command's folders of results and heads, as they were typed or by default, a file
+    in one that is there, or a folder above."""
     default = {name: getattr(RunConfig(), name) for name in ("results_dir", "head_dir")}
     typed = [value for name, _, value in (word.partition("=") for word in sys.argv) if name in default]
-    return any(place.absolute().is_relative_to(Path(folder).absolute()) for folder in [*default.values(), *typed])
+    for folder in map(Path, [*default.values(), *typed]):
+        inside, above = (one.absolute().is_relative_to(other.absolute()) for one, other in
+                         ((place, folder), (folder, place)))  # fmt: skip
+        if inside or (above and not os.path.isdir(place)):
+            return True
+    return False
 
 
 def _shortened(text: str, lines: int = 12, width: int = 2000) -> str:

@@ -68,6 +68,7 @@ def named_model(word: str) -> ModelConfig | None:
 
     A folder is called by its own name, a model of the Hub by its whole id, because many have the same last part.
     """
+    paths.refuse_address(word, "model")
     if not paths.looks_like_model_path(word):
         return None
     folder = word.startswith(("/", ".", "~")) or Path(word).is_dir()

@@ -55,7 +55,7 @@ class Composed:
             for name, value in values.items():
                 OmegaConf.update(made, name, value)
             try:
-                plain = OmegaConf.to_container(made, resolve=True)
+                plain = _escaped(OmegaConf.to_container(made, resolve=True))
                 cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
             except OmegaConfBaseException as error:
                 raise ConfigError(_explain(error, self._overrides)) from error
@@ -83,6 +83,9 @@ class Files:
             return Composed(compose(config_name=_ROOT, overrides=[*self._search, *overrides]), overrides)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(_explain(error, overrides)) from error
+        except (OSError, UnicodeDecodeError) as error:  # a file that cannot be read, or that holds no mapping
+            why = getattr(error, "strerror", None) or "it must be a mapping of settings, in UTF-8"
+            raise ConfigError(f"{_file_of(overrides)}: {why}") from error
 
 
 @lru_cache(maxsize=4)
@@ -116,6 +119,15 @@ def _register(base: RunConfig | None, overridden: set[str]) -> None:
     ConfigStore.instance().store(name=_ROOT, node=_Root(**values, defaults=["_self_", *defaults]))
 
 
+def _escaped(value: Any) -> Any:
+    """The same values with every `${` in a text as it stands: OmegaConf takes no interpolation for one."""
+    if isinstance(value, dict):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [*map(_escaped, value)]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def _references(value: Any, place: tuple[str, ...]) -> Iterator[str]:
     """The keys to which the interpolations below `value` refer: ${workload.batch}, or ${.batch} from beside it."""
     if isinstance(value, dict):
@@ -124,6 +136,19 @@ def _references(value: Any, place: tuple[str, ...]) -> Iterator[str]:
     elif isinstance(value, str) and "${" in value:
         for dots, name in re.findall(r"\$\{\s*(\.*)([\w.]+)\s*\}", value):
             yield ".".join([*place[: len(place) - len(dots)], name] if dots else [name])
+
+
+def _file_of(overrides: Sequence[str]) -> str:
+    """The file among chosen ones that holds no mapping, or cannot be read; what was chosen where it is not found."""
+    for override in overrides:
+        group, _, name = override.lstrip("+").partition("=")
+        for file in (folder / group / f"{name}.yaml" for folder in conf_dirs()):
+            try:
+                if file.exists() and not isinstance(yaml.safe_load(file.read_text(encoding="utf-8")) or {}, dict):
+                    return str(file)
+            except (OSError, ValueError):
+                return str(file)
+    return " ".join(overrides)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

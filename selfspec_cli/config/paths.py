@@ -11,6 +11,8 @@ REFERENCE = "reference"  # the model path of the embedded model
 PLAIN = "reference_plain"  # and for its control, which is in the repository and not in the installed package
 SHAPE = "shape:"  # begins the path of a packaged config without weights: experiments/shapes/NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_ADDRESS = re.compile(r"(?:https?://[^/]+|hf:/|[\w-]+(?:\.[\w-]+)+)/([\w-][\w.-]*/[\w.-]+)(/.*)?", re.I)
+"""Of a model's page on a hub, with or without what comes after it; the group is the model's id."""
 
 
 def data_dir() -> Path:
@@ -45,6 +47,18 @@ def looks_like_model_path(word: str) -> bool:
     return word.startswith(("/", "./", "../", "~")) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
 
 
+def refuse_address(word: str, key: str) -> None:
+    """Refuse the web address of a model, and say which word means it; raises ConfigError."""
+    if Path(word).expanduser().is_dir():
+        return
+    if found := _ADDRESS.fullmatch(word):
+        raise ConfigError(f"{key}={word}: an address, where a model's name is expected; write {key}={found[1]}")
+    if "://" in word:
+        raise ConfigError(
+            f"{key}={word}: models are not fetched from an address; fetch it into a folder, and write {key}=./FOLDER"
+        )
+
+
 def model_path(model: ModelConfig) -> str:
     """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id.
 
@@ -58,6 +72,7 @@ def model_path(model: ModelConfig) -> str:
     if model.path.startswith(SHAPE):
         name = model.path.removeprefix(SHAPE)
         return str(_folder(experiments_dir() / "shapes" / name, f"model.path={model.path}"))
+    refuse_address(model.path, "model.path")
     path = Path(model.path).expanduser()
     if path.is_dir() or _HUB_ID.fullmatch(model.path) is None:
         return str(_folder(path, f"model.path={model.path}"))

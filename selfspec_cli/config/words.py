@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, is_dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -27,7 +29,8 @@ from selfspec_cli.early_exit.view import own_settings
 
 _FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)\(.*\)\s*")
 _SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
-_PARTS = re.compile(r"""((?:\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,\\]|\\$)*)(,|$)""", re.S)
+_PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.S)
+"""Of a value: an escaped sign, quoted text, the beginning of an interpolation, or any other sign."""
 
 _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
 
@@ -107,18 +110,22 @@ def _parse(text: str) -> Word:
     try:
         override = _parser().parse_override(_quoted(text))
     except HydraException as error:
-        form = """speculative='{"method": "ngram"}'""" if text.startswith(f"{SPECULATIVE}=") else "tau_v=4,5,6"
-        raise ConfigError(f"cannot read the override {text!r}: write key=value, for example {form}") from error
+        raise ConfigError(_unreadable(text, error)) from error
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
     _check_sweep(override, text)
     sweep = override.is_sweep_override()
-    key, found = override.key_or_group, [*override.sweep_iterator()] if sweep else [override.value()]
-    values = tuple(map(_plain, found))
-    texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
-    # A number of a range as it was meant, and an interpolation, of which Hydra would escape the braces.
-    plain = [override.is_range_sweep() or (isinstance(value, str) and "${" in value) for value in values]
-    texts = [str(value) if as_it_is else text for value, text, as_it_is in zip(values, texts, plain, strict=True)]
+    key = override.key_or_group
+    if override.is_range_sweep():
+        values: tuple[Any, ...] = _numbers(override.value())
+        texts = [*map(str, values)]
+    else:
+        found = [*override.sweep_iterator()] if sweep else [override.value()]
+        values = tuple(map(_plain, found))
+        texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
+        # Of an interpolation without quotes Hydra would escape the braces.
+        refers = [isinstance(value, str) and "${" in value for value in values]
+        texts = [_in_quotes(value) if it else text for value, text, it in zip(values, texts, refers, strict=True)]
     if key not in (EXPERIMENT, TUNED):
         type_of(key)
         option = option_of(key)
@@ -126,6 +133,28 @@ def _parse(text: str) -> Word:
             if option and (words := option.knob.words()) and str(value) not in words and value is not None:
                 raise ConfigError(option.knob.wrong_word(value, key))
     return Word(text, key, values, tuple(texts), sweep)
+
+
+def _unreadable(text: str, error: HydraException) -> str:
+    """Why an override cannot be read, and what one looks like."""
+    if "=" in text and not text.startswith((f"{SPECULATIVE}=", "=")):
+        lines = [line for line in str(error).splitlines() if line and not line.startswith(("Error parsing", "See "))]
+        return f"cannot read the override {text!r}: {(lines or ['it has no value'])[0]}"
+    form = """speculative='{"method": "ngram"}'""" if text.startswith(f"{SPECULATIVE}=") else "tau_v=4,5,6"
+    return f"cannot read the override {text!r}: write key=value, for example {form}"
+
+
+def _numbers(sweep: RangeSweep) -> tuple[int | float, ...]:
+    """The numbers of a range as they are written, its stop left out: sums of floats would reach 0.4 from below."""
+    whole = all(isinstance(value, int) for value in (sweep.start, sweep.stop, sweep.step))
+    start, stop, step = (
+        Fraction(value if isinstance(value, int) else f"{value:.12g}")
+        for value in (sweep.start or 0, sweep.stop or 0, sweep.step)
+    )
+    exact = [start + place * step for place in range(math.ceil((stop - start) / step))]
+    if sweep.shuffle:
+        random.shuffle(exact)
+    return tuple(int(value) if whole else float(value) for value in exact)
 
 
 def _documents(text: str) -> tuple[dict[str, Any], ...]:
@@ -147,15 +176,13 @@ def _parser() -> OverridesParser:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Hydra's parser in Python: 0.3 and not the 0.30000000000000004 that a range steps to."""
+    """A value of Hydra's parser in Python."""
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, dict):
         return {str(_plain(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [*map(_plain, value)]
-    if isinstance(value, float) and math.isfinite(value):
-        return float(f"{value:.12g}")
     return value
 
 
@@ -181,17 +208,34 @@ def _quoted(text: str) -> str:
         return text
     if key == "skip_layers" and _RANGES.fullmatch(value):
         return f"{key}={_quote(value)}"  # one set of layers; several sets are quoted: '10-15','10-15,20'
-    parts = [match[1].strip() for match in _PARTS.finditer(value)]
-    parts = parts[:-1] if len(parts) > 1 and not value.rstrip().endswith(",") and not parts[-1] else parts
+    parts = _parts(value)
     if len(parts) > 1 and not all(parts):
         return text  # a list with a hole, which the parser refuses
     return f"{key}={','.join(map(_quote, parts))}"
 
 
+def _parts(value: str) -> list[str]:
+    """A value split at its commas, but not at those of quoted text, of interpolations, and of a list or a mapping."""
+    parts, depth = [""], 0
+    for piece in _PIECES.findall(value):
+        begins = piece == "${" or (piece in "[{" and (depth or not parts[-1].strip()))
+        depth += begins - (piece in "]}" and depth > 0)
+        if piece == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return [part.strip() for part in parts]
+
+
 def _quote(part: str) -> str:
-    if re.fullmatch(r"""'.*'|".*"|[\[{].*|null|.*\$\{.*""", part, re.S | re.I):
+    if re.fullmatch(r"""'.*'|".*"|[\[{].*|null""", part, re.S | re.I):
         return part
-    return QuotedString(_SPECIAL.sub(r"\1", part), Quote.single).with_quotes()
+    return _in_quotes(_SPECIAL.sub(r"\1", part))
+
+
+def _in_quotes(text: str) -> str:
+    """`text` in quotes; an interpolation may hold single ones of its own."""
+    return QuotedString(text, Quote.double if "${" in text and "'" in text else Quote.single).with_quotes()
 
 
 def _takes_text(key: str) -> bool:

@@ -277,6 +277,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             began = time.perf_counter()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
             start_seconds = time.perf_counter() - began
+        if device_of(cfg) == "cpu":
+            llm.collective_rpc("early_exit_split_seeded_prompts")
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB

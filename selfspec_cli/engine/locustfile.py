@@ -37,6 +37,7 @@ if os.environ.get("OPENAI_API_KEY"):
 BODIES = [json.dumps(JOB["body"] | prompt).encode() for prompt in JOB["prompts"]]
 ERROR_LENGTH = 300
 READ_BYTES = 65536
+UNFINISHED = ("error", "abort")  # reasons for which a server ends an answer that is not at its end
 CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 Part = tuple[float, bytes]
 
@@ -119,9 +120,9 @@ class Run:
             connection.close()
             error = f"{type(problem).__name__}: {problem}"[:ERROR_LENGTH]
         sample |= _read(parts)
-        if error is None and not sample.pop("whole"):
+        whole, error = sample.pop("whole"), sample.pop("failure") or error
+        if error is None and not whole:
             error = "the stream broke off before its end"
-        sample.pop("whole", None)
         if error is None and not sample["events_us"]:
             error = "no output came"
         sample |= {"sent_us": round(1e6 * sent), "error": error}
@@ -171,37 +172,79 @@ def _post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HT
 
 
 def _receive(response: http.client.HTTPResponse, parts: list[Part]) -> None:
-    """Every `data:` line of a stream with the moment at which it came; raises when the stream breaks off."""
+    """Every line of a stream with the moment at which it came; raises when the stream breaks off."""
     rest = b""
     while data := response.read1(READ_BYTES):  # at most what has come: never waits for more than there is
         moment = time.monotonic()
         *lines, rest = (rest + data).split(b"\n")
-        parts += [(moment, line) for line in lines if line.startswith(b"data:")]
+        parts += [(moment, line) for line in lines if line.strip()]
+    if rest.strip():
+        parts.append((time.monotonic(), rest))
 
 
 def _read(parts: list[Part]) -> dict[str, Any]:
-    """What a stream held. tokens: None where the server did not count them. whole: it ended as streams end."""
-    moments, texts, whole = [], [], False
+    """What a stream held, whatever the server wrote. tokens: None where it did not count them. whole: it ended as
+    streams end. failure: why the request failed, in the server's words; None where nothing says that it did."""
+    moments, texts, whole, failures = [], [], False, []
     usage: dict[str, Any] = {}
     for moment, line in parts:
-        data = line[5:].strip()
+        name, _, data = line.partition(b":")
+        data = data.strip()
+        if name != b"data":
+            if name.strip() not in (b"", b"event", b"id", b"retry"):  # a comment begins with the colon
+                failures.append(f"no event: {_words(line)}")
+            continue
         if data == b"[DONE]":
             whole = True
-            continue
-        try:
-            event = json.loads(data)
-        except ValueError:
-            continue
-        usage = event.get("usage") or usage
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta")
-            written = [choice.get("text")] if delta is None else _written(delta)
+        elif data:
+            try:
+                event = json.loads(data)
+                written, counted, failure = _event(event)
+            except Exception:  # of any shape that a server may think of: the request failed, and the run goes on
+                written, counted, failure = [], {}, f"an event that cannot be read: {_words(data)}"
+            usage = counted or usage
+            failures += [failure] if failure else []
             if written:
                 moments.append(round(1e6 * moment))
                 texts += [text or "" for text in written]
     digest = hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    counts = {"tokens": usage.get("completion_tokens"), "prompt_tokens": usage.get("prompt_tokens")}
-    return {"events_us": moments, "digest": digest, "whole": whole, **counts}
+    counts = {"tokens": _count(usage.get("completion_tokens")), "prompt_tokens": _count(usage.get("prompt_tokens"))}
+    return {"events_us": moments, "digest": digest, "whole": whole, "failure": next(iter(failures), None), **counts}
+
+
+def _event(event: dict[str, Any]) -> tuple[list[str | None], dict[str, Any], str | None]:
+    """What an event holds: texts, the server's count of tokens, and why the request failed; raises for other shapes."""
+    written: list[str | None] = []
+    failure = _failure(event)
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta")
+        texts = [choice.get("text")] if delta is None else _written(delta)
+        "".join(text or "" for text in texts)  # raises TypeError for what is no text
+        written += texts
+        if choice.get("finish_reason") in UNFINISHED:
+            failure = failure or f"the server ended it with finish_reason {choice['finish_reason']}"
+    usage = event.get("usage")
+    return written, usage if isinstance(usage, dict) else {}, failure
+
+
+def _failure(event: dict[str, Any]) -> str | None:
+    """The words of an event that says that the request failed; vLLM, OpenAI and FastAPI shape them differently."""
+    said = event.get("error")
+    if not said and (event.get("object") == "error" or "choices" not in event):
+        said = event.get("message") or event.get("detail")
+    if not said:
+        return None
+    words = said.get("message") or said if isinstance(said, dict) else said
+    return f"the server said: {words if isinstance(words, str) else json.dumps(words)}"[:ERROR_LENGTH]
+
+
+def _words(data: bytes) -> str:
+    return data.decode(errors="replace").strip()[:ERROR_LENGTH]
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens; None for what is none."""
+    return value if type(value) is int and value >= 0 else None
 
 
 def _pause(client: int, gone: float) -> float:

@@ -55,7 +55,7 @@ def answers(
 
     Args:
         waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens
-            that are generated. vLLM 0.32 cannot split the prompt of a seeded request on a CPU.
+            that are generated.
         between: called before each step of the engine with the number of steps so far.
     """
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)

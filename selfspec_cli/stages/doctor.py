@@ -13,7 +13,7 @@ from pathlib import Path
 
 from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.engine import deployment
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight, pull
@@ -193,7 +193,9 @@ def _on_the_hub(cfg: RunConfig, place: str) -> Check:
 
 
 def _min_p(cfg: RunConfig) -> list[Check]:
-    """A model's generation_config.json may have each request refused, where it is served with drafts."""
+    """A model's generation_config.json may have each request refused, where it is served with drafts of vLLM's own."""
+    if cfg.method is not Method.vllm:
+        return []
     file = Path(paths.model_path(cfg.model)) / "generation_config.json"
     try:
         own = json.loads(file.read_text(encoding="utf-8")).get("min_p")
@@ -201,6 +203,6 @@ def _min_p(cfg: RunConfig) -> list[Check]:
         return []
     if not own:
         return []
-    return [Check("generation_config", None, f"{file} has min_p = {own}, which vLLM refuses under speculative "
+    return [Check("generation_config", None, f"{file} has min_p = {own}, which vLLM refuses under its own speculative "
                   "decoding: `selfspec serve` wants -- --override-generation-config '{\"min_p\": 0}', or min_p = 0 in "
                   "each request")]  # fmt: skip

@@ -127,10 +127,41 @@ def check_requests(original: Function) -> Function:
         if settings is not None:
             from selfspec_cli.vllm_plugin.requests import check
 
-            check(self, model_config, settings)
+            check(self, settings)
         return original(self, model_config, speculative_config, *args, **kwargs)
 
     return verify
+
+
+def serve_min_p_and_logit_bias(original: Function) -> Function:
+    """Replacement for `SamplingParams._validate_spec_decode`: both are served beside early exit's drafts."""
+
+    @functools.wraps(original)
+    def _validate_spec_decode(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(speculative_config, SETTINGS_KEY, None) is None:
+            return original(self, speculative_config, *args, **kwargs)
+        return None
+
+    return _validate_spec_decode
+
+
+def answer_streamed_input(original: Function) -> Function:
+    """Replacement for `AsyncLLM._add_streaming_input_request`: refused with early exit."""
+
+    @functools.wraps(original)
+    async def _add_streaming_input_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.vllm_config.speculative_config, SETTINGS_KEY, None) is not None:
+            from selfspec_cli.early_exit.errors import SettingsError
+            from selfspec_cli.vllm_plugin.refusals import refuse_streamed_input
+            from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
+
+            try:
+                refuse_streamed_input()
+            except SettingsError as error:
+                raise VLLMValidationError(str(error), parameter="prompt") from error
+        return await original(self, *args, **kwargs)
+
+    return _add_streaming_input_request
 
 
 def patch_before_scheduler(original: Function) -> Function:

@@ -68,6 +68,20 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM lets a plugin check the extra_args of a request",
     ),
     Patch(
+        target="vllm.sampling_params:SamplingParams._validate_spec_decode",
+        replacement=f"{_HERE}.hooks:serve_min_p_and_logit_bias",
+        stage="config",
+        reason="it refuses min_p and logit_bias wherever tokens are drafted",
+        unneeded_when="vLLM serves min_p and logit_bias with speculative decoding",
+    ),
+    Patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request",
+        replacement=f"{_HERE}.hooks:answer_streamed_input",
+        stage="config",
+        reason="a session whose input streams in keeps other tokens of a turn in its context where drafts are accepted",
+        unneeded_when="vLLM keeps the same tokens of a turn whether they were drafted or not",
+    ),
+    Patch(
         target="vllm.v1.executor.abstract:Executor.__init__",
         replacement=f"{_HERE}.hooks:patch_before_scheduler",
         stage="config",
@@ -166,6 +180,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="a V2 speculator can say on the device how many tokens a request drafted",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify_in_chunks",
+        replacement=f"{_HERE}.v2.chosen_tokens:with_chosen_tokens",
+        stage="worker",
+        reason="it leaves logprob_token_ids out of steps with drafts",
+        unneeded_when="the V2 runner gives chosen tokens their log-probabilities where it verifies drafts",
+    ),
+    Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         replacement=f"{_HERE}.v1.sampling:expand_on_cpu",
         stage="worker",
@@ -192,6 +213,42 @@ PATCHES: tuple[Patch, ...] = (
         stage="worker",
         reason="it forbids stop tokens behind drafts that reach min_tokens, so that a request may pass over one",
         unneeded_when="the V1 runner's min_tokens counts the drafts before a bonus token",
+    ),
+    Patch(
+        target="vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder",
+        replacement=f"{_HERE}.v1.thinking:exact_with_drafts",
+        stage="worker",
+        reason="it forces the ends of thinking in the rows of other requests in a step without drafts, and does not "
+        "see thinking end inside drafts",
+        unneeded_when="the V1 runner's thinking budgets count the drafts before each place of a round",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:build_logitsprocs",
+        replacement=f"{_HERE}.v1.processors:build_all",
+        stage="worker",
+        reason="it leaves out min_p, logit_bias and custom logits processors where tokens are drafted",
+        unneeded_when="the V1 runner verifies drafts with every logits processor",
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors",
+        replacement=f"{_HERE}.v1.processors:bias_drafts",
+        stage="worker",
+        reason="it verifies drafts without logit_bias",
+        unneeded_when="the V1 runner verifies drafts with every logits processor",
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+        replacement=f"{_HERE}.v1.processors:leave_out_unlikely",
+        stage="worker",
+        reason="it verifies drafts without min_p",
+        unneeded_when="the V1 runner verifies drafts with every logits processor",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
+        replacement=f"{_HERE}.v1.sampling:keep_seeds_of_prompts",
+        stage="worker",
+        reason="it rewinds the generator of a request whose prompt is computed in pieces, which one of a CPU cannot",
+        unneeded_when="the V1 runner samples with generators of a CPU where prompts are computed in pieces",
     ),
     *(
         Patch(

@@ -134,6 +134,15 @@ def refuse_engine(args: EngineArgs) -> None:
         )
 
 
+def refuse_streamed_input() -> None:
+    """Sessions whose input streams in, turn by turn (vLLM's StreamingInput): each keeps what was computed of the turn
+    before, which ends at another token where the last drafts were accepted."""
+    raise SettingsError(
+        "input that streams in is not supported with early exit: what the next turn remembers of a turn's last tokens "
+        "would depend on the drafts that were accepted; allowed: send each turn as a request of its own"
+    )
+
+
 def refuse_fitted_copies(path: str | None, shards: int) -> None:
     """Copies that were made from data are whole weights. Raises SettingsError for several tensor-parallel ranks."""
     if path is not None and shards > 1:

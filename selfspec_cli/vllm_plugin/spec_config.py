@@ -26,7 +26,6 @@ from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
-from selfspec_cli.vllm_plugin.requests import min_p_of_model
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.target_facts import target_of
 
@@ -93,8 +92,6 @@ def understand_layer_skip(original: Original) -> Original:
             refusals.refuse_latents(target_model_config)
             refusals.refuse_adapters(self, target_model_config)
             refusals.refuse_gate(settings)
-            if origin := min_p_of_model(target_model_config):
-                logging.getLogger("vllm.selfspec").warning("requests will be refused: %s", origin)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
             from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 

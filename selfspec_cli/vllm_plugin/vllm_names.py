@@ -41,7 +41,10 @@ MODULES = {
     "vllm.v1.metrics.stats": "IterationStats MultiModalCacheStats SchedulerStats",
     "vllm.v1.metrics.utils": "create_metric_per_engine",
     # The V1 model runner, which is the CPU's.
-    "vllm.v1.sample.logits_processor.builtin": "MinTokensLogitsProcessor",
+    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor",
+    "vllm.v1.sample.logits_processor.builtin": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor "
+    "process_dict_updates",
+    "vllm.v1.sample.logits_processor.state": "LogitsProcessors",
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.spec_decode.draft_model": "DraftModelProposer",
     "vllm.v1.outputs": "LogprobsTensors SamplerOutput",
@@ -55,6 +58,7 @@ MODULES = {
     "vllm.v1.worker.gpu.input_batch": "InputBatch InputBuffers",
     "vllm.v1.worker.gpu.model_states.interface": "ModelState",
     "vllm.v1.worker.gpu.sample.gumbel": "gumbel_sample",
+    "vllm.v1.worker.gpu.sample.logprob": "compute_topk_scores",
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": "RejectionSampler",
     "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils": "SpeculatorBatchDescriptor "
     "SpeculatorCudaGraphManager",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
@@ -163,6 +164,14 @@ class EarlyExitWorker:
         if recorder is None:
             raise SettingsError("no record of drafts was begun on this engine")
         return recorder.plain()
+
+    def early_exit_split_seeded_prompts(self) -> None:
+        """Let prompts of seeded requests be computed in pieces on a CPU, in an engine without early exit too."""
+        from selfspec_cli.vllm_plugin.v1.sampling import keep_seeds_of_prompts
+
+        runner = self.model_runner
+        if hasattr(runner, "discard_request_mask"):  # the V1 runner, which is the one that cannot
+            runner.sample_tokens = MethodType(keep_seeds_of_prompts(type(runner).sample_tokens), runner)
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting holds beside them (the exit head, copies of weights)."""

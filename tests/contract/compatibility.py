@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import architecture_table
+import field_table
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
@@ -184,18 +185,22 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
         Row("stop tokens, min_tokens, end of text", YES, "a stop inside an accepted draft cuts what follows it", EDGES,
             CASES),
-        Row("stop strings, several samples (n)", YES, "",
-            WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
+        Row("stop strings, several samples (n), seeds of prompts in pieces", YES, "",
+            WORKS_WITH + "test_stop_strings_several_samples_and_seeds_of_prompts_in_pieces"),
         Row("penalties, bad words, allowed_token_ids", YES, "", EDGES, CASES),
-        Row("logit_bias, min_p", BY_VLLM, "under any speculative method; use allowed_token_ids or top_p, or a server "
-            "without a speculative_config", WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
-        Row("min_p in a model's generation_config.json", BY_VLLM, "the refusal says where it comes from: serve with "
-            "--override-generation-config '{\"min_p\": 0}'", "contract/test_requests.py::"
-            "test_a_min_p_of_the_models_is_refused_by_where_it_comes_from"),
-        Row("thinking_token_budget, trace_decode_token_ids", BY_VLLM, "the first without a reasoning parser, the "
-            "second under any speculative method", FAULTS + "test_what_is_refused_is_refused_alone"),
-        Row("custom logits processors (logits_processors)", BY_VLLM, "under any speculative method, when the engine "
-            "starts", "contract/test_v1_rejection.py::test_custom_logits_processors_are_refused_by_vllm"),
+        Row("logit_bias, min_p", YES, "also where they come from a model's generation_config.json; vLLM refuses both "
+            "under any other speculative method", FAULTS + "test_each_field_beside_all_others"),
+        Row("thinking budgets (thinking_token_budget)", YES, "with a reasoning parser; also of several requests of one "
+            "batch, and where thinking ends by itself inside drafts",
+            FAULTS + "test_thinking_ends_when_its_own_budget_does"),
+        Row("trace_decode_token_ids", BY_VLLM, "under any speculative method",
+            FAULTS + "test_what_is_refused_is_refused_alone"),
+        Row("custom logits processors (logits_processors)", YES, "on V1 a request that an AdapterLogitsProcessor acts "
+            "on is not drafted for, and none is beside a processor of whole batches; on V2 all are",
+            FAULTS + "test_a_custom_logits_processor_acts_on_its_requests_and_the_others_draft"),
+        Row("sessions whose input streams in (StreamingInput)", REFUSED, "what a turn leaves in the context would "
+            "depend on its drafts", refusal=refusals.refuse_streamed_input,
+            instead="send each turn as a request of its own"),
         Row("watermarks", REFUSED, "drafts would be drawn without the watermark",
             refusal=engine(watermark_config={"key": 1}), instead="serve watermarked text without a speculative_config"),
     ),
@@ -227,7 +232,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
             "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced", CASES),
         Row("an engine that sleeps (level 2), wakes and loads its weights again", YES, "copies are made anew with the "
-            "weights", None, CASES, on_cpu="vLLM ignores it"),
+            "weights", None, CASES, on_cpu="vLLM refuses it"),
         Row("KV connectors (prefill and decoding on different servers)", YES, "drafts write into the target's KV cache "
             "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
             WORKS_WITH + "test_keys_and_values_that_another_engine_made", "tried (NIXL between two H200)"),
@@ -315,6 +320,8 @@ def part() -> str:
         parts += [_line(row) for row in rows]
         if title == "Models":
             parts.append(architecture_table.section(architecture_table.lines()))
+        if title == "Requests":
+            parts.append(field_table.section())
     parts.append("\n### Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
     shown = [f"- {row.what}: `tests/{row.cpu}`\n" for rows in ROWS.values() for row in rows if row.cpu]
     return "".join([*parts, TESTS, *shown])

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import field_table
 import pytest
 from compatibility import BY_VLLM, CASES, ONES, PLAIN, RECORDS, REFUSED, ROWS, YES, part
 
@@ -124,7 +125,7 @@ def test_every_refusal_of_ours_has_a_row():
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
     others = {"refuse_adapters", "refuse_fitted_copies", "refuse_runner", "refuse_gate",
-              "refuse_context", "refuse_latents"}  # fmt: skip
+              "refuse_context", "refuse_latents", "refuse_streamed_input"}  # fmt: skip
     assert functions == {*covered, *others}, "a new refusal wants a row"
     said = "\n".join(_message(row) for row in OURS)
     for name in covered["refuse_engine"]:
@@ -134,9 +135,20 @@ def test_every_refusal_of_ours_has_a_row():
     for reason in refusals.NO_TARGETS.values():
         assert reason in said
     phrases = ("enable_lora = True", "as a pooling model", "has no meaning for method",
-               "model runner", "draft_weights_path is", "draft_window =", "(MLA)")  # fmt: skip
+               "model runner", "draft_weights_path is", "draft_window =", "(MLA)", "input that streams in")  # fmt: skip
     for phrase in phrases:
         assert phrase in said
+
+
+def test_every_field_of_a_request_is_in_its_table():
+    from vllm import SamplingParams
+
+    known = field_table.runpy.run_path(str(field_table.FILE))
+    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - known["OF_VLLM"]
+    assert {line.split(" | ")[0].strip("| ") for line in field_table.section().splitlines()[11:]} == fields
+    assert set(known["NOTES"]) <= fields
+    assert set(known["REFUSED"]) <= set(known["NOTES"]), "what is refused has its reason"
+    assert set(known["V2_FIELDS"]) <= set(known["REFUSED"])
 
 
 def test_every_kind_of_draft_weights_has_a_row():

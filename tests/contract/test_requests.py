@@ -9,11 +9,8 @@ import pytest
 pytestmark = pytest.mark.contract
 
 
-def verify(extra_args, model=None, min_p=0.0, **spec):
-    """vLLM's own check of a request's parameters, with ours before it, in an engine of this speculative_config.
-
-    model: the sampling parameters that the model's generation_config.json changes.
-    """
+def verify(extra_args, **spec):
+    """vLLM's own check of a request's parameters, with ours before it, in an engine of this speculative_config."""
     from vllm import SamplingParams
 
     from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -23,9 +20,8 @@ def verify(extra_args, model=None, min_p=0.0, **spec):
     settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4, **spec}, 24)
     engine = SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()})
     check_requests(lambda self, *arguments: asked.append(self))(
-        SamplingParams(extra_args=extra_args, min_p=min_p),
-        SimpleNamespace(get_diff_sampling_param=lambda: model or {}), engine, None, None,
-    )  # fmt: skip
+        SamplingParams(extra_args=extra_args), None, engine, None, None
+    )
     assert asked, "vLLM's own check comes too"
 
 
@@ -65,14 +61,42 @@ def test_a_threshold_is_checked_against_the_engines_gate():
         verify({"selfspec_threshold": 7}, gate="maxp")
 
 
-def test_a_min_p_of_the_models_is_refused_by_where_it_comes_from():
+@pytest.mark.parametrize("said", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {}])
+def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
+    from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    verify(None, {"min_p": 0.05})  # a request that leaves it out
-    verify(None, {"top_p": 0.9}, min_p=0.1)  # its own: vLLM refuses it in its own words
-    with pytest.raises(VLLMValidationError, match=r"min_p = 0.05 from the model's generation_config.json: leave it "
-                       r"out by min_p = 0 .* --override-generation-config '\{\"min_p\": 0\}'"):  # fmt: skip
-        verify(None, {"min_p": 0.05}, min_p=0.05)
+    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, serve_min_p_and_logit_bias
+
+    def theirs(self, speculative_config):
+        if speculative_config is not None and (self.min_p or self.logit_bias):
+            raise VLLMValidationError("not yet supported with speculative decoding")
+
+    check, params = serve_min_p_and_logit_bias(theirs), SamplingParams(**said)
+    check(params, SimpleNamespace(**{SETTINGS_KEY: {}}))
+    check(params, None)
+    if said:
+        with pytest.raises(VLLMValidationError, match="not yet supported"):
+            check(params, SimpleNamespace(method="ngram"))
+
+
+def test_input_that_streams_in_is_refused_with_early_exit_alone():
+    import asyncio
+
+    from vllm.exceptions import VLLMValidationError
+
+    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, answer_streamed_input
+
+    async def theirs(self, request_id, stream):
+        return request_id
+
+    ask = answer_streamed_input(theirs)
+    for spec in (None, SimpleNamespace(method="ngram")):
+        engine = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=spec))
+        assert asyncio.run(ask(engine, "name", None)) == "name"
+    engine.vllm_config.speculative_config = SimpleNamespace(**{SETTINGS_KEY: {}})
+    with pytest.raises(VLLMValidationError, match="send each turn as a request of its own"):
+        asyncio.run(ask(engine, "name", None))
 
 
 def test_an_engine_without_early_exit_reads_nothing():

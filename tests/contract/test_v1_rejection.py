@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 pytestmark = pytest.mark.contract
 
@@ -141,12 +145,89 @@ def test_drafts_have_the_distribution_that_is_verified():
     assert stats.chisquare(seen[:3].double(), probs[0, :3].double() / probs[0, :3].double().sum() * count).pvalue > 1e-3
 
 
-def test_custom_logits_processors_are_refused_by_vllm():
-    """When an engine starts, under any speculative method."""
-    from types import SimpleNamespace
-
+def processors_of(params, custom=()):
+    """vLLM's processors, as an engine with early exit has them, of requests with these parameters, in rows 0, 1, ..."""
     from vllm.v1.sample.logits_processor import build_logitsprocs
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
-    config = SimpleNamespace(speculative_config=object())
-    with pytest.raises(ValueError, match="Custom logits processors are not supported when speculative decoding is"):
-        build_logitsprocs(config, torch.device("cpu"), False, False, ["a.module:Processor"])
+    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+    from selfspec_cli.vllm_plugin.v1.processors import build_all
+
+    settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4}, 24)
+    config = SimpleNamespace(speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
+                             scheduler_config=SimpleNamespace(max_num_seqs=8))  # fmt: skip
+    given = (config, torch.device("cpu"), False, False, custom)
+    if custom:
+        with pytest.raises(ValueError, match="Custom logits processors are not supported when speculative decoding is"):
+            build_logitsprocs(*given)
+    built = build_all(build_logitsprocs)(*given)
+    added = [(row, each, [], [7]) for row, each in enumerate(params)]
+    for one in built.all:
+        one.update_state(BatchUpdate(batch_size=len(params), removed=[], added=added, moved=[]))
+    return built
+
+
+def test_drafts_are_verified_with_their_requests_bias_and_min_p(monkeypatch):
+    """The rows of the drafts of two requests, beside what vLLM's sampler makes of each row alone without drafts."""
+    from vllm import SamplingParams
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
+    from vllm.v1.sample.sampler import Sampler
+
+    from selfspec_cli.vllm_plugin.v1.processors import bias_drafts, leave_out_unlikely
+    from selfspec_cli.vllm_plugin.v1.sampling import expand_on_cpu
+
+    expand = original(rejection_sampler.expand_batch_to_tokens)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand_on_cpu(expand))
+    params = [SamplingParams(min_p=0.3, logit_bias={3: 4.0, 9: -4.0}), SamplingParams(min_p=0.05)]
+    drafts, logits = [2, 3], torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
+    temperature = torch.tensor([0.7, 1.3])
+    metadata = metadata_of(temperature=temperature, logitsprocs=processors_of(params))
+    spec = SimpleNamespace(num_draft_tokens=drafts)
+    biased = bias_drafts(original(RejectionSampler.apply_logits_processors))(
+        RejectionSampler(Sampler()), logits.clone(), metadata, spec
+    )
+    found = leave_out_unlikely(original(apply_sampling_constraints))(biased, torch.tensor([2, 5]), metadata)
+    for row, request in enumerate((0, 0, 1, 1, 1)):
+        alone = processors_of([params[request]])
+        want = logits[row : row + 1].clone()
+        for one in alone.non_argmax_invariant:
+            want = one.apply(want)
+        want /= temperature[request]
+        for one in alone.argmax_invariant:
+            want = one.apply(want)
+        assert found[row].isneginf().tolist() == want[0].isneginf().tolist()
+        assert found[row].softmax(-1).tolist() == pytest.approx(want[0].softmax(-1).tolist(), abs=1e-6)
+        assert 0 < want.isneginf().sum() < VOCAB
+
+
+def test_only_requests_without_a_custom_processor_are_drafted_for():
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
+
+    from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
+
+    class OfSome(AdapterLogitsProcessor):
+        def is_argmax_invariant(self):
+            return False
+
+        def new_req_logits_processor(self, params):
+            return (lambda written, logits: logits) if params.extra_args else None
+
+    class OfAll(LogitsProcessor):
+        def __init__(self, *_):
+            pass
+
+        def is_argmax_invariant(self):
+            return False
+
+        def update_state(self, batch_update):
+            pass
+
+        def apply(self, logits):
+            return logits
+
+    params = [SamplingParams(), SamplingParams(extra_args={"avoid": 1}), SamplingParams(min_p=0.1)]
+    assert not_to_draft(processors_of(params), 3) == set()
+    assert not_to_draft(processors_of(params, (OfSome,)), 3) == {1}
+    assert not_to_draft(processors_of(params, (OfSome, OfAll)), 3) == {0, 1, 2}

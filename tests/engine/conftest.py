@@ -104,7 +104,7 @@ def talking(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     """Folder of a tiny model with a tokenizer, so that requests may be texts and have stop strings."""
     folder = tmp_path_factory.mktemp("talking") / "llama"
     shutil.copytree(model_dir("llama"), folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, "<think>", "</think>")
     return folder
 
 

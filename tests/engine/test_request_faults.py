@@ -6,61 +6,55 @@ No request may end the engine for the others. The right values are a plain engin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
+from request_fields import FIELDS, OF_VLLM, REFUSED
 
 pytestmark = pytest.mark.engine
 
 EXIT, K, TOKENS = LAYERS // 2, 5, 24
 WHOLE_PREFILLS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024, "enable_prefix_caching": False}
-ENGINE: dict[str, Any] = {"skip_tokenizer_init": False, "max_num_seqs": 32, **WHOLE_PREFILLS}
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "max_num_seqs": 48,
+    "reasoning_parser": "deepseek_r1",
+    **WHOLE_PREFILLS,
+}
 
-# Field of SamplingParams -> what a greedy request of TOKENS tokens says beside. `top_k` 1 takes the likeliest token.
-FIELDS: dict[str, dict[str, Any]] = {
-    "n": {"n": 1},
-    "presence_penalty": {"presence_penalty": 1.5},
-    "frequency_penalty": {"frequency_penalty": 1.0},
-    "repetition_penalty": {"repetition_penalty": 1.4},
-    "temperature": {"temperature": 1.0, "top_k": 1},
-    "watermarking": {"watermarking": False},
-    "top_p": {"temperature": 1.0, "top_p": 1e-6},
-    "top_k": {"temperature": 0.7, "top_k": 1, "top_p": 0.9},
-    "seed": {"temperature": 1.3, "top_k": 1, "seed": 3},
-    "stop": {"stop": ["e", "a"], "detokenize": True},
-    "stop_token_ids": {"stop_token_ids": [*range(3, 40)]},
-    "ignore_eos": {"ignore_eos": False},
-    "max_tokens": {"max_tokens": 7},
-    "min_tokens": {"min_tokens": 6, "stop_token_ids": [*range(3, 40)]},
-    "logprobs": {"logprobs": 3},
-    "prompt_logprobs": {"prompt_logprobs": 2},
-    "logprob_token_ids": {"logprob_token_ids": [5, 9, 11, 200]},
-    "flat_logprobs": {"flat_logprobs": True, "logprobs": 2},
-    "detokenize": {"detokenize": True},
-    "skip_special_tokens": {"skip_special_tokens": False, "detokenize": True},
-    "spaces_between_special_tokens": {"spaces_between_special_tokens": False, "detokenize": True},
-    "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop": ["e"], "detokenize": True},
-    "stream_interval": {"stream_interval": 3},
-    "structured_outputs": {"structured_outputs": {"regex": "[abc]{12}"}, "detokenize": True},
-    "allowed_token_ids": {"allowed_token_ids": [*range(20, 60)]},
-    "extra_args": {"extra_args": {"selfspec_k": 2}},
-    "bad_words": {"bad_words": ["a", "b"], "detokenize": True},
-    "skip_reading_prefix_cache": {"skip_reading_prefix_cache": True},
-    "repetition_detection": {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}},
-    "routed_experts_prompt_start": {"routed_experts_prompt_start": 1},
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "prompt_logprob_token_ids": ({"prompt_logprob_token_ids": [[5, 6]]}, "requires the V2 model runner"),
-    "prompt_logprob_start": ({"prompt_logprob_start": 1}, "prompt_logprob_start requires prompt_logprob_token_ids"),
-    "min_p": ({"temperature": 1.0, "min_p": 0.1}, "min_p"),
-    "logit_bias": ({"logit_bias": {5: 2.0}}, "logit_bias"),
-    "trace_decode_token_ids": ({"trace_decode_token_ids": [5, 6]}, "trace_decode_token_ids"),
-    "thinking_token_budget": ({"thinking_token_budget": 4}, "thinking_token_budget"),
-}
-OF_VLLM = {"output_kind", "skip_clone", "output_text_buffer_length"}
-"""Fields that vLLM's own front end sets."""
+MARKERS = THINKS, ENDS = VOCAB - 2, VOCAB - 1
+"""Token ids of <think> and </think> in the tokenizer of the model that these tests run on."""
+BUDGETS = (None, 5, 5, 0, 1, 7, 12, 3, None, 20)
+"""`thinking_token_budget` of requests of one batch, two thirds of whose prompts end in <think>."""
+NO_DRAFTS = {"extra_args": {"selfspec_k": 0}}
+MODES = ("with drafts", "off by load", "off by request")
+
+
+AVOIDING = {"extra_args": {"avoid": True}}
+
+
+def avoid_the_last() -> type:
+    """A logits processor of a user's own: requests that ask for it never write the same token twice in a row."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    def avoid(written: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[written[-1:]] = -torch.inf
+        logits[written[-2:-1]] += 3.0
+        return logits
+
+    class Avoid(AdapterLogitsProcessor):
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            return avoid if (params.extra_args or {}).get("avoid") else None
+
+    return Avoid
 
 
 def request(name: str, drafts: bool = True) -> Any:
@@ -69,7 +63,7 @@ def request(name: str, drafts: bool = True) -> Any:
     kinds = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
     said = {key: kinds[key](**value) if key in kinds else value for key, value in FIELDS[name].items()}
     if not drafts:
-        said["extra_args"] = {"selfspec_k": 0}
+        said |= NO_DRAFTS
     return greedy(**{"max_tokens": TOKENS, **said})
 
 
@@ -93,14 +87,31 @@ def same(left: tuple[Any, list[Any]], right: tuple[Any, list[Any]]) -> bool:
     return True
 
 
-PROMPTS = dict(zip(FIELDS, ragged_prompts(len(FIELDS), VOCAB, seed=11), strict=True))
+PROMPTS = dict(zip(FIELDS, ragged_prompts(len(FIELDS), THINKS, seed=11), strict=True))
+PROMPTS["thinking_token_budget"] = [*PROMPTS["thinking_token_budget"], THINKS]
+THINKING = [text + [THINKS] * bool(n % 3) for n, text in enumerate(ragged_prompts(len(BUDGETS), THINKS, seed=5))]
+
+
+def thinking(drafts: str = MODES[0], bias: float = 0.0) -> list[Any]:
+    """Requests with thinking budgets. bias: of both markers, so that thinking begins and ends by itself too."""
+    said: dict[str, Any] = NO_DRAFTS if drafts == MODES[2] else {}
+    if bias:
+        said = {**said, "logit_bias": dict.fromkeys(MARKERS, bias)}
+    return [greedy(40, thinking_token_budget=budget, **said) for budget in BUDGETS]
 
 
 @pytest.fixture(scope="module")
 def wanted(talking) -> dict[str, Any]:
     """What a plain engine answers to each, one at a time."""
-    with live(talking, **ENGINE) as engine:
-        return {name: answer(engine.generate([PROMPTS[name]], request(name))[0]) for name in FIELDS}
+    with live(talking, logits_processors=[avoid_the_last()], **ENGINE) as engine:
+        found = {name: answer(engine.generate([PROMPTS[name]], request(name))[0]) for name in FIELDS}
+        for bias in BIASES:
+            found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thinking(bias=bias)))
+        found["avoiding"] = tokens(engine.generate([PROMPTS["n"]], greedy(TOKENS, **AVOIDING)))[0]
+        return found
+
+
+BIASES = (0.0, 4.0)
 
 
 @pytest.fixture(scope="module", params=["greedy", "probabilistic"])
@@ -110,7 +121,7 @@ def drafting(request, talking, wanted):  # two engines of one process cannot liv
         if request.param == "greedy"
         else {"draft_sample_method": "probabilistic", "adaptive_length": True, "draft_cost": 0.3}
     )
-    with live(talking, layer_skip(EXIT, K, **more), **ENGINE) as engine:
+    with live(talking, layer_skip(EXIT, K, **more), logits_processors=[avoid_the_last()], **ENGINE) as engine:
         yield engine
 
 
@@ -121,24 +132,64 @@ def test_every_field_of_a_request_is_in_this_file():
     assert fields == {*FIELDS, *REFUSED, *OF_VLLM}
 
 
-@pytest.mark.parametrize("drafts", [True, False], ids=["with drafts", "without"])
-def test_each_field_alone(drafting: Live, wanted, drafts):
+def test_each_field_alone(drafting: Live, wanted):
     before = drafting.counts()
     wrong = [
         name for name in FIELDS
-        if not same(answer(drafting.generate([PROMPTS[name]], request(name, drafts))[0]), wanted[name])
+        if not same(answer(drafting.generate([PROMPTS[name]], request(name))[0]), wanted[name])
     ]  # fmt: skip
     assert not wrong
-    made = drafting.counts() - before
-    made.require_both_verdicts() if drafts else None
-    assert drafts or not made.drafted
+    (drafting.counts() - before).require_both_verdicts()
 
 
-@pytest.mark.parametrize("drafts", [True, False], ids=["with drafts", "without"])
+@contextmanager
+def in_mode(engine: Live, drafts: str, table: str | None = "1:0") -> Iterator[None]:
+    """The engine drafts inside, or not: its table of lengths may say 0."""
+    before = engine.counts()
+    engine.call("early_exit_set_length_table", table if drafts == MODES[1] else None)
+    try:
+        yield
+    finally:
+        engine.call("early_exit_set_length_table", None)
+    made = engine.counts() - before
+    made.require_both_verdicts() if drafts == MODES[0] else None
+    assert drafts == MODES[0] or not made.drafted
+
+
+@pytest.mark.parametrize("drafts", MODES)
 def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
-    outputs = drafting.generate(list(PROMPTS.values()), [request(name, drafts) for name in FIELDS])
+    with in_mode(drafting, drafts):
+        outputs = drafting.generate(list(PROMPTS.values()), [request(name, drafts != MODES[2]) for name in FIELDS])
     wrong = [name for name, output in zip(FIELDS, outputs, strict=True) if not same(answer(output), wanted[name])]
     assert not wrong
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("drafts", [*MODES, "mixed"])
+def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
+    """A step without drafts forced the end of one request's thinking on another, and so did a move into the row of a
+    request that had ended; thinking that ended by itself inside accepted drafts was ended again when the budget ran
+    out."""
+    asked = thinking(drafts, bias)
+    for params in asked[::2] if drafts == "mixed" else ():
+        params.extra_args = NO_DRAFTS["extra_args"]
+    with in_mode(drafting, MODES[0] if drafts == "mixed" else drafts):
+        outputs = tokens(drafting.generate(THINKING, asked))
+    assert outputs == wanted[f"thinking {bias}"]
+    assert bias or outputs[4][BUDGETS[4]] == ENDS  # its prompt ends in <think>, and nothing else ends it sooner
+
+
+def test_a_custom_logits_processor_acts_on_its_requests_and_the_others_draft(drafting: Live, wanted):
+    assert tokens(drafting.generate([PROMPTS["n"]], greedy(TOKENS, **AVOIDING))) == [wanted["avoiding"]]
+    before = drafting.counts()
+    asked = [greedy(TOKENS, **AVOIDING), request("n"), greedy(TOKENS, **AVOIDING)]
+    outputs = tokens(drafting.generate([PROMPTS["n"]] * 3, asked))
+    assert outputs == [wanted["avoiding"], wanted["n"][0][0], wanted["avoiding"]]
+    assert outputs[0] != outputs[1]
+    (drafting.counts() - before).require_both_verdicts()
+    before = drafting.counts()
+    drafting.generate([PROMPTS["n"]] * 2, asked[::2])
+    assert drafting.counts() == before
 
 
 @pytest.mark.parametrize("top", [{"top_k": 20}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}, {}], ids=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,8 @@ MODEL = "llama_small_vocab"
 VOCAB = vocab_of(MODEL)
 PROMPT = ragged_prompts(4, VOCAB, seed=3)[1]
 EXIT = LAYERS // 2
-# vLLM 0.32 cannot chunk the prefill of a request with a seed on the CPU: its runner rewinds the request's generator,
-# and a CPU generator has no offset.
+# A plain vLLM 0.32 cannot chunk the prefill of a request with a seed on the CPU: its runner rewinds the generator,
+# and one of a CPU has no offset.
 WHOLE_PREFILLS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
 
 
@@ -47,14 +48,9 @@ def engine_of(path: Any, spec: dict[str, Any] | None = None) -> AbstractContextM
     return live(path, spec, **WHOLE_PREFILLS, max_num_seqs=128, kv_cache_memory_bytes=2**28)
 
 
-def sample(engine: Live, temperature: float = TEMPERATURE) -> np.ndarray:
+def sample(engine: Live, temperature: float = TEMPERATURE, **said: Any) -> np.ndarray:
     """Counts [V, V, V] of the first three tokens over SEEDS requests, each with a seed of its own."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=3, ignore_eos=True, detokenize=False)
-        for seed in range(SEEDS)
-    ]
+    params = [greedy(3, temperature=temperature, seed=seed, **said) for seed in range(SEEDS)]
     counts = np.zeros((VOCAB,) * 3)
     outputs = engine.generate([PROMPT] * SEEDS, params)
     for triple, count in Counter(tuple(output.outputs[0].token_ids) for output in outputs).items():
@@ -72,22 +68,44 @@ def beside(engine: Live) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def exact(model_dir) -> np.ndarray:
-    """Probabilities [V, V, V] of the first three tokens at TEMPERATURE, by transformers."""
+@torch.no_grad()
+def logits(model_dir) -> list[torch.Tensor]:
+    """Of the first, second and third token after the prompt and every token before: [V], [V, V], [V, V, V]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def after(prefixes: torch.Tensor) -> np.ndarray:  # [n, length] -> [n, V]
-        logits = torch.cat([model(input_ids=part).logits[:, -1] for part in prefixes.split(256)])
-        return (logits.double() / TEMPERATURE).softmax(-1).numpy()
-
     prompt, every = torch.tensor([PROMPT]), torch.arange(VOCAB)[:, None]
     one = torch.cat([prompt.expand(VOCAB, -1), every], 1)
     two = torch.cat([one.repeat_interleave(VOCAB, 0), every.repeat(VOCAB, 1)], 1)
-    first, second, third = after(prompt)[0], after(one), after(two).reshape(VOCAB, VOCAB, VOCAB)
-    return first[:, None, None] * second[:, :, None] * third
+    found = [
+        torch.cat([model(input_ids=part).logits[:, -1] for part in prefixes.split(256)])
+        for prefixes in (prompt, one, two)
+    ]
+    return [one.double().view(*[VOCAB] * (place + 1)) for place, one in enumerate(found)]
+
+
+def of_three(
+    logits: list[torch.Tensor], min_p: float = 0.0, logit_bias: Mapping[int, float] | None = None
+) -> np.ndarray:
+    """Probabilities [V, V, V] of the first three tokens at TEMPERATURE."""
+    added = torch.zeros(VOCAB)
+    for token, value in (logit_bias or {}).items():
+        added[token] = value
+    probs = [((one + added) / TEMPERATURE).softmax(-1) for one in logits]
+    kept = [one.where(one >= min_p * one.amax(-1, keepdim=True), 0.0) for one in probs]
+    first, second, third = (one / one.sum(-1, keepdim=True) for one in kept)
+    return (first[:, None, None] * second[:, :, None] * third).numpy()
+
+
+@pytest.fixture(scope="module")
+def exact(logits) -> np.ndarray:
+    """Probabilities [V, V, V] of the first three tokens at TEMPERATURE, by transformers."""
+    return of_three(logits)
+
+
+CUT: dict[str, Any] = {"min_p": 0.15, "logit_bias": {3: 2.0, 7: -2.0, 11: 1.0}}
+WITH_AND_WITHOUT = {"min_p and logit_bias": CUT, "min_p alone": {"min_p": CUT["min_p"]},
+                    "logit_bias alone": {"logit_bias": CUT["logit_bias"]}}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,8 +171,9 @@ def check(name: str, counts: np.ndarray, plain: Plain, exact: np.ndarray, report
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_drafting_keeps_the_distribution(model_dir, plain, exact, report, method):
-    """Without a gate and with one, and beside greedy requests, which are the plain engine's; seeds repeat."""
+def test_drafting_keeps_the_distribution(model_dir, plain, exact, logits, report, method):
+    """Without a gate and with one, with min_p and logit_bias, and beside greedy requests, which are the plain engine's;
+    seeds repeat."""
     with engine_of(model_dir(MODEL), layer_skip(EXIT, 5, draft_sample_method=method)) as engine:
         engine.call("early_exit_set_draft_length", 3)
         for gate, threshold in (("none", None), ("maxp", 0.5)):
@@ -163,6 +182,12 @@ def test_drafting_keeps_the_distribution(model_dir, plain, exact, report, method
             check(f"{method} drafts, gate {gate}", sample(engine), plain, exact, report)
             (engine.counts() - before).require_both_verdicts()
         engine.set_gate("none", None)
+        before, cut = engine.counts(), sample(engine, **CUT)
+        (engine.counts() - before).require_both_verdicts()
+        found = {name: p_exact(cut, of_three(logits, **said)) for name, said in WITH_AND_WITHOUT.items()}
+        report(f"{method} drafts, exact with {', '.join(f'{name}: p = {p:.2g}' for name, p in found.items())}")
+        assert found.pop("min_p and logit_bias") > ACCEPT
+        assert max(found.values()) < ACCEPT
         engine.call("early_exit_set_draft_length", 5)
         before = engine.counts()
         first, second = beside(engine), beside(engine)

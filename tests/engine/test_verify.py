@@ -90,7 +90,7 @@ def test_the_cases_are_what_they_say(documents):
     gated = next(row for name, row in rows.items() if name.startswith("gate "))
     assert gated["drafted"] / gated["tokens"] < rows["mixed"]["drafted"] / rows["mixed"]["tokens"]
     sampled = {row["name"]: row["verdict"] for row in documents["clean"]["sampling"]}
-    assert sampled.pop("min-p 0.05") == "refused"  # by vLLM, with any drafts
+    assert "min-p 0.05" in sampled
     assert set(sampled.values()) == {"same"}
 
 

@@ -3,7 +3,8 @@
 What it does is in the prompt: {"prompt": [n, ...]} is answered by outputs n0, n1, ... (an output may hold two tokens);
 the prompt [13] is refused with HTTP 400, [14] breaks off in the middle, [15] is answered after two seconds. [16] is
 answered on a new connection alone: one that was used before is reset after 0.3 seconds, before any byte of an answer.
-[17] is never answered: its connection is closed. [18] breaks off in the first line of the answer's head. A chat that
+[17] is never answered: its connection is closed. [18] breaks off in the first line of the answer's head. To a body
+with "lines" the answer is these lines, as they stand. A chat that
 says "reasoning", "reasoning_content" or "call" is answered in that part of a message, another one in its content.
 """
 
@@ -86,6 +87,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        if "lines" in body:
+            self.event("\n".join(body["lines"]).encode())
+            return self.wfile.write(b"0\r\n\r\n")
         tokens = body["max_tokens"]
         for number in range(tokens // 2):  # two tokens an output
             time.sleep(self.step)

@@ -1,5 +1,7 @@
 """Clients of a load test, against a server that knows no model: real locust, real HTTP, times that can be checked."""
 
+import ast
+import hashlib
 import json
 import signal
 import threading
@@ -8,6 +10,7 @@ from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from openai_server import serve
@@ -20,6 +23,9 @@ from selfspec_cli.stages import load, load_url
 
 # Looked for and not imported: that would replace this process's sockets by gevent's.
 needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
+TOKENS = [f'data: {{"choices": [{{"text": "{letter}"}}]}}' for letter in "abc"]
+USAGE = 'data: {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 2}}'
+DONE = "data: [DONE]"
 BODY = {"model": "toy", "max_tokens": 8, "stream": True, "temperature": 0}
 
 
@@ -47,11 +53,17 @@ def config(tmp_path, **changes):
 @needs_locust
 def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 13, 14)]
-    run = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=12), tmp_path, check=nothing)
-    assert sorted(one.number for one in run.samples) == list(range(12))
-    assert {one.number % 4 for one in run.good} == {0, 1}
-    assert {one.number % 4: one.error.split(":")[0] for one in run.failed} == {2: "HTTP 400", 3: "IncompleteRead"}
-    assert len(toy.asked) == 12
+    failed = 'data: {"error": {"message": "out of memory"}}'
+    odd = [[*TOKENS, failed, DONE, ""], ["data: null", DONE], ['{"detail": "no"}']]
+    prompts += [{"prompt": [1], "lines": lines} for lines in odd]
+    run = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=21), tmp_path, check=nothing)
+    assert sorted(one.number for one in run.samples) == list(range(21))
+    assert {one.number % 7 for one in run.good} == {0, 1}
+    assert {one.number % 7: one.error.split(":")[0] for one in run.failed} == {
+        2: "HTTP 400", 3: "IncompleteRead", 4: "the server said", 5: "an event that cannot be read", 6: "no event"
+    }  # fmt: skip
+    assert {one.error for one in run.failed if one.number % 7 == 4} == {"the server said: out of memory"}
+    assert len(toy.asked) == 21
     for one in run.good:
         assert (one.tokens, one.prompt_tokens, len(one.events)) == (8, 1, 4)
         # The server waits 2 ms before each of four outputs.
@@ -64,9 +76,9 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
         at_once += change
         most = max(most, at_once)
     assert most <= 3
-    assert len({one.digest for one in run.good if one.number % 4 == 0}) == 1
+    assert len({one.digest for one in run.good if one.number % 7 == 0}) == 1
     table = (tmp_path / "locust_stats.csv").read_text()
-    assert "POST,/v1/completions,12,6" in table and "TTFT,/v1/completions,6,0" in table
+    assert "POST,/v1/completions,21,15" in table and "TTFT,/v1/completions,6,0" in table
     assert clients.read(tmp_path / "samples.jsonl").good == run.good
 
 
@@ -322,3 +334,59 @@ def test_what_casts_doubt_on_figures_is_said():
         )
         == []
     )
+
+
+@pytest.fixture(scope="module")
+def reading():
+    """`_read` of the clients' file, which can be imported in a process of its own only."""
+    source = Path(clients.__file__).with_name("locustfile.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    wanted = ("_read", "_event", "_failure", "_words", "_count", "_written")
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    names = {"json": json, "hashlib": hashlib, "Any": Any, "Part": Any, "ERROR_LENGTH": 300,
+             "UNFINISHED": ("error", "abort")}  # fmt: skip
+    exec(compile(tree, "locustfile.py", "exec"), names)
+    return lambda lines: names["_read"]([(float(n), line.encode()) for n, line in enumerate(lines)])
+
+
+def test_a_stream_that_ends_well_is_read_whole(reading):
+    for more in ([], ["event: message", ": ping", "id: 3", "data:", "retry: 5"], ['data: {"choices": null}']):
+        found = reading([*TOKENS, *more, USAGE, DONE])
+        assert (found["tokens"], found["prompt_tokens"], found["whole"], found["failure"]) == (3, 2, True, None)
+        assert found["events_us"] == [0, 1_000_000, 2_000_000]
+        assert found["digest"] == hashlib.sha256(b"abc").hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('data: {"error": {"message": "CUDA out of memory", "code": 500}}', "the server said: CUDA out of memory"),
+        ('data: {"error": "gone"}', "the server said: gone"),
+        ('data: {"error": {"code": 7}}', 'the server said: {"code": 7}'),
+        ('data: {"object": "error", "message": "too long"}', "the server said: too long"),
+        ('data: {"detail": "not here"}', "the server said: not here"),
+        ('data: {"choices": [{"text": "", "finish_reason": "error"}]}', "finish_reason error"),
+        ('data: {"choices": [{"delta": {}, "finish_reason": "abort"}]}', "finish_reason abort"),
+        ("data: null", "cannot be read: null"),
+        ("data: [1, 2]", "cannot be read: [1, 2]"),
+        ('data: {"choices": [null]}', "cannot be read"),
+        ('data: {"choices": 5}', "cannot be read"),
+        ('data: {"choices": [{"text": 5}]}', "cannot be read"),
+        ('data: {"choices": [{"delta": ["x"]}]}', "cannot be read"),
+        ("data: {broken", "cannot be read: {broken"),
+        ("data: " + "[" * 20000, "cannot be read"),
+        ("<html>bad gateway</html>", "no event: <html>bad gateway</html>"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_whatever_a_server_says_of_a_failure_is_kept(reading, line, words, first):
+    found = reading([line, *TOKENS, USAGE, DONE] if first else [*TOKENS, line, USAGE, DONE])
+    assert words in found["failure"] and len(found["failure"]) <= 340
+    assert found["whole"] and len(found["events_us"]) >= 3  # what came with it is kept too
+
+
+@pytest.mark.parametrize("usage", ['"none"', "[1]", "7", '{"completion_tokens": "3"}', '{"completion_tokens": -1}',
+                                   '{"completion_tokens": true}', '{"completion_tokens": 2.5}', "null"])  # fmt: skip
+def test_tokens_that_are_no_count_are_not_counted(reading, usage):
+    found = reading([*TOKENS, f'data: {{"choices": [], "usage": {usage}}}', DONE])
+    assert found["tokens"] is None and found["failure"] is None and len(found["events_us"]) == 3

@@ -34,8 +34,9 @@ from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
+from selfspec_cli.vllm_plugin.v1.processors import add_biases, biases, mask_unlikely, not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-from selfspec_cli.vllm_plugin.v1.sampling import draw
+from selfspec_cli.vllm_plugin.v1.sampling import GREEDY, draw
 from selfspec_cli.vllm_plugin.v1.worth import StepWorth
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
@@ -257,7 +258,7 @@ class _EarlyExit(DraftModelProposer):
                 tokens, step_probs = self._sample(logits, state.rows, sampling_metadata)
                 probs.append((state.rows, step_probs))
             else:
-                tokens = self.head.to_full_ids(best)
+                tokens = self._likeliest(logits, best, state.rows, sampling_metadata)
             for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
                 proposals[row].append(token)
             self.counters.step(len(state.rows))
@@ -319,7 +320,9 @@ class _EarlyExit(DraftModelProposer):
     def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
         """The round's first state: requests that sampled a token, may draft and have room for another. Those that have
         a free draft get it into `proposals`, and draft nothing."""
-        rows = [row for row, sampled in enumerate(self._sampled) if sampled and not self._ended(row)] if limit else []
+        alone = not_to_draft(batch.logitsprocs, batch.num_reqs)
+        rows = [row for row, sampled in enumerate(self._sampled) if sampled and row not in alone]
+        rows = [row for row in rows if not self._ended(row)] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, budget in enumerate(allowed) if budget.k]
@@ -377,14 +380,24 @@ class _EarlyExit(DraftModelProposer):
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
 
+    def _likeliest(self, logits: Tensor, best: Tensor, rows: Tensor, sampling: SamplingMetadata) -> Tensor:
+        """Draft tokens [n]: `best`, the likeliest of `logits`, but with the `logit_bias` of requests that have one."""
+        wanted = biases(sampling.logitsprocs)
+        if wanted.keys().isdisjoint(rows.tolist()):
+            return self.head.to_full_ids(best)
+        return add_biases(self.head.to_full_logits(logits).clone(), rows.tolist(), wanted).argmax(-1)
+
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
     def _sample(self, logits: Tensor, rows: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""
         assert sampling.temperature is not None
-        full = self.head.to_full_logits(logits)  # [n, vocabulary], -inf outside a draft vocabulary
+        full = self.head.to_full_logits(logits).clone()  # [n, vocabulary], -inf outside a draft vocabulary
+        full = add_biases(full, rows.tolist(), biases(sampling.logitsprocs))
+        temperature = sampling.temperature[rows]
+        full = mask_unlikely(full, torch.where(temperature < GREEDY, 1.0, temperature), rows, sampling.logitsprocs)
         own = {place: sampling.generators[row] for place, row in enumerate(rows.tolist()) if row in sampling.generators}
-        return draw(full, sampling.temperature[rows], own)
+        return draw(full, temperature, own)
 
     def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
         """Ragged steps -> [requests, places, vocabulary]; the runner reads only the rows that were proposed. A copied

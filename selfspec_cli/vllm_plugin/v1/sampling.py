@@ -125,6 +125,27 @@ def _with_chosen_tokens(sampler: Any, chosen: Mapping[int, list[int]], rows: int
     return shallow_copy(sampler, gather_logprobs=gather_logprobs)
 
 
+def keep_seeds_of_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is.
+
+    vLLM draws a token for it too, drops the token and rewinds the generator, which ends the engine on a CPU: generators
+    there have no offset. So what is dropped is drawn without the seed.
+    """
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cpu":
+            return original(self, *args, **kwargs)
+        generators = self.input_batch.generators
+        inside = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        kept = {row: generators.pop(row) for row in inside if row in generators}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    return sample_tokens
+
+
 def expand_on_cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Replacement for the rejection sampler's `expand_batch_to_tokens`, in PyTorch where tensors are on the CPU.
 

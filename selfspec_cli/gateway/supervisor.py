@@ -13,18 +13,20 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import orjson
-
 from selfspec_cli import children, terminal
+from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import environment, log_of, without_v1
 from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of, prepared
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream, address, key_of, prepared
 
+POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
+OTHERS_SECONDS = 10.0  # likewise at the models of any other backend
 ANSWER_SECONDS = 5.0
+UNLISTED = (400, 404, 405, 501)  # of HTTP: it has no /v1/models
 STOP_SECONDS = 20.0
 WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
 WARM_TOGETHER = 4  # of them at once: what one more costs is known before many come
@@ -33,9 +35,8 @@ WARM_TOGETHER = 4  # of them at once: what one more costs is known before many c
 def replica(settings: BackendSettings) -> Replica:
     """The backend of these settings, before anything is known of it."""
     kind = BACKENDS[settings.kind]
-    return Replica(
-        settings, vllm=kind.vllm, url=without_v1(settings.url) if settings.url else "", model=settings.model or ""
-    )
+    url = settings.url or ""
+    return Replica(settings, vllm=kind.vllm, url=without_v1(url) if kind.vllm else url, model=settings.model or "")
 
 
 class Supervisor:
@@ -57,21 +58,43 @@ class Supervisor:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
         self._ended: set[str] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
 
     async def open(self) -> None:
         """Start servers that do not run, and begin to look at all."""
+        await self.take(self.replicas)
+
+    async def take(self, replicas: Sequence[Replica]) -> None:
+        """Look after these backends from now on: start what is new, and end the servers of those that are gone
+        once the requests there have ended."""
+        gone = [one for one in self._tasks if one not in replicas]
+        self.replicas = list(replicas)
+        for one in gone:
+            one.draining = True
+            self._tasks.pop(one).cancel()
+            if process := self.processes.pop(one.name, None):
+                self._retired[process] = asyncio.ensure_future(self._retire(one, process))
         for one in self.replicas:
-            await self._start(one)
-        self._tasks = [asyncio.ensure_future(self._look_on(one)) for one in self.replicas]
+            if one not in self._tasks:
+                await self._start(one)
+                self._tasks[one] = asyncio.ensure_future(self._look_on(one))
 
     async def close(self) -> None:
         """End the servers that were started here; those that were adopted go on."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        ends = [asyncio.to_thread(children.end, process, signal.SIGINT, STOP_SECONDS)
-                for process in self.processes.values()]  # fmt: skip
-        await asyncio.gather(*ends)
+        for task in self._retired.values():
+            task.cancel()
+        await self._end([*self.processes.values(), *self._retired])
+
+    async def _retire(self, one: Replica, process: subprocess.Popen[bytes]) -> None:
+        while one.flights:
+            await asyncio.sleep(POLL_SECONDS)
+        await self._end([process])
+
+    async def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        await asyncio.gather(*(asyncio.to_thread(children.end, one, signal.SIGINT, STOP_SECONDS) for one in processes))
 
     async def ready(self, seconds: float, names: Sequence[str] = ()) -> bool:
         """Wait until these backends (all, where none are named) take requests; False where they do not in time."""
@@ -103,8 +126,8 @@ class Supervisor:
 
     async def _answers(self, one: Replica) -> bool:
         try:
-            await self.upstream.get(f"{one.url}/v1/models", ANSWER_SECONDS, key_of(one))
-        except BackendFailed:
+            await self._listed(one)
+        except (BackendFailed, ValueError, KeyError, TypeError, IndexError):
             return False
         return True
 
@@ -116,7 +139,7 @@ class Supervisor:
             except Exception as error:  # what one backend answers must not end the looks at it
                 self.say(f"{one.name}: {type(error).__name__}: {error}")
             self._say_once_if_ended(one)
-            await asyncio.sleep(self.upstream.limits.poll_seconds)
+            await asyncio.sleep(POLL_SECONDS if one.vllm or one.state is not State.up else OTHERS_SECONDS)
 
     def _say_once_if_ended(self, one: Replica) -> None:
         process = self.processes.get(one.name)
@@ -134,7 +157,7 @@ class Supervisor:
             if one.vllm:
                 await self.upstream.get(f"{one.url}/health", ANSWER_SECONDS, key_of(one))
             elif one.state is State.up:
-                return
+                return await self._learn_models(one)
             if one.state in (State.starting, State.down):
                 await self._learn_models(one)
                 one.state = State.warming
@@ -150,10 +173,19 @@ class Supervisor:
             with suppress(BackendFailed):
                 await self._read_metrics(one)
 
+    async def _listed(self, one: Replica) -> tuple[str, ...]:
+        """The models that it serves; where it has no list of them, the one that is named."""
+        named = one.settings.model
+        try:
+            raw = await self.upstream.get(address(one.url, "/v1/models"), ANSWER_SECONDS, key_of(one))
+        except BackendFailed as error:
+            if named is None or error.status not in UNLISTED:
+                raise
+            return (named,)
+        return (named,) if named else tuple(str(entry["id"]) for entry in packed.loads(raw)["data"])
+
     async def _learn_models(self, one: Replica) -> None:
-        found = orjson.loads(await self.upstream.get(f"{one.url}/v1/models", ANSWER_SECONDS, key_of(one)))
-        listed = tuple(str(entry["id"]) for entry in found["data"])
-        one.models = (one.settings.model,) if one.settings.model else listed
+        one.models = await self._listed(one)
         one.model = one.models[0]
         quantised = " quantised" if BACKENDS[one.settings.kind].changes_weights else ""
         one.weights = one.settings.weights or f"{one.model}{quantised}"
@@ -180,12 +212,18 @@ class Supervisor:
 
     async def _timed(self, one: Replica, prompt: str) -> tuple[float, float]:
         """Seconds to the first token of a stream, and for each further one."""
-        body = {"model": one.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
-                "prompt": prompt}  # fmt: skip
+        body = {
+            "model": one.model,
+            "max_tokens": WARM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "prompt": prompt,
+        }
         began = first = last = time.monotonic()
         sent = await prepared(self.upstream, one, "/v1/completions", body)
         async with self.upstream.post(one, "/v1/completions", sent, {}) as response:
-            async for _ in self.upstream.parts(response):
+            while await self.upstream.part(response, self.upstream.limits.first_byte_seconds):
                 last = time.monotonic()
                 first = last if first == began else first
         return first - began, (last - first) / (WARM_TOKENS - 1)

@@ -22,8 +22,13 @@ def rows(schema, place=""):
             yield from rows(kind, f"{place}{column.name}.")
         else:
             default = column.default if column.default is not MISSING else column.default_factory()
-            shown = (f"unset: {about.unset}" if default is None else f"`{str(default).lower()}`"
-                     if isinstance(default, bool) else f"`{default}`")  # fmt: skip
+            shown = (
+                f"unset: {about.unset}"
+                if default is None
+                else f"`{str(default).lower()}`"
+                if isinstance(default, bool)
+                else f"`{default}`"
+            )
             yield f"| `{place}{column.name}` | {shown} | {about.unit} | {about.help} |"
             if column.name == "policy_options":
                 for name, policy in POLICIES.items():

@@ -214,7 +214,7 @@ def _shown(one: Any) -> dict[str, Any]:
         "in_flight": len(one.flights),
         "running": one.load.running if one.load.known else None,
         "open": one.breaker.open_until > 0,
-        "rests_seconds": one.rests(),
+        "backoff_seconds": one.backoff(),
         "round_work": one.load.work if one.load.known else None,
         "round_tokens": one.load.tokens if one.load.known else None,
         "expected_tpot_ms_alone": None if step is None else 1000 * step * one.load.work / one.load.tokens,

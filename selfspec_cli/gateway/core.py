@@ -67,7 +67,7 @@ class Gateway:
         self.take(settings)
 
     def take(self, settings: GatewaySettings) -> None:
-        """Go by these settings from now on; requests in the gateway end by those that they began with."""
+        """Use these settings from now on; requests in the gateway keep those that they began with."""
         self.settings = settings
         self.upstream.limits = settings.limits
         self.caching.settings = settings.cache
@@ -79,10 +79,10 @@ class Gateway:
     # ---- routes ------------------------------------------------------------------------------------------------------
 
     def candidates(self, request: Request, named: str | None = None) -> list[Replica]:
-        """Backends for the model of a request: those that are sound; where all of them failed or rest, all that are up,
-        because a breaker must never refuse what no backend was asked. named: this one alone."""
+        """Backends for the model of a request: those that are sound. Where none is, all that are up and have not asked
+        to be left alone: breakers must never refuse what no backend was asked. named: this one alone."""
         fit = [one for one in self.replicas if one.takes(request.model) and one.up() and named in (None, one.name)]
-        return [one for one in fit if one.sound()] or [one for one in fit if not one.rests()]
+        return [one for one in fit if one.sound()] or [one for one in fit if not one.backoff()]
 
     def _free(self, request: Request) -> list[Replica]:
         """Those of them that the client would have and that have room."""
@@ -122,9 +122,9 @@ class Gateway:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
         fit = self.candidates(request, request.backend)
         if not fit:
-            resting = [one.rests() for one in self.replicas if one.takes(request.model) and one.up()]
+            waits = [one.backoff() for one in self.replicas if one.takes(request.model) and one.up()]
             raise unavailable(
-                "no backend takes requests for this model now", min(resting, default=1.0), backend=request.backend
+                "no backend takes requests for this model now", min(waits, default=1.0), backend=request.backend
             )
         if not await self.places.wait(request, self.settings.limits.queue_seconds):
             raise unavailable(

@@ -136,7 +136,7 @@ class Relay:
         if error.cause is Cause.backend:
             replica.breaker.failed()
         if error.retry_after:
-            replica.rests_until = max(replica.rests_until, replica.now() + error.retry_after)
+            replica.backoff_until = max(replica.backoff_until, replica.now() + error.retry_after)
         if self.state is State.sending:
             self.state = State.continuing
             self._broke_at = self._last_sent

@@ -45,9 +45,9 @@ class Flight:
 class Replica:
     """A backend.
 
-    breaker: whether it fails too often. rests_until: monotonic seconds, after an answer with Retry-After. draining: it
-    takes no new requests. clock: seconds of the machine that one request got since the beginning, if it was there all
-    the time: the time is shared by all that are there.
+    breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
+    it takes no new requests. clock: seconds of the machine that one request got since the beginning, if it was there
+    all the time: the time is shared by all that are there.
     """
 
     settings: BackendSettings
@@ -61,7 +61,7 @@ class Replica:
     timing: Timing = field(default_factory=Timing)
     now: Callable[[], float] = time.monotonic
     draining: bool = False
-    rests_until: float = 0.0
+    backoff_until: float = 0.0
     flights: dict[int, Flight] = field(default_factory=dict)
     begun: int = 0
     in_flight_at_look: int = 0
@@ -82,16 +82,16 @@ class Replica:
         return model in ("auto", *self.models, *self.settings.serves)
 
     def up(self) -> bool:
-        """Whether it takes requests, apart from failures of late and from how many are there."""
+        """Whether it takes requests, apart from recent failures and from how many are there."""
         return self.state is State.up and not self.draining
 
-    def rests(self) -> float:
+    def backoff(self) -> float:
         """Seconds for which it asked to be left alone."""
-        return max(0.0, self.rests_until - self.now())
+        return max(0.0, self.backoff_until - self.now())
 
     def sound(self) -> bool:
-        """Whether it takes requests, has not failed too often of late, and has not asked to be left alone."""
-        return self.up() and self.breaker.allows() and not self.rests()
+        """Whether it takes requests, has not failed too often recently, and has not asked to be left alone."""
+        return self.up() and self.breaker.allows() and not self.backoff()
 
     def has_room(self) -> bool:
         """Whether one more request may be there."""

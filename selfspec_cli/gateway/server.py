@@ -250,16 +250,16 @@ def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettin
         gateway = made(settings)
         async with opened(gateway, say) as supervisor:
 
-            async def read_again() -> None:
+            async def reload_settings() -> None:
                 try:
                     await reload(gateway, supervisor, again())
                 except (ConfigError, SettingsError) as error:
                     say(f"the settings stay as they were: {error}")
                 else:
-                    say("the settings were read again")
+                    say("the settings were reloaded")
 
             tasks: set[asyncio.Task[None]] = set()
-            hang_up = lambda: tasks.add(asyncio.ensure_future(read_again()))  # noqa: E731
+            hang_up = lambda: tasks.add(asyncio.ensure_future(reload_settings()))  # noqa: E731
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
             gc.collect()
             gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait

@@ -27,9 +27,9 @@ from selfspec_cli.gateway.settings import LimitSettings
 
 OWN_FAULT = (401, 403, 407)
 """The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
-TOLD = (429, 500, 502, 503, 504)
+PASSED_ON = (429, 500, 502, 503, 504)
 """What a client may get as it is; anything else that is no answer is 502."""
-LONGEST_REST = 60.0  # seconds of a Retry-After that is honoured
+LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
 CONNECT_SECONDS = 5.0
 KEPT_SECONDS = 60.0  # for which a connection that nobody uses is kept
 ERROR_BYTES = 1 << 20
@@ -183,7 +183,7 @@ class Upstream:
             raise Refused(status, raw)
         raise BackendFailed(
             f"HTTP {status}",
-            status if status in TOLD else 502,
+            status if status in PASSED_ON else 502,
             Cause.nobody if status == 429 else Cause.shared,
             _seconds(response.headers.get("retry-after", "")),
         )
@@ -220,7 +220,7 @@ def _said(error: Exception) -> str:
 
 def _seconds(text: str) -> float:
     """Of a Retry-After header; 0 where it names a date or nothing."""
-    return min(float(text), LONGEST_REST) if text.isascii() and text.isdigit() else 0.0
+    return min(float(text), LONGEST_BACKOFF) if text.isascii() and text.isdigit() else 0.0
 
 
 def address(base: str, path: str) -> str:

@@ -32,6 +32,7 @@ class Running:
     fakes: dict[str, Fake]
     session: aiohttp.ClientSession
     log: Path
+    looking: supervisor.Supervisor
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
         """(status, JSON, headers)."""
@@ -121,7 +122,7 @@ async def running(
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
             log = folder / server.FOLDER / "requests.jsonl"
-            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log)
+            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log, looking)
         web.should_exit = True
         await task
     for fake in fakes:

@@ -43,7 +43,7 @@ def with_table(text):
 def test_the_page_has_every_setting():
     text = PAGE.read_text(encoding="utf-8")
     assert text == with_table(text), f"write it anew: python {Path(__file__).name}"
-    assert "| `limits.attempts` | `3` |" in text
+    assert "| `limits.at_once` | `4096` |" in text
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/gateway.md has a table of all settings. `python tests/gateway/test_gateway_page.py` writes it."""
+"""docs/gateway_reference.md has a table of all settings. `python tests/gateway/test_gateway_page.py` writes it."""
 
 import re
 from dataclasses import MISSING, fields, is_dataclass
@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.settings import GatewaySettings
 
-PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 
 
 def rows(schema, place=""):

@@ -173,7 +173,7 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
             return _entry(given.entry, await gateway.caching.call(forget, given.entry, tenant))
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
-        if not gateway.judged(tenant, given.request_id, given.quality):
+        if not gateway.routing.judged(tenant, given.request_id, given.quality):
             raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
         return {"request_id": given.request_id}
 

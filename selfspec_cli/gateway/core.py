@@ -9,38 +9,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
-from selfspec_cli.gateway.errors import GatewayError, bad_request, unavailable
+from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.limits import Keys, Tenant
 from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.places import Places
-from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended
+from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.routing import Routing
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
 from selfspec_cli.record.gateway_log import ASKED_FOR, Ledger
 
 VANISHED = 499  # of the log and the metrics; the client is gone
-LEARNT = 0.05  # weight of a new request in means over requests
-ROUTES_KEPT = 10_000  # requests whose answers may still be judged
-TEXT_KEPT = 2000  # characters of each
 BODIES = 16  # of the largest size, that may be in the gateway at once
 LONG_BODY = 1 << 20  # bytes; a longer one is parsed in another thread
 SEED = 0  # of the choice of the ledger's baseline
 
 
 class Gateway:
-    """Everything that lasts longer than a request. replicas: in the order of the settings. routes: by tenant and id,
-    what a request was and who answered it."""
+    """Everything that lasts longer than a request."""
 
     def __init__(
         self,
@@ -50,18 +45,16 @@ class Gateway:
         log: RequestLog,
         caching: Caching,
     ) -> None:
-        self.replicas, self.upstream, self.log, self.caching = list(replicas), upstream, log, caching
+        self.upstream, self.log, self.caching = upstream, log, caching
+        self.routing = Routing(settings, replicas)
         self.telemetry = Telemetry()
         self.tracing = Tracing()
         self.ledger = Ledger()
         self.memory = Memory(0)
-        self.batch = Batch(self._free)
-        self.places = Places(lambda request: bool(self._free(request)))
+        self.batch = Batch(self.routing.free)
+        self.places = Places(lambda request: bool(self.routing.free(request)))
         self.draining = False
         self.inside = 0
-        self.routes: dict[tuple[str, str], tuple[Request, str]] = {}
-        self.tokens_per_char = 0.25
-        self.answer_tokens: dict[tuple[str, str], float] = {}
         self._random = random.Random(SEED)
         self.keys = Keys(())
         self.take(settings)
@@ -74,55 +67,18 @@ class Gateway:
         self.log.text = settings.log_text
         self.memory.most = int(BODIES * settings.limits.body_mib * 2**20)
         self.keys = Keys(settings.keys, before=self.keys)
-        self.choosers: dict[str, Chooser] = {}
+        self.routing.take(settings)
 
-    # ---- routes ------------------------------------------------------------------------------------------------------
-
-    def candidates(self, request: Request, named: str | None = None) -> list[Replica]:
-        """Backends for the model of a request: those that are sound. Where none is, all that are up and have not asked
-        to be left alone: breakers must never refuse what no backend was asked. named: this one alone."""
-        fit = [one for one in self.replicas if one.takes(request.model) and one.up() and named in (None, one.name)]
-        return [one for one in fit if one.sound()] or [one for one in fit if not one.backoff()]
-
-    def _free(self, request: Request) -> list[Replica]:
-        """Those of them that the client would have and that have room."""
-        return [one for one in self.candidates(request, request.backend) if one.has_room()]
-
-    def chooser(self, name: str) -> Chooser:
-        """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
-        if name not in self.choosers:
-            try:
-                policy = POLICIES[name]
-                options = policy.settings(self.settings.policy_options)
-                self.choosers[name] = policy.make(options, self.settings.slo)
-            except SettingsError as error:
-                raise bad_request(str(error), "policy") from error
-        return self.choosers[name]
-
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
-        """The order in which these backends are tried for a request."""
-        return self.chooser(request.policy or self.settings.policy).choose(request, replicas)
-
-    def _check_model(self, request: Request) -> None:
-        if not any(one.takes(request.model) for one in self.replicas):
-            known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
-            problem = closest(request.model, known or ("none yet",), "model")
-            if missing := [one.name for one in self.replicas if not one.models]:
-                raise unavailable(
-                    f"{problem}; not up yet: {', '.join(missing)}", param="model", logged="no such model yet"
-                )
-            raise GatewayError(
-                problem, 404, "invalid_request_error", param="model", code="model_not_found", logged="no such model"
-            )
-        names = [one.name for one in self.replicas]
-        if request.backend is not None and request.backend not in names:
-            raise bad_request(closest(request.backend, names, "backend"), "backend")
+    @property
+    def replicas(self) -> list[Replica]:
+        """The backends, in the order of the settings."""
+        return self.routing.replicas
 
     async def _route(self, request: Request, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
-        fit = self.candidates(request, request.backend)
+        fit = self.routing.candidates(request, request.backend)
         if not fit:
-            waits = [one.backoff() for one in self.replicas if one.takes(request.model) and one.up()]
+            waits = [one.backoff() for one in self.routing.up(request)]
             raise unavailable(
                 "no backend takes requests for this model now", min(waits, default=1.0), backend=request.backend
             )
@@ -132,13 +88,13 @@ class Gateway:
                 self.settings.limits.queue_seconds or 1.0,
                 backend=request.backend,
             )
-        free = self._free(request)
+        free = self.routing.free(request)
         out.policy = request.policy or self.settings.policy
         if request.backend is not None:
             return Choice(tuple(free), ASKED_FOR)
         if out.plain:
             return Choice(tuple(free), "plain")
-        return self.choose(request, free)
+        return self.routing.choose(request, free)
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
@@ -209,15 +165,10 @@ class Gateway:
         else:
             request = requests.read(path, raw, headers)
         request.tenant = tenant.name
-        if request.prompt_chars:
-            request.prompt_tokens = request.prompt_chars * self.tokens_per_char
-        expected = self.answer_tokens.get((request.endpoint, request.model), float(requests.EXPECTED))
-        request.expected_tokens = min(expected, request.most_tokens or expected)
-        if request.body.get("ignore_eos") and request.most_tokens:
-            request.expected_tokens = request.most_tokens
+        self.routing.estimate(request)
         if request.policy is not None:
-            self.chooser(request.policy)
-        self._check_model(request)
+            self.routing.chooser(request.policy)
+        self.routing.check_model(request)
         tenant.check_model(request.model)
         return request
 
@@ -250,7 +201,7 @@ class Gateway:
             return
         request = out.request
         out.e2e = time.monotonic() - request.began
-        self._learn(request, out)
+        self.routing.learn(request, out)
         self.telemetry.ended(out)
         row = out.row(self.log.text)
         self.ledger.add(row)
@@ -262,42 +213,6 @@ class Gateway:
             self.batch.look()
         if self.places.waiting:
             self.places.look()
-
-    def _learn(self, request: Request, out: Outcome) -> None:
-        if out.status != 200 or out.route is None:
-            return
-        text = request.text  # its ends say what it was about; thousands of whole prompts would be too much to keep
-        text = text if len(text) <= TEXT_KEPT else text[: TEXT_KEPT // 2] + text[-TEXT_KEPT // 2 :]
-        kept = Request(request.endpoint, {"model": request.model}, text=text)
-        self.routes[request.tenant, request.id] = (kept, out.route)
-        while len(self.routes) > ROUTES_KEPT:
-            self.routes.pop(next(iter(self.routes)))
-        if out.cache in ("hit", "shared"):
-            return
-        if request.prompt_chars and out.prompt_tokens:
-            self.tokens_per_char += LEARNT * (out.prompt_tokens / request.prompt_chars - self.tokens_per_char)
-        if out.tokens is not None:
-            key = (request.endpoint, request.model)
-            before = self.answer_tokens.get(key, float(out.tokens))
-            self.answer_tokens[key] = before + LEARNT * (out.tokens - before)
-            while len(self.answer_tokens) > ROUTES_KEPT:
-                self.answer_tokens.pop(next(iter(self.answer_tokens)))
-        self._tell(request, out.route, Ended(out.tokens, out.e2e, out.cost))
-
-    def _tell(self, request: Request, route: str, ended: Ended) -> None:
-        for chooser in self.choosers.values():
-            for replica in self.replicas:
-                if replica.name == route:
-                    chooser.learn(request, replica, ended)
-
-    def judged(self, tenant: str, request_id: str, quality: float) -> bool:
-        """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
-        found = self.routes.get((tenant, request_id))
-        if found is None:
-            return False
-        self.chooser(self.settings.policy)
-        self._tell(*found, Ended(quality=quality))
-        return True
 
 
 def _annotate(span: Any, out: Outcome) -> None:

@@ -23,7 +23,7 @@ from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.attempt import Attempt
 from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
-from selfspec_cli.gateway.errors import GatewayError, of_backend, unavailable
+from selfspec_cli.gateway.errors import of_backend
 from selfspec_cli.gateway.events import BrokenStream, Event, Parser
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies.base import Choice
@@ -31,12 +31,12 @@ from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import CHAT, RESPONSES, Request
 from selfspec_cli.gateway.responses import ResponsesAnswer
+from selfspec_cli.gateway.tries import Tries
 from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, outgoing, prepared
 
 if TYPE_CHECKING:
     from selfspec_cli.gateway.core import Gateway
 
-ATTEMPTS = 3  # backends that are tried for one request, and as many for the rest of a stream
 DRAIN_SECONDS = 0.5  # for the end of a response, after the last event of the answer
 
 
@@ -50,7 +50,7 @@ class State(StrEnum):
 
 
 class Relay:
-    """failures: of this request, in order; which of them are blamed on a backend shows when another one answers.
+    """tries: which backends were tried and which comes next. sure: least probability of an answer that is taken.
     unsure: (backend, answer) of a cascade, which is sent if nobody else answers. answer: the client's side of a stream.
     way: how the rest is asked for."""
 
@@ -60,13 +60,10 @@ class Relay:
         self.sure = choice.sure
         self.headers: dict[str, str] = {"x-request-id": request.id}
         self.state = State.asking
-        self.failures: list[tuple[Replica, BackendFailed]] = []
+        self.tries = Tries(gateway, request, choice)
         self.unsure: tuple[Replica, bytes] | None = None
         self.answer = Answer(request)
         self.way: Way | None = None
-        self._order = iter(choice.order[:ATTEMPTS])
-        self._last_choice = choice.order[:ATTEMPTS][-1]
-        self._rest = iter(range(ATTEMPTS))
         self._counted = False  # the tokens of what the backend of now does are known
         self._last_sent = self._broke_at = 0.0
 
@@ -83,12 +80,12 @@ class Relay:
                 continue
             try:
                 await self._ask(replica)
-                self._blame()
+                self.tries.blame()
             except Refused as error:
                 replica.breaker.succeeded()
                 if self.state is not State.asking:
-                    self.failures.append((replica, BackendFailed(f"{replica.name} refused to continue")))
-                    raise self._broken() from error
+                    self.tries.failed(replica, BackendFailed(f"{replica.name} refused to continue", cause=Cause.nobody))
+                    raise self.tries.broken() from error
                 if self.unsure is None:
                     self.out.route = replica.name
                     self.client.headers["x-selfspec-backend"] = replica.name
@@ -96,75 +93,28 @@ class Relay:
             except BackendFailed as error:
                 self._failed(replica, error)
 
-    # ---- which backend -----------------------------------------------------------------------------------------------
-
     def _next(self) -> Replica | None:
         """The backend that is tried now; None to send the answer of which its backend was unsure."""
         if self.state is not State.asking:
-            return self._next_for_the_rest()
-        replica = next(self._order, None)
+            self.way = self.answer.next_way()
+            return self.tries.for_the_rest(self.way)
+        replica = self.tries.another(self.unsure is None)
         if replica is None:
             if self.unsure is None:
-                raise self._nobody()
+                raise self.tries.nobody()
             return None
-        if self.failures:
+        if self.tries.failures:
             self.out.expect(replica.predict(self.request))
-        if replica is self._last_choice:
+        if replica is self.tries.last:
             self.sure = None  # nobody is left to ask: its answer is taken
         return replica
 
-    def _next_for_the_rest(self) -> Replica:
-        dead = self.failures[-1][0]
-        self.way = self.answer.next_way()
-        if self.way is None or next(self._rest, None) is None:
-            raise self._broken()
-        others = [
-            one
-            for one in self.gateway.candidates(self.request)
-            if one.weights == dead.weights and one is not dead and (one.vllm or self.way is Way.again)
-        ]
-        if not others:
-            raise self._broken()
-        new = [one for one in others if one.name not in self.out.tried]
-        return self.gateway.choose(self.request, new or others).order[0]
-
-    # ---- failures ----------------------------------------------------------------------------------------------------
-
     def _failed(self, replica: Replica, error: BackendFailed) -> None:
         self.out.tried.append(replica.name)
-        self.failures.append((replica, error))
-        if error.cause is Cause.backend:
-            replica.breaker.failed()
-        if error.retry_after:
-            replica.backoff_until = max(replica.backoff_until, replica.now() + error.retry_after)
+        self.tries.failed(replica, error)
         if self.state is State.sending:
             self.state = State.continuing
             self._broke_at = self._last_sent
-
-    def _blame(self) -> None:
-        """Another backend answered this request, so those that failed before are at fault, and not the request."""
-        for replica, error in self.failures:
-            if error.cause is Cause.shared:
-                replica.breaker.failed()
-
-    def _nobody(self) -> GatewayError:
-        replica, error = self.failures[-1]
-        said, logged = f"backend {replica.name}: {error}", f"backend {replica.name}: HTTP {error.status}"
-        rest = min((one.retry_after for _, one in self.failures if one.retry_after), default=0.0)
-        if error.status == 503:
-            return unavailable(said, rest or 1.0, backend=replica.name, logged=logged)
-        headers = {"retry-after": str(round(rest or 1.0))} if error.status == 429 else {}
-        return GatewayError(said, error.status, "backend_error", backend=replica.name, headers=headers, logged=logged)
-
-    def _broken(self) -> GatewayError:
-        replica, error = self.failures[-1]
-        self.gateway.telemetry.broken.labels(replica.name).inc()
-        return GatewayError(
-            f"backend {replica.name} broke off: {error}; it could not be continued",
-            502,
-            "backend_error",
-            backend=replica.name,
-        )
 
     # ---- one backend -------------------------------------------------------------------------------------------------
 

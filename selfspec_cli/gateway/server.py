@@ -234,7 +234,7 @@ async def reload(gateway: Gateway, supervisor: Supervisor, settings: GatewaySett
     for one in settings.backends:
         old = known.get(one.name)
         replicas.append(old if old is not None and old.settings == one else replica(one))
-    gateway.replicas = replicas
+    gateway.routing.replicas = replicas
     gateway.take(settings)
     await supervisor.take(replicas)
 

@@ -222,8 +222,9 @@ class Supervisor:
         }
         began = first = last = time.monotonic()
         sent = await prepared(self.upstream, one, "/v1/completions", body)
-        async with self.upstream.post(one, "/v1/completions", sent, {}) as response:
-            while await self.upstream.part(response, self.upstream.limits.first_byte_seconds):
+        limit = self.upstream.limits.first_byte_seconds
+        async with asyncio.timeout(limit), self.upstream.post(one, "/v1/completions", sent, {}) as response:
+            while await self.upstream.part(response, limit):
                 last = time.monotonic()
                 first = last if first == began else first
         return first - began, (last - first) / (WARM_TOKENS - 1)

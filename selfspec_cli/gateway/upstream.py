@@ -198,7 +198,7 @@ class Upstream:
             async with asyncio.timeout(seconds):
                 return await response.content.readany()
         except TimeoutError as error:
-            raise BrokenStream(f"nothing came for {seconds:g} s") from error
+            raise BrokenStream("nothing came in time") from error
         except (aiohttp.ClientError, OSError) as error:
             raise BrokenStream(_said(error)) from error
 
@@ -215,6 +215,9 @@ async def _note_reuse(session: Any, context: SimpleNamespace, params: Any) -> No
 
 
 def _said(error: Exception) -> str:
+    """What is told of a failure; the address of the backend is not."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"not connected: {error.os_error.strerror or type(error.os_error).__name__}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

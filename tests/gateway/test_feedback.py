@@ -27,7 +27,7 @@ async def test_judged_answers_move_requests_of_their_kind(tmp_path):
         routes = [row["route"] for row in await on.rows()]
         assert routes[0] == "small"  # nothing is known yet
         assert routes[-2:] == ["large", "small"]
-        assert max(len(asked.text) for asked, _ in on.gateway.routes.values()) <= 2000
+        assert max(len(asked.text) for asked, _ in on.gateway.routing.routes.values()) <= 2000
 
 
 async def test_a_tenant_judges_its_own_requests_alone(tmp_path):
@@ -41,7 +41,7 @@ async def test_a_tenant_judges_its_own_requests_alone(tmp_path):
         for name, status in (("ann", 200), ("eve", 404)):
             head = {"Authorization": f"Bearer {name}", "Content-Type": "application/json"}
             assert (await on.post({"request_id": "1", "quality": 0}, "/gateway/feedback", **head))[0] == status
-        assert list(on.gateway.choosers["quality"].judged) == ["a"]
+        assert list(on.gateway.routing.choosers["quality"].judged) == ["a"]
 
 
 COMPLETION = {"model": "toy", "prompt": "an easy one", "max_tokens": 5}

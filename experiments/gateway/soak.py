@@ -34,7 +34,7 @@ MODEL, TOKENS = "toy", 24
 GOOD, EVIL = {"Authorization": "Bearer good"}, {"Authorization": "Bearer evil"}
 HEALED_SECONDS = 3.0  # until the gateway has looked at a backend that was gone, and warmed it up
 FAULTS = ("well", "dies", "hangs", "garbage", "error", "refuses", "gone")
-CALM_SECONDS = 70.0  # at the end, in which connections that are kept for a minute close
+CALM_SECONDS = 70.0  # at the end, in which connections that are kept are closed
 
 
 def token(ids: list[int]) -> int:

@@ -169,6 +169,9 @@ class Supervisor:
                 self.say(f"{one.name}: down: {error}")
             one.state = State.starting if was is State.starting else State.down
             return
+        except Exception:  # nothing is known of it
+            one.state = was
+            raise
         if one.vllm:
             with suppress(BackendFailed):
                 await self._read_metrics(one)

@@ -31,7 +31,7 @@ PASSED_ON = (429, 500, 502, 503, 504)
 """What a client may get as it is; anything else that is no answer is 502."""
 LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
 CONNECT_SECONDS = 5.0
-KEPT_SECONDS = 60.0  # for which a connection that nobody uses is kept
+KEPT_SECONDS = 30.0  # for which a connection that nobody uses is kept
 ERROR_BYTES = 1 << 20
 OWN_HEADERS = {"accept-encoding": "identity", "content-type": "application/json"}
 BATCH_PRIORITY = 10  # of vLLM: smaller goes first, and interactive requests have 0
@@ -70,31 +70,39 @@ class Upstream:
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """aiohttp's, made inside the event loop when it is first used."""
-        if self._session is None:
+        """The client for requests."""
+        return self._named("requests")
+
+    def _named(self, name: str) -> aiohttp.ClientSession:
+        """A client of aiohttp, made inside the event loop when it is first used. Looks have one of their own: otherwise
+        they would use in turn all connections that a rush of requests left, and none would ever be closed."""
+        if name not in self._sessions:
             tracing = aiohttp.TraceConfig()
             tracing.on_connection_reuseconn.append(_note_reuse)
-            self._session = aiohttp.ClientSession(
+            self._sessions[name] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trace_configs=[tracing],
             )
-        return self._session
+        return self._sessions[name]
 
     async def close(self) -> None:
         """Close every connection that is kept."""
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
     async def get(self, url: str, seconds: float, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a page; raises BackendFailed."""
         try:
-            async with asyncio.timeout(seconds), self._asked("GET", url, dict(headers or {}), None) as response:
+            async with (
+                asyncio.timeout(seconds),
+                self._asked("GET", url, dict(headers or {}), None, "looks") as response,
+            ):
                 if response.status != 200:
                     raise BackendFailed(f"HTTP {response.status}", response.status)
                 return await response.read()
@@ -133,8 +141,6 @@ class Upstream:
         except TimeoutError as error:
             raise BackendFailed(f"no answer in {seconds:g} s", 504) from error
         except aiohttp.ClientConnectorError as error:
-            if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
-                raise unavailable("the gateway has no file descriptors left") from error
             raise BackendFailed(_said(error), cause=Cause.backend) from error
         except aiohttp.ClientError as error:
             raise BackendFailed(_said(error)) from error
@@ -147,12 +153,13 @@ class Upstream:
 
     @asynccontextmanager
     async def _asked(
-        self, method: str, url: str, headers: dict[str, str], data: bytes | None
+        self, method: str, url: str, headers: dict[str, str], data: bytes | None, client: str = "requests"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response. A kept connection that was closed meanwhile is no failure: the next one is taken."""
+        """A response. A kept connection that was closed meanwhile is no failure: the next one is taken. Where this
+        process has no file descriptors left, that is no backend's failure: raises GatewayError (503)."""
         while True:
             note = SimpleNamespace(reused=False)
-            sending = self.session.request(
+            sending = self._named(client).request(
                 method,
                 URL(url, encoded=True),
                 headers={**OWN_HEADERS, **headers},
@@ -164,7 +171,11 @@ class Upstream:
                 response = await sending
                 break
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if not note.reused or isinstance(error, aiohttp.ClientConnectorError):
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+                        raise unavailable("the gateway has no file descriptors left") from error
+                    raise
+                if not note.reused:
                     raise
         try:
             yield response

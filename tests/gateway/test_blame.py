@@ -12,7 +12,7 @@ from fake import Fake
 from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
 from running import QUICK, running
 
-from selfspec_cli.gateway import breaker
+from selfspec_cli.gateway import breaker, supervisor
 from selfspec_cli.gateway.breaker import Breaker
 from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.upstream import address
@@ -215,8 +215,10 @@ async def test_too_many_files_are_the_gateways_own_matter(tmp_path, monkeypatch)
         async def full(*given, **more):
             raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
 
-        monkeypatch.setattr(on.gateway.upstream.session, "request", full)
+        for session in on.gateway.upstream._sessions.values():
+            monkeypatch.setattr(session, "request", full)
         for _ in range(5):
+            await asyncio.sleep(supervisor.POLL_SECONDS)  # looks fail too
             status, found, headers = await on.post(PROMPT)
             assert (status, headers["retry-after"]) == (503, "1")
             assert "file descriptors" in found["error"]["message"]

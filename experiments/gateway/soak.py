@@ -32,7 +32,6 @@ from aiohttp import web
 
 MODEL, TOKENS = "toy", 24
 GOOD, EVIL = {"Authorization": "Bearer good"}, {"Authorization": "Bearer evil"}
-HEALED_SECONDS = 3.0  # until the gateway has looked at a backend that was gone, and warmed it up
 FAULTS = ("well", "dies", "hangs", "garbage", "error", "refuses", "gone")
 CALM_SECONDS = 70.0  # at the end, in which connections that are kept are closed
 
@@ -131,9 +130,12 @@ class Backend:
         return response
 
 
-async def chaos(backends: list[Backend], until: float, draw: random.Random, seen: Counter[str]) -> None:
+async def chaos(
+    session: aiohttp.ClientSession, url: str, backends: list[Backend], until: float, seen: Counter[str]
+) -> None:
     """Change what all backends but one do, several times; then all are well until the gateway has seen it, and another
     one is spared."""
+    draw = random.Random(0)
     while time.monotonic() < until:
         spared = draw.choice(backends)
         for _ in range(draw.randrange(1, 5)):
@@ -147,7 +149,18 @@ async def chaos(backends: list[Backend], until: float, draw: random.Random, seen
             await asyncio.sleep(draw.uniform(0.5, 2.0))
         for backend in backends:
             await heal(backend)
-        await asyncio.sleep(HEALED_SECONDS)
+        await all_up(session, url, len(backends))
+        await asyncio.sleep(1.0)
+
+
+async def all_up(session: aiohttp.ClientSession, url: str, count: int) -> None:
+    """Wait until the gateway says that all backends take requests."""
+    for _ in range(300):
+        with suppress(aiohttp.ClientError):
+            async with session.get(f"{url}/health") as response:
+                if len((await response.json())["backends"]) == count:
+                    return
+        await asyncio.sleep(0.2)
 
 
 async def heal(backend: Backend) -> None:
@@ -253,14 +266,9 @@ async def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     over_time: list[tuple[float, int]] = []
     limits = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
-        for _ in range(300):
-            with suppress(aiohttp.ClientError):
-                async with session.get(f"{url}/health") as response:
-                    if len((await response.json())["backends"]) == len(backends):
-                        break
-            await asyncio.sleep(0.2)
+        await all_up(session, url, len(backends))
         until, path = time.monotonic() + 60 * given.minutes, f"{url}/v1/completions"
-        tasks = [chaos(backends, until, random.Random(0), faults)]
+        tasks = [chaos(session, url, backends, until, faults)]
         tasks += [good(session, path, until, number, answers) for number in range(given.clients)]
         tasks += [hostile(session, path, until, number, harm) for number in range(given.clients // 4)]
         running = asyncio.gather(*tasks)

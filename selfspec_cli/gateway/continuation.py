@@ -142,41 +142,41 @@ class Answer:
             return None, True
         if not event.data:
             return None, False
-        found = read(event)
-        if found.get("usage"):
-            self._count(found)
-        choices = [one for one in found.get("choices") or () if isinstance(one, dict)]
+        document = read(event)
+        if document.get("usage"):
+            self._count(document)
+        choices = [one for one in document.get("choices") or () if isinstance(one, dict)]
         if not choices:
-            return self._without_choices(found, event), False
+            return self._without_choices(document, event), False
         self.ends += sum(bool(choice.get("finish_reason")) for choice in choices)
-        made = self._converted(found, choices[0], event.data)
+        made = self._converted(document, choices[0], event.data)
         return None if made is None else written(made), False
 
-    def _without_choices(self, found: dict[str, Any], event: Event) -> bytes | None:
+    def _without_choices(self, document: dict[str, Any], event: Event) -> bytes | None:
         """An event that only counts tokens, if the client asked for it, or that a provider adds (content filters)."""
-        if found.get("usage"):
+        if document.get("usage"):
             if not (self.request.body.get("stream_options") or {}).get("include_usage"):
                 return None
-            return written(event.data if self.way is Way.first else packed.dumps(found | (self.head or {})))
-        return written(event.data) if "choices" in found and self.way is Way.first else None
+            return written(event.data if self.way is Way.first else packed.dumps(document | (self.head or {})))
+        return written(event.data) if "choices" in document and self.way is Way.first else None
 
-    def _converted(self, found: dict[str, Any], choice: dict[str, Any], data: bytes) -> bytes | None:
+    def _converted(self, document: dict[str, Any], choice: dict[str, Any], data: bytes) -> bytes | None:
         if self.head is None:
-            self.head = {name: found[name] for name in ("id", "object", "created", "model") if name in found}
+            self.head = {name: document[name] for name in ("id", "object", "created", "model") if name in document}
         if self.way is Way.ids:
-            self._as_continued(found, choice)
+            self._as_continued(document, choice)
         elif self.way is Way.again and not self._trimmed(choice):
             return None
-        self._record(found, choice)
+        self._record(document, choice)
         if self.way is Way.first:
             return _IDS.sub(rb'"\1":null', data) if self.ids else data
         choice |= {name: None for name in ("prompt_token_ids", "token_ids") if name in choice}
-        return packed.dumps(found | self.head)
+        return packed.dumps(document | self.head)
 
-    def _record(self, found: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _record(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
         if self.ids:
             if not self.prompt_ids:
-                self.prompt_ids = found.get("prompt_token_ids") or choice.get("prompt_token_ids") or []
+                self.prompt_ids = document.get("prompt_token_ids") or choice.get("prompt_token_ids") or []
             self.token_ids += choice.get("token_ids") or ()
         inner = _inner(choice)
         self.calls = self.calls or bool(inner.get("tool_calls") or inner.get("function_call"))
@@ -184,7 +184,7 @@ class Answer:
             if text := inner.get(channel):
                 self.texts.setdefault(channel, []).append(str(text))
 
-    def _as_continued(self, found: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _as_continued(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
         """Make an event of /v1/completions one of the endpoint that the client asked."""
         if self.request.endpoint == CHAT:
             choice["delta"] = {"content": choice.pop("text", "")}
@@ -216,13 +216,13 @@ class Answer:
         inner.pop("role", None)
         return bool(calls or ends or any(inner.get(channel) for channel in CHANNELS))
 
-    def _count(self, found: dict[str, Any]) -> None:
+    def _count(self, document: dict[str, Any]) -> None:
         """Keep the usage; after a continuation, what came before was counted as part of the prompt."""
         if self.way is Way.ids:
             prompt = len(self.prompt_ids)
-            tokens = self.before + int(found["usage"].get("completion_tokens") or 0)
-            found["usage"] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-        self.usage = found["usage"]
+            tokens = self.before + int(document["usage"].get("completion_tokens") or 0)
+            document["usage"] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        self.usage = document["usage"]
 
     # ---- the rest of it ----------------------------------------------------------------------------------------------
 

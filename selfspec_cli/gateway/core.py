@@ -78,7 +78,7 @@ class Gateway:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
         fit = self.routing.candidates(request, request.backend)
         if not fit:
-            waits = [one.backoff() for one in self.routing.up(request)]
+            waits = [replica.backoff() for replica in self.routing.up(request)]
             raise unavailable(
                 "no backend takes requests for this model now", min(waits, default=1.0), backend=request.backend
             )

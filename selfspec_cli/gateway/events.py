@@ -85,12 +85,12 @@ def read(event: Event) -> dict[str, Any]:
         BrokenStream: it is no JSON object, or an error in any of the forms that servers use.
     """
     try:
-        found = packed.loads(event.data)
+        document = packed.loads(event.data)
     except ValueError as error:
         raise BrokenStream("an event that is no JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise BrokenStream("an event that is no JSON object")
-    failed = found.get("type") in ("error", "response.failed")
-    if event.name == "error" or failed or found.get("error") or found.get("object") == "error":
+    failed = document.get("type") in ("error", "response.failed")
+    if event.name == "error" or failed or document.get("error") or document.get("object") == "error":
         raise BrokenStream("the backend sent an error in its stream")
-    return found
+    return document

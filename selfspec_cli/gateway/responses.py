@@ -45,54 +45,54 @@ class ResponsesAnswer(Answer):
             return None, False  # what follows the last event of an answer
         if not event.data:
             return None, False
-        found = read(event)
-        kind = str(found.get("type") or event.name)
-        response = found.get("response")
+        document = read(event)
+        kind = str(document.get("type") or event.name)
+        response = document.get("response")
         if isinstance(response, dict) and response.get("usage"):
             usage = response["usage"]
             self.usage = {"prompt_tokens": usage.get("input_tokens"), "completion_tokens": usage.get("output_tokens")}
         if self.way is Way.first:
-            self._remember(found, kind)
+            self._remember(document, kind)
             made: bytes | None = event.data
         else:
-            made = self._left(found, kind)
+            made = self._left(document, kind)
         if kind in ENDS:
             if any(self.skip.values()):
                 raise BrokenStream("the same request was answered otherwise the second time")
             self.ends = 1
         return None if made is None else written(made, event.name), kind in ENDS
 
-    def _remember(self, found: dict[str, Any], kind: str) -> None:
-        self.number = int(found.get("sequence_number") or self.number + 1)
+    def _remember(self, document: dict[str, Any], kind: str) -> None:
+        self.number = int(document.get("sequence_number") or self.number + 1)
         if kind == DELTA:
-            self.texts.setdefault("text", []).append(str(found.get("delta") or ""))
+            self.texts.setdefault("text", []).append(str(document.get("delta") or ""))
         elif kind in BEGINS:
             self.seen.append(kind)
-            self.ids_seen += [name for name in _ids(found) if name not in self.ids_seen]
+            self.ids_seen += [name for name in _ids(document) if name not in self.ids_seen]
         elif kind not in ENDS:
             self.other = True  # calls, reasoning, or a text that has ended: it is not asked for again
 
-    def _left(self, found: dict[str, Any], kind: str) -> bytes | None:
+    def _left(self, document: dict[str, Any], kind: str) -> bytes | None:
         """An event of the second answer, with the ids and numbers that the client knows; None for what it has."""
         if kind in BEGINS and len(self.again) < len(self.seen):
             if self.seen[len(self.again)] != kind:
                 raise BrokenStream("the same request was answered otherwise the second time")
             self.again.append(kind)
-            new = [name for name in _ids(found) if name not in self.names]
+            new = [name for name in _ids(document) if name not in self.names]
             self.names |= dict(zip(new, self.ids_seen[len(self.names) :], strict=False))
             return None
         if kind == DELTA and (wanted := self.skip.get("text")):
-            text = str(found.get("delta") or "")
+            text = str(document.get("delta") or "")
             if not (text.startswith(wanted) or wanted.startswith(text)):
                 raise BrokenStream("the same request was answered otherwise the second time")
-            self.skip["text"], found["delta"] = wanted[len(text) :], text[len(wanted) :]
-            if not found["delta"]:
+            self.skip["text"], document["delta"] = wanted[len(text) :], text[len(wanted) :]
+            if not document["delta"]:
                 return None
         elif any(self.skip.values()):
             raise BrokenStream("the same request was answered otherwise the second time")
         self.number += 1
-        self._remember({**found, "sequence_number": self.number}, kind)
-        raw = packed.dumps({**found, "sequence_number": self.number})
+        self._remember({**document, "sequence_number": self.number}, kind)
+        raw = packed.dumps({**document, "sequence_number": self.number})
         for new_name, name in self.names.items():
             raw = raw.replace(f'"{new_name}"'.encode(), f'"{name}"'.encode())
         return raw
@@ -107,7 +107,7 @@ class ResponsesAnswer(Answer):
         return super().rest(way)
 
 
-def _ids(found: dict[str, Any]) -> list[str]:
+def _ids(document: dict[str, Any]) -> list[str]:
     """Ids of the response and of its items."""
-    inner = [found.get(name) for name in ("response", "item")]
+    inner = [document.get(name) for name in ("response", "item")]
     return [str(one["id"]) for one in inner if isinstance(one, dict) and one.get("id")]

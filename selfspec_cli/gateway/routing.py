@@ -37,17 +37,21 @@ class Routing:
 
     def up(self, request: Request, named: str | None = None) -> list[Replica]:
         """Backends for the model of a request that take requests, whether or not they have failed recently."""
-        return [one for one in self.replicas if one.takes(request.model) and one.up() and named in (None, one.name)]
+        return [
+            replica
+            for replica in self.replicas
+            if replica.takes(request.model) and replica.up() and named in (None, replica.name)
+        ]
 
     def candidates(self, request: Request, named: str | None = None) -> list[Replica]:
         """Backends for the model of a request: those that are sound. Where none is, all that are up and have not asked
         to be left alone: breakers must never refuse what no backend was asked. named: this one alone."""
         fit = self.up(request, named)
-        return [one for one in fit if one.sound()] or [one for one in fit if not one.backoff()]
+        return [replica for replica in fit if replica.sound()] or [replica for replica in fit if not replica.backoff()]
 
     def free(self, request: Request) -> list[Replica]:
         """Those of them that the client would have and that have room."""
-        return [one for one in self.candidates(request, request.backend) if one.has_room()]
+        return [replica for replica in self.candidates(request, request.backend) if replica.has_room()]
 
     def chooser(self, name: str) -> Chooser:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
@@ -66,17 +70,19 @@ class Routing:
 
     def check_model(self, request: Request) -> None:
         """Raises GatewayError (404, 503, 400) for a model or a backend that is not known."""
-        if not any(one.takes(request.model) for one in self.replicas):
-            known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
+        if not any(replica.takes(request.model) for replica in self.replicas):
+            known = dict.fromkeys(
+                name for replica in self.replicas for name in (*replica.models, *replica.settings.serves)
+            )
             problem = closest(request.model, known or ("none yet",), "model")
-            if missing := [one.name for one in self.replicas if not one.models]:
+            if missing := [replica.name for replica in self.replicas if not replica.models]:
                 raise unavailable(
                     f"{problem}; not up yet: {', '.join(missing)}", param="model", logged="no such model yet"
                 )
             raise GatewayError(
                 problem, 404, "invalid_request_error", param="model", code="model_not_found", logged="no such model"
             )
-        names = [one.name for one in self.replicas]
+        names = [replica.name for replica in self.replicas]
         if request.backend is not None and request.backend not in names:
             raise bad_request(closest(request.backend, names, "backend"), "backend")
 

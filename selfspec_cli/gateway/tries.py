@@ -35,7 +35,7 @@ class Tries:
         if replica is not None or not any_one or len(self.failures) >= ATTEMPTS:
             return replica
         up = self.gateway.routing.up(self.request, self.request.backend)
-        return next((one for one in self._new(up) if one.has_room() and not one.backoff()), None)
+        return next((replica for replica in self._new(up) if replica.has_room() and not replica.backoff()), None)
 
     def for_the_rest(self, way: Way | None) -> Replica:
         """The backend that sends the rest of a stream; raises GatewayError where nobody can. way: how it is asked."""
@@ -43,19 +43,22 @@ class Tries:
         if way is None or next(self._rest, None) is None:
             raise self.broken()
         others = [
-            one
-            for one in self.gateway.routing.up(self.request)
-            if one.weights == dead.weights and one is not dead and (one.vllm or way is Way.again) and not one.backoff()
+            replica
+            for replica in self.gateway.routing.up(self.request)
+            if replica.weights == dead.weights
+            and replica is not dead
+            and (replica.vllm or way is Way.again)
+            and not replica.backoff()
         ]
         if not others:
             raise self.broken()
         new = self._new(others)
-        sound = [one for one in new if one.sound()]
+        sound = [replica for replica in new if replica.sound()]
         return self.gateway.routing.choose(self.request, sound or new or others).order[0]
 
     def _new(self, replicas: list[Replica]) -> list[Replica]:
-        tried = [one for one, _ in self.failures]
-        return [one for one in replicas if one not in tried]
+        tried = [replica for replica, _ in self.failures]
+        return [replica for replica in replicas if replica not in tried]
 
     def failed(self, replica: Replica, error: BackendFailed) -> None:
         """A backend failed. Its own fault is counted at once, and what it asks for is honoured."""
@@ -75,7 +78,7 @@ class Tries:
         """What the client is told where every backend failed before the first byte."""
         replica, error = self.failures[-1]
         said, logged = f"backend {replica.name}: {error}", f"backend {replica.name}: HTTP {error.status}"
-        seconds = min((one.retry_after for _, one in self.failures if one.retry_after), default=1.0)
+        seconds = min((replica.retry_after for _, replica in self.failures if replica.retry_after), default=1.0)
         if error.status == 503:
             return unavailable(said, seconds, backend=replica.name, logged=logged)
         headers = {"retry-after": str(round(seconds))} if error.status == 429 else {}

@@ -132,10 +132,10 @@ class Upstream:
         except ValueError as error:
             raise bad_request(f"the body cannot be handed on: {error}") from error
         seconds = self.limits.first_byte_seconds if seconds is None else seconds
-        asked = self._asked("POST", address(base or replica.url, path), {**key_of(replica), **headers}, raw)
+        answering = self._asked("POST", address(base or replica.url, path), {**key_of(replica), **headers}, raw)
         try:
             async with asyncio.timeout(seconds):
-                response = await asked.__aenter__()
+                response = await answering.__aenter__()
         except aiohttp.ConnectionTimeoutError as error:
             raise BackendFailed(f"not connected in {CONNECT_SECONDS:g} s", cause=Cause.backend) from error
         except TimeoutError as error:
@@ -149,7 +149,7 @@ class Upstream:
                 await self._refuse(response)
             yield response
         finally:  # what is left of an answer is not wanted: its connection is closed, and the backend stops
-            await asked.__aexit__(None, None, None)
+            await answering.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def _asked(

@@ -120,7 +120,7 @@ class Caching:
             return True
         form = (wanted, request.stream, usage)
         flight = self.flights.get(form)
-        if flight is None or flight.size > LARGEST:
+        if flight is None or flight.size > LARGEST or not flight.readers:  # without readers it is being ended
             out.cache = "miss"
             flight = self.flights[form] = Flight()
             flight.task = asyncio.ensure_future(self._fly(flight, form, request, out, ask))

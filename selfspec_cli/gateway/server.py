@@ -258,8 +258,11 @@ def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettin
                 else:
                     say("the settings were reloaded")
 
-            tasks: set[asyncio.Task[None]] = set()
-            hang_up = lambda: tasks.add(asyncio.ensure_future(reload_settings()))  # noqa: E731
+            reloading: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
+
+            def hang_up() -> None:
+                reloading[:] = [asyncio.ensure_future(reload_settings())]
+
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
             gc.collect()
             gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait

@@ -90,6 +90,49 @@ async def test_a_free_port_is_said_with_its_number(tmp_path):
 
 
 @pytest.mark.slow
+async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
+    fake, other = Fake("a", step=0.03), Fake("b")
+    for one in (fake, other):
+        await one.start()
+    port, file = free_port(), tmp_path / "gateway.yaml"
+    settings = {
+        "port": port,
+        "results_dir": str(tmp_path),
+        "backends": [{"name": "a", "kind": "local", "url": fake.url}],
+    }
+    file.write_text(json.dumps(settings))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "selfspec_cli", "gateway", str(file), stderr=asyncio.subprocess.PIPE
+    )
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as session:
+        await until_up(session, url)
+        async with session.post(f"{url}/v1/completions", json=PROMPT) as response:
+            raw = await response.content.readany()
+            file.write_text("policy: fixd")
+            process.send_signal(signal.SIGHUP)
+            settings["backends"] = [{"name": "b", "kind": "local", "url": other.url}]
+            said = b""
+            while b"stay as they were" not in said:
+                said += await process.stderr.read(4096)
+            file.write_text(json.dumps(settings))
+            process.send_signal(signal.SIGHUP)
+            raw += await response.read()
+        while b"were reloaded" not in said:
+            said += await process.stderr.read(4096)
+        await until_up(session, url)
+        async with session.post(f"{url}/v1/completions", json=PROMPT | {"stream": False}) as response:
+            assert response.headers["x-selfspec-backend"] == "b"
+    parts = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts) == answer("once", 40)
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
+    for one in (fake, other):
+        await one.stop()
+
+
+@pytest.mark.slow
 async def test_a_port_that_is_taken_is_bad_input(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from aiohttp import web
-from fake import Fake, warms
+from fake import Fake, answer, warms
 from hostile import PROMPT
 from running import running
 
@@ -183,3 +183,26 @@ async def test_responses_are_streamed_and_survive(tmp_path, at):
         assert "resp_b" not in raw and ("msg_b" not in raw or at == 1)
         (row,) = await on.rows()
         assert (row["tokens"], row["prompt_tokens"], row["survived"]) == (3, 2, int(at is not None))
+
+
+async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):
+    openai = pytest.importorskip("openai")
+    fakes = [Fake("a", step=0.001, times=1, die_after=3), Fake("b")]
+    async with running(fakes, tmp_path) as on:
+        async with openai.AsyncOpenAI(base_url=f"{on.url}/v1", api_key="none", max_retries=0) as client:
+            asked = {
+                "model": "toy",
+                "messages": [{"role": "user", "content": "once"}],
+                "max_tokens": 8,
+                "temperature": 0,
+            }
+            stream = await client.chat.completions.create(**asked, stream=True)
+            text = "".join([part.choices[0].delta.content or "" async for part in stream])
+            assert (
+                text == answer("once", 8) == (await client.chat.completions.create(**asked)).choices[0].message.content
+            )
+            assert (await client.models.retrieve("toy")).id == "toy"
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await client.completions.create(model="tyo", prompt="x")
+            assert unknown.value.code == "model_not_found"
+        assert sum(row["survived"] for row in await on.rows()) == 1

@@ -232,11 +232,8 @@ def usage(process: int) -> tuple[float, int]:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list(Path(f"/proc/{process}/fd").iterdir()))
 
 
-async def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it; the document that is printed."""
-    backends = [Backend() for _ in range(3)]
-    for backend in backends:
-        await backend.start()
+async def gateway(backends: list[Backend], folder: Path) -> tuple[asyncio.subprocess.Process, str]:
+    """A gateway in front of these backends, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -259,7 +256,15 @@ async def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "selfspec_cli", "gateway", str(file), stdout=log, stderr=log
         )
-    url = f"http://127.0.0.1:{port}"
+    return process, f"http://127.0.0.1:{port}"
+
+
+async def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run it; the document that is printed."""
+    backends = [Backend() for _ in range(3)]
+    for backend in backends:
+        await backend.start()
+    process, url = await gateway(backends, folder)
     answers: Counter[str] = Counter()
     harm: Counter[str] = Counter()
     faults: Counter[str] = Counter()

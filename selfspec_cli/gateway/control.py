@@ -50,6 +50,7 @@ def control(gateway: Gateway) -> FastAPI:
 
     _errors(app)
     _views(app, gateway)
+    _admin_views(app, gateway)
     _actions(app, gateway)
     return app
 
@@ -86,7 +87,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:
-    """What is looked at."""
+    """What every key may look at."""
     gains_at = [0.0]  # when /metrics last got the gains
 
     @app.api_route("/health", methods=LOOK)
@@ -128,6 +129,10 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
                 code="model_not_found",
             )
         return _model(name)
+
+
+def _admin_views(app: FastAPI, gateway: Gateway) -> None:
+    """What an admin looks at."""
 
     @app.get("/gateway/routes")
     async def routes() -> dict[str, Any]:

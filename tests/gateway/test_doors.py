@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import shutil
+import ssl
+import subprocess
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from fake import Fake, answer
 from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
@@ -149,3 +153,18 @@ async def test_settings_are_reloaded_without_losing_a_stream(tmp_path):
         assert (await on.post(PROMPT, **ANN))[2]["x-selfspec-backend"] == "b"
         assert (await stream).text == answer("once upon", 30)
     await new.stop()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+async def test_tls_by_a_certificate_and_its_key(tmp_path):
+    files = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
+    words = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(["openssl", "req", *words], check=True, capture_output=True)
+    async with running([Fake("a")], tmp_path, tls=files) as on:
+        url = on.url.replace("http://", "https://") + "/v1/completions"
+        trusted = ssl.create_default_context(cafile=files[0])
+        trusted.check_hostname = False
+        async with on.session.post(url, json=PROMPT, ssl=trusted) as response:
+            assert (await response.json())["choices"][0]["text"] == WANTED
+        with pytest.raises(aiohttp.ClientError):
+            await on.post(PROMPT)

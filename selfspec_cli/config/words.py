@@ -116,11 +116,12 @@ def _parse(text: str) -> Word:
     _check_sweep(override, text)
     sweep = override.is_sweep_override()
     key = override.key_or_group
-    if override.is_range_sweep():
-        values: tuple[Any, ...] = _numbers(override.value())
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        values: tuple[Any, ...] = _numbers(value)
         texts = [*map(str, values)]
     else:
-        found = [*override.sweep_iterator()] if sweep else [override.value()]
+        found = [*override.sweep_iterator()] if sweep else [value]
         values = tuple(map(_plain, found))
         texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
         # Of an interpolation without quotes Hydra would escape the braces.

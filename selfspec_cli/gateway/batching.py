@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.replica import Replica
-from selfspec_cli.gateway.settings import BatchSettings
+from selfspec_cli.gateway.request import Request
+
+ENOUGH = 8  # requests that are let go together, whether or not a backend idles
+DEADLINE_SECONDS = 60.0  # a request that names no deadline waits no longer
 
 
 class Batch:
@@ -17,17 +19,17 @@ class Batch:
     were looked at. The oldest deadline goes first.
     """
 
-    def __init__(self, settings: BatchSettings, candidates: Callable[[Asked], list[Replica]]) -> None:
-        self.settings, self.candidates = settings, candidates
-        self.waiting: list[tuple[float, Asked, asyncio.Future[str]]] = []  # with the deadline of each
+    def __init__(self, candidates: Callable[[Request], list[Replica]]) -> None:
+        self.candidates = candidates
+        self.waiting: list[tuple[float, Request, asyncio.Future[str]]] = []  # with the deadline of each
 
-    async def wait(self, asked: Asked) -> str:
+    async def wait(self, request: Request) -> str:
         """Returns when the request may go, and says why: idle, enough or deadline."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[str] = loop.create_future()
-        deadline = asked.deadline or asked.began + self.settings.deadline_seconds
-        alarm = loop.call_later(max(0.0, deadline - asked.began), _let_go, ready, "deadline")
-        entry = (deadline, asked, ready)
+        deadline = request.deadline or request.began + DEADLINE_SECONDS
+        alarm = loop.call_later(max(0.0, deadline - request.began), _let_go, ready, "deadline")
+        entry = (deadline, request, ready)
         self.waiting.append(entry)
         try:
             self.look()
@@ -40,14 +42,14 @@ class Batch:
     def look(self) -> None:
         """Let go whatever has a reason to: one request for each backend that idles, or all when enough wait."""
         self.waiting = [one for one in self.waiting if not one[2].done()]
-        if len(self.waiting) >= self.settings.enough:
+        if len(self.waiting) >= ENOUGH:
             for *_, ready in self.waiting:
                 _let_go(ready, "enough")
             self.waiting = []
             return
         taken: set[str] = set()
-        for _, asked, ready in sorted(self.waiting, key=lambda one: one[0]):
-            idle = [one for one in self.candidates(asked) if one.idle() and one.name not in taken]
+        for _, request, ready in sorted(self.waiting, key=lambda one: one[0]):
+            idle = [one for one in self.candidates(request) if one.idle() and one.name not in taken]
             if idle:
                 taken.add(idle[0].name)
                 _let_go(ready, "idle")

@@ -1,111 +1,175 @@
-"""The answer cache on a request's way: whether it may be asked, the replay of a hit, and what is kept."""
+"""The answer cache on a request's way: a hit is replayed, equal requests at once share one call, an answer is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from selfspec_cli.gateway.asked import CHAT, EMBEDDINGS, Asked
-from selfspec_cli.gateway.client import EVENTS, JSON, Client
+from selfspec_cli.gateway import replay
+from selfspec_cli.gateway.cache import AnswerCache, Hit, key, specials
+from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.outcome import Outcome
+from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 from selfspec_cli.gateway.settings import CacheSettings
 
-if TYPE_CHECKING:
-    from selfspec_cli.gateway.cache import AnswerCache, CacheRequest
+LARGEST = 1 << 22  # bytes of an answer that is kept, and up to which an equal request may still join
+AHEAD = 64  # parts of an answer that no client has taken yet, above which the backend is not read from
 
-LARGEST = 1 << 20  # bytes of an answer that is kept
-_NOT_SAMPLING = ("model", "messages", "prompt", "stream", "stream_options", "user", "metadata", "store", "tools",
-                 "priority", "request_id")  # fmt: skip
+Ask = Callable[[Request, Outcome, Client], Awaitable[None]]
+
+
+class Flight:
+    """One call whose answer goes to all clients that ask the same. It goes on while one of them is there.
+
+    messages: of ASGI, as they were sent. size: bytes of them. readers: clients. furthest: messages that one has taken.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[MutableMapping[str, Any]] = []
+        self.size = self.readers = self.furthest = 0
+        self.client = Client(self.send, {})
+        self.task: asyncio.Task[None] | None = None
+        self.usage: dict[str, int] = {}
+        self._news = asyncio.Event()
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """ASGI: take a part of the answer; returns when the fastest client has room."""
+        self.messages.append(message)
+        self.size += len(message.get("body", b""))
+        self._tell()
+        while len(self.messages) - self.furthest > AHEAD:
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, client: Client) -> None:
+        """Send the answer to a client, from its beginning; raises what the call raised."""
+        assert self.task is not None
+        self.task.add_done_callback(lambda task: self._tell())
+        self.readers += 1
+        try:
+            place = 0
+            while True:
+                while place < len(self.messages):
+                    message = self.messages[place]
+                    place += 1
+                    if place > self.furthest:
+                        self.furthest = place
+                        self._tell()
+                    await client.hand_on(message)
+                if self.task.done():
+                    return self.task.result()
+                await self._news.wait()
+        finally:
+            self.readers -= 1
+            if not self.readers:
+                self.task.cancel()
 
 
 class Caching:
-    """cache: None where no cache is configured. fault: called with what failed in the cache."""
+    """cache: None where none is configured. fault: called with what failed in the cache. flights: by key and form."""
 
     def __init__(
-        self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], None]
+        self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], Any]
     ) -> None:
         self.settings, self.cache, self.fault = settings, cache, fault
-        self._settling: asyncio.Task[None] | None = None
+        self.flights: dict[tuple[bytes, bool, bool], Flight] = {}
+        self._files = ThreadPoolExecutor(1, "cache-file")
 
-    def _wants(self, asked: Asked) -> Literal["none", "exact", "meaning"]:
-        """What a request may be answered by: never more than the settings allow, nor than the client wishes. Who names
-        a backend wants no other's answer."""
-        order: tuple[Literal["none", "exact", "meaning"], ...] = ("none", "exact", "meaning")
-        allowed = order.index(self.settings.kind if self.cache is not None else "none")
-        wished = order.index(asked.cache) if asked.cache is not None else allowed
-        elsewhere = asked.backend is not None and asked.cache is None
-        return "none" if asked.endpoint == EMBEDDINGS or elsewhere else order[min(allowed, wished)]
+    async def call(self, method: Callable[..., Any], *values: Any) -> Any:
+        """The result of a method of the cache, in the thread of its file."""
+        return await asyncio.get_running_loop().run_in_executor(self._files, method, *values)
 
-    def _request(self, asked: Asked) -> CacheRequest:
-        from selfspec_cli.gateway.cache import CacheRequest
+    def close(self) -> None:
+        """Close the file."""
+        if self.cache is not None:
+            self._files.submit(self.cache.close).result()
+        self._files.shutdown()
 
-        body = asked.body
-        messages = body.get("messages") if asked.endpoint == CHAT else None
-        return CacheRequest(
-            tenant=asked.tenant,
-            model=asked.model,
-            endpoint=asked.endpoint,
-            messages=messages,
-            prompt=body.get("prompt"),
-            sampling={name: value for name, value in body.items() if name not in _NOT_SAMPLING},
-            tools=body.get("tools"),
-            wants=self._wants(asked),
-        )
+    def _wanted(self, request: Request) -> bool:
+        """Whether a request may be answered from the cache. Who names a backend wants no other's answer."""
+        elsewhere = request.backend is not None and request.cache is None
+        fits = request.endpoint in (CHAT, COMPLETIONS) and specials(request) <= set(self.settings.also_for)
+        return fits and not elsewhere and request.cache != "none"
 
-    async def answered(self, asked: Asked, out: Outcome, client: Client) -> bool:
-        """Answer a request from the cache, if it may be and can be; says so in `out`."""
+    async def answered(self, request: Request, out: Outcome, client: Client, ask: Ask) -> bool:
+        """Answer a request from the cache, or by a call that equal requests share; False where it is not cached.
+
+        ask: has a backend answer a request. Raises GatewayError as it does.
+        """
         if self.cache is None:
             return False
-        if self._wants(asked) == "none":
+        if not self._wanted(request):
             out.cache = "bypassed"
             return False
+        wanted, usage = key(request), bool((request.body.get("stream_options") or {}).get("include_usage"))
+        now = time.time()
         try:
-            hit = await self.cache.lookup(self._request(asked))
+            hit = await self.call(self.cache.lookup, wanted, now, now - self.settings.ttl_s)
         except Exception as error:  # a cache that is broken costs no request
             out.cache = "failed"
             self.fault(error)
             return False
-        if hit is None:
+        if hit is not None:
+            await self._replay(hit, request, out, client, usage)
+            return True
+        form = (wanted, request.stream, usage)
+        flight = self.flights.get(form)
+        if flight is None or flight.size > LARGEST or not flight.readers:  # without readers it is being ended
             out.cache = "miss"
-            return False
-        out.cache, out.route, out.reason = "hit", "cache", str(hit.kind)
-        client.headers["x-selfspec-cache"] = f"hit; entry={hit.entry_id}"
-        usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
-        await client.begin(200, EVENTS if asked.stream else JSON)
-        async for part in self.cache.replay(hit, asked.stream, usage):
-            if out.ttft is None and asked.stream:
-                out.ttft = time.monotonic() - asked.began
-            await client.part(part)
-        await client.end()
-        out.usage(hit.answer.get("usage"))
+            flight = self.flights[form] = Flight()
+            flight.task = asyncio.ensure_future(self._fly(flight, form, request, out, ask))
+            await flight.follow(client)
+        else:
+            await self._share(flight, request, out, client)
         return True
 
-    def keep(self, out: Outcome, client: Client) -> None:
-        """Let the client's side keep what it sends, where it may be stored."""
-        if out.cache == "miss":
-            client.keep(LARGEST)
+    async def _replay(self, hit: Hit, request: Request, out: Outcome, client: Client, usage: bool) -> None:
+        out.cache, out.route, out.reason = "hit", "cache", "exact"
+        client.headers["x-selfspec-cache"] = f"hit; entry={hit.entry}"
+        answer = replay.renewed(hit.answer)
+        out.usage(answer.get("usage"))
+        if not request.stream:
+            return await client.whole(200, replay.dumps(answer))
+        out.ttft = time.monotonic() - request.began
+        await client.last(b"".join(replay.stream(answer, usage)))
 
-    async def store(self, asked: Asked, out: Outcome, client: Client) -> None:
-        """Keep an answer that was a miss, came whole, and is not too long."""
-        if self.cache is None or out.cache != "miss" or not client.kept:
-            return
-        usage = {"prompt_tokens": out.prompt_tokens, "completion_tokens": out.tokens}
+    async def _share(self, flight: Flight, request: Request, out: Outcome, client: Client) -> None:
+        """Follow a call that an equal request began."""
+        out.cache, out.reason = "shared", "shared"
+        client.headers["x-selfspec-cache"] = "shared"
+        await flight.follow(client)
+        out.route = "cache"
+        out.usage(flight.usage)
+
+    async def _fly(
+        self, flight: Flight, form: tuple[bytes, bool, bool], request: Request, out: Outcome, ask: Ask
+    ) -> None:
         try:
-            await self.cache.store(self._request(asked), client.kept, {"usage": usage})
-        except Exception as error:
-            self.fault(error)
-
-    def settle(self) -> None:
-        """Let answers be judged, one at a time; called when the backend that judges idles."""
-        if self.cache is not None and self._settling is None:
-            self._settling = asyncio.ensure_future(self._settle(self.cache))
-
-    async def _settle(self, cache: AnswerCache) -> None:
-        try:
-            await cache.settle(1)
-        except Exception as error:
-            self.fault(error)
+            await ask(request, out, flight.client)
         finally:
-            self._settling = None
+            if self.flights.get(form) is flight:
+                del self.flights[form]
+        bodies = [message["body"] for message in flight.messages if "body" in message]
+        prompt, tokens = out.prompt_tokens, out.tokens
+        if prompt is not None and tokens is not None:
+            flight.usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        try:
+            answer = replay.document(bodies) if flight.size <= LARGEST else None
+        except replay.Incomplete:
+            return
+        if answer is None or self.cache is None:
+            return
+        if not answer.get("usage") and flight.usage:
+            answer["usage"] = flight.usage
+        now = time.time()
+        most = int(self.settings.mib * 2**20)
+        try:
+            await self.call(self.cache.store, form[0], request.tenant, answer, now, most, now - self.settings.ttl_s)
+        except Exception as error:
+            self.fault(error)

@@ -32,8 +32,9 @@ def checked(schema: Any, content: Any, place: str) -> Any:
         if about is None:
             continue
         factory = column.default_factory
-        option = knobs.Option(column.name, hints[column.name],
-                              column.default if factory is MISSING else factory(), about)  # fmt: skip
+        option = knobs.Option(
+            column.name, hints[column.name], column.default if factory is MISSING else factory(), about
+        )
         value = getattr(made, column.name)
         if option.is_number and not knobs.admits(option, value):
             raise ConfigError(f"{place}{column.name}={value}: allowed: {about.allowed()}")

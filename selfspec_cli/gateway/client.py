@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from selfspec_cli.gateway.errors import GatewayError, document
-from selfspec_cli.gateway.events import DONE, END
+from selfspec_cli.gateway.errors import GatewayError, unavailable
+from selfspec_cli.gateway.events import END_OF_STREAM, written
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -21,31 +21,56 @@ class Vanished(Exception):
     """The client closed its connection before its request was read."""
 
 
-async def read_body(receive: Receive, most: int, seconds: float) -> bytes:
-    """The body of a request; raises GatewayError for one of more than `most` bytes (413) or that has not come after so
-    many seconds (408), and Vanished."""
-    parts: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(seconds):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Vanished
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > most:
-                    raise GatewayError(f"the body has more than {most / 2**20:.3g} MiB", 413, "invalid_request_error")
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        raise GatewayError(f"the body had not come after {seconds:g} s", 408, "invalid_request_error",
-                           headers={"connection": "close"}) from error  # fmt: skip
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+class Memory:
+    """Bytes of bodies that are in the gateway at once, of all requests."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+
+    async def read(self, receive: Receive, most: int, seconds: float) -> bytes:
+        """The body of a request, which is held until `free` is called with its length.
+
+        Raises:
+            GatewayError: more than `most` bytes (413), no room for it (503), or not there after `seconds` (408).
+            Vanished: the client is gone.
+        """
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Vanished
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self.held += len(parts[-1])
+                    if size > most:
+                        raise GatewayError(
+                            f"the body has more than {most / 2**20:.3g} MiB", 413, "invalid_request_error"
+                        )
+                    if self.held > self.most:
+                        raise unavailable("no memory for the bodies of more requests")
+                    more = message.get("more_body", False)
+        except BaseException as error:
+            self.free(size)
+            if isinstance(error, TimeoutError):
+                raise GatewayError(
+                    f"the body had not come after {seconds:g} s",
+                    408,
+                    "invalid_request_error",
+                    headers={"connection": "close"},
+                ) from error
+            raise
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def free(self, size: int) -> None:
+        """So many bytes are needed no longer."""
+        self.held -= size
 
 
 class Client:
-    """Sends the answer. waits_since: monotonic seconds, while the client has no room for a part of it.
-    kept: what was sent, where it is to be kept and is not too long; else None."""
+    """Sends the answer. waits_since: monotonic seconds, while the client has no room for a part of it."""
 
     def __init__(self, send: Send, headers: dict[str, str]) -> None:
         self._send = send
@@ -53,46 +78,37 @@ class Client:
         self.begun = False
         self.ended = False
         self.waits_since: float | None = None
-        self.kept: list[bytes] | None = None
-        self._room = 0
-
-    def keep(self, most: int) -> None:
-        """Keep what is sent from now on, up to so many bytes."""
-        self.kept, self._room = [], most
 
     async def begin(self, status: int, kind: bytes) -> None:
         """Send the head."""
-        self.begun = True
-        pairs = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in self.headers.items()]
-        await self._out({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *pairs]})
+        await self.hand_on({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
 
     async def part(self, data: bytes) -> None:
         """Send a part of a stream; returns when the client has room for more."""
-        await self._part(data)
-        await self._out({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def last(self, data: bytes) -> None:
-        """Send the last part of a stream."""
-        await self._part(data)
-        await self.end(data)
-
-    async def _part(self, data: bytes) -> None:
         if not self.begun:
             self.headers["cache-control"] = "no-cache"
             await self.begin(200, EVENTS)
-        if self.kept is not None:
-            self._room -= len(data)
-            if self._room < 0:
-                self.kept = None
-            else:
-                self.kept.append(data)
+        await self.hand_on({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def last(self, data: bytes) -> None:
+        """Send the last part of a stream."""
+        if not self.begun:
+            self.headers["cache-control"] = "no-cache"
+            await self.begin(200, EVENTS)
+        await self.end(data)
 
     async def end(self, data: bytes = b"") -> None:
         """Send the end, and what comes with it."""
-        self.ended = True
-        await self._out({"type": "http.response.body", "body": data, "more_body": False})
+        await self.hand_on({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def _out(self, message: MutableMapping[str, Any]) -> None:
+    async def hand_on(self, message: MutableMapping[str, Any]) -> None:
+        """Send an ASGI message of an answer; its head gets the headers of this client."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            own = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in self.headers.items()]
+            message = {**message, "headers": [*message["headers"], *own]}
+        elif not message.get("more_body"):
+            self.ended = True
         self.waits_since = time.monotonic()
         await self._send(message)
         self.waits_since = None
@@ -101,19 +117,16 @@ class Client:
         """Send an answer in one piece."""
         self.headers["content-length"] = str(len(data))
         await self.begin(status, kind)
-        if self.kept is not None and len(data) <= self._room:
-            self.kept.append(data)
         await self.end(data)
 
-    async def fail(self, error: GatewayError) -> None:
-        """Tell an error: as the answer, or inside a stream that has begun."""
+    async def fail(self, error: GatewayError, named: bool = False) -> None:
+        """Tell an error: as the answer, or as one event of a stream that has begun. named: events have names there."""
         if self.ended:
             return
         if not self.begun:
             self.headers.update(error.headers)
             return await self.whole(error.status, error.body())
-        event = b"data: " + document(error.message, error.kind, error.status, error.param, error.backend)
-        await self.end(event + END + DONE + END)
+        await self.end(written(error.body(), "error" if named else "") + (b"" if named else END_OF_STREAM))
 
 
 def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> asyncio.Task[str]:

@@ -1,47 +1,93 @@
-"""How an answer that broke off is asked for again, so that the client gets the rest of it, once.
+"""What a client has of a streamed answer, and how the rest of it is asked for after a backend broke off.
 
-By token ids, where the server tells them (vLLM: `return_token_ids`): the prompt's ids and those that came are a prompt
-for /v1/completions, whose answer is the rest. No text is cut into tokens a second time, so under greedy decoding the
-text is that of one unbroken answer. What a server keeps for one request (a grammar, penalties, text held back for a
-stop string) would be lost, so such requests are asked again from their beginning, if they are greedy, and what the
-client has is left out; it is compared first. Other requests cannot be continued.
+By token ids, where the server tells them (vLLM: `return_token_ids`): the ids of the prompt and of what came are a
+prompt for /v1/completions, whose answer is the rest. No text is cut into tokens a second time, so under greedy decoding
+the text is that of one unbroken answer. What a server keeps for one request (a grammar, penalties, text held back for a
+stop string, a parser of reasoning) would be lost, so such requests are asked again from their beginning, if they are
+greedy, and what the client has is left out; it is compared first. Anything else cannot be continued: sampling with
+state, several answers at once, and an answer of which a part of a tool call has been sent.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-import orjson
+from selfspec_cli.gateway import packed
+from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Event, read, written
+from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 
-from selfspec_cli.gateway.asked import CHAT, COMPLETIONS, Asked
-from selfspec_cli.gateway.events import BrokenStream, Kept, payload
-
-IDS, AGAIN, NOT = "ids", "again", "not"
 COMPLETION_TOKENS = 16  # the answer's length in /v1/completions where the client names none
+CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
+"""Fields of an event that hold text for the client, in the order in which a server sends them."""
+_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
+"""In a JSON text a quote is written \\", so these bytes are keys wherever they occur."""
 _STATE = (
-    "stop", "frequency_penalty", "presence_penalty", "response_format", "structured_outputs", "tools", "functions",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "logits_processors",
+    "stop",
+    "frequency_penalty",
+    "presence_penalty",
+    "response_format",
+    "structured_outputs",
+    "tools",
+    "functions",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "bad_words",
+    "logits_processors",
     "thinking_token_budget",
-)  # fmt: skip
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos", "stop_token_ids",
-             "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "vllm_xargs", "priority",
-             "include_stop_str_in_output", "allowed_token_ids", "lora_request", "user", "cache_salt")  # fmt: skip
+)
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "vllm_xargs",
+    "priority",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "lora_request",
+    "user",
+    "cache_salt",
+)
 
 
-def way(asked: Asked, vllm: bool) -> str:
-    """How this request could be continued. vllm: whether its backend answers as vLLM does."""
-    body = asked.body
-    several = asked.answers != 1 or (body.get("best_of") or 1) != 1 or bool(body.get("use_beam_search"))
-    if several or body.get("echo") or body.get("prompt_logprobs") is not None or "prompt_embeds" in body:
-        return NOT
+class Way(StrEnum):
+    """Where the events of now come from. first: the first backend. ids: one that goes on from token ids. again: one
+    that was asked the same from the beginning."""
+
+    first = "first"
+    ids = "ids"
+    again = "again"
+
+
+def by_ids(request: Request, vllm: bool) -> bool:
+    """Whether the backend is asked for token ids, to go on from them elsewhere. vllm: it answers as vLLM does."""
+    body = request.body
+    logged_chat = request.endpoint == CHAT and body.get("logprobs") not in (None, False)
+    pictures = request.endpoint == CHAT and not _only_text(body.get("messages"))
     stateful = any(body.get(name) for name in _STATE)
-    logged = body.get("logprobs") not in (None, False)
-    chat = asked.endpoint == CHAT and (logged or not _only_text(body.get("messages")))
-    if vllm and not stateful and not chat and not body.get("return_token_ids"):
-        return IDS
-    return AGAIN if asked.greedy and not logged else NOT
+    asked = body.get("return_token_ids")
+    return vllm and _single(request) and not (stateful or logged_chat or pictures or asked)
+
+
+def _single(request: Request) -> bool:
+    """Whether the answer is one text and nothing else."""
+    body = request.body
+    several = request.answers != 1 or (body.get("best_of") or 1) != 1 or bool(body.get("use_beam_search"))
+    more = body.get("echo") or body.get("prompt_logprobs") is not None or "prompt_embeds" in body
+    return request.endpoint in (CHAT, COMPLETIONS) and not several and not more
 
 
 def _only_text(messages: Any) -> bool:
@@ -52,129 +98,174 @@ def _only_text(messages: Any) -> bool:
 
 
 @dataclass
-class Rest:
-    """The rest of an answer: how it is asked for, and how its events become those of the answer that broke off."""
+class Answer:
+    """The client's side of one stream of /v1/chat/completions or /v1/completions.
 
-    asked: Asked
-    kept: Kept
-    way: str
-    _seen: str = ""
-    _skip: str = ""
+    ids: token ids are asked for. head: id, created, model and object of the first event. texts: what the client has, by
+    channel. calls: a part of a tool call has been sent. ends: choices that have ended. usage: the last one that came,
+    of the whole answer. skip: by channel, what an answer from the beginning still has to repeat. before: tokens that
+    came from other backends than the one of now.
+    """
 
-    def request(self) -> tuple[str, dict[str, Any]] | None:
-        """(endpoint, body), or None where nothing is left to ask for.
+    request: Request
+    ids: bool = False
+    way: Way = Way.first
+    head: dict[str, Any] | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    calls: bool = False
+    ends: int = 0
+    usage: dict[str, Any] | None = None
+    skip: dict[str, str] = field(default_factory=dict)
+    before: int = 0
+
+    END = END_OF_STREAM
+    named = False  # its events have names
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has said why it ended."""
+        return self.ends >= self.request.answers
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def take(self, event: Event) -> tuple[bytes | None, bool]:
+        """(the event as the client gets it, None if it gets none; whether the stream ends with it).
 
         Raises:
-            BrokenStream: what came so far does not allow it.
+            BrokenStream: it is an error, no event of an answer, or of another answer than the one that the client has.
         """
-        if self.way == AGAIN:
-            self._skip, self._seen = _text(self.kept.whole), ""
-            return self.asked.endpoint, dict(self.asked.body)
-        if not self.kept.only_text:
-            raise BrokenStream("it held more than text")
-        prompt, tokens = self.kept.prompt_ids(), self.kept.token_ids()
-        if not prompt:
-            raise BrokenStream("the backend did not tell the prompt's tokens")
-        body = {name: self.asked.body[name] for name in _SAMPLING if name in self.asked.body}
-        body |= {"model": self.asked.body.get("model"), "prompt": prompt + tokens, "stream": True}
-        limit = self.asked.most_tokens or (COMPLETION_TOKENS if self.asked.endpoint == COMPLETIONS else None)
-        if limit is not None:
-            if limit <= len(tokens):
+        if event.data.strip() == DONE:
+            if not self.finished:
+                raise BrokenStream("the stream ended before the answer did")
+            return None, True
+        if not event.data:
+            return None, False
+        document = read(event)
+        if document.get("usage"):
+            self._count(document)
+        choices = [one for one in document.get("choices") or () if isinstance(one, dict)]
+        if not choices:
+            return self._without_choices(document, event), False
+        self.ends += sum(bool(choice.get("finish_reason")) for choice in choices)
+        made = self._converted(document, choices[0], event.data)
+        return None if made is None else written(made), False
+
+    def _without_choices(self, document: dict[str, Any], event: Event) -> bytes | None:
+        """An event that only counts tokens, if the client asked for it, or that a provider adds (content filters)."""
+        if document.get("usage"):
+            if not (self.request.body.get("stream_options") or {}).get("include_usage"):
                 return None
-            body["max_tokens"] = limit - len(tokens)
-        else:
-            body["max_tokens"] = None
-        if least := self.asked.body.get("min_tokens"):
-            body["min_tokens"] = max(0, int(least) - len(tokens))
-        if self.asked.body.get("logprobs") is not None:
-            body["logprobs"] = self.asked.body["logprobs"]
+            return written(event.data if self.way is Way.first else packed.dumps(document | (self.head or {})))
+        return written(event.data) if "choices" in document and self.way is Way.first else None
+
+    def _converted(self, document: dict[str, Any], choice: dict[str, Any], data: bytes) -> bytes | None:
+        if self.head is None:
+            self.head = {name: document[name] for name in ("id", "object", "created", "model") if name in document}
+        if self.way is Way.ids:
+            self._as_continued(document, choice)
+        elif self.way is Way.again and not self._trimmed(choice):
+            return None
+        self._record(document, choice)
+        if self.way is Way.first:
+            return _IDS.sub(rb'"\1":null', data) if self.ids else data
+        choice |= {name: None for name in ("prompt_token_ids", "token_ids") if name in choice}
+        return packed.dumps(document | self.head)
+
+    def _record(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
+        if self.ids:
+            if not self.prompt_ids:
+                self.prompt_ids = document.get("prompt_token_ids") or choice.get("prompt_token_ids") or []
+            self.token_ids += choice.get("token_ids") or ()
+        inner = _inner(choice)
+        self.calls = self.calls or bool(inner.get("tool_calls") or inner.get("function_call"))
+        for channel in CHANNELS:
+            if text := inner.get(channel):
+                self.texts.setdefault(channel, []).append(str(text))
+
+    def _as_continued(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Make an event of /v1/completions one of the endpoint that the client asked."""
+        if self.request.endpoint == CHAT:
+            choice["delta"] = {"content": choice.pop("text", "")}
+            for name in ("prompt_token_ids", "prompt_logprobs", "prompt_text"):
+                choice.pop(name, None)
+        elif isinstance(logged := choice.get("logprobs"), dict) and logged.get("text_offset"):
+            ahead = sum(map(len, self.texts.get("text", ())))
+            logged["text_offset"] = [one + ahead for one in logged["text_offset"]]
+
+    def _trimmed(self, choice: dict[str, Any]) -> bool:
+        """Leave out what the client has; whether anything is left.
+
+        Raises:
+            BrokenStream: the same request was answered in another way.
+        """
+        inner, ends = _inner(choice), bool(choice.get("finish_reason"))
+        for channel in CHANNELS:
+            text, wanted = inner.get(channel) or "", self.skip.get(channel, "")
+            if not text or not wanted:
+                if text and any(self.skip.values()):
+                    raise BrokenStream("the same request was answered otherwise the second time")
+                continue
+            if not (text.startswith(wanted) or wanted.startswith(text)):
+                raise BrokenStream("the same request was answered otherwise the second time")
+            inner[channel], self.skip[channel] = text[len(wanted) :], wanted[len(text) :]
+        calls = inner.get("tool_calls") or inner.get("function_call")
+        if any(self.skip.values()) and (calls or ends):
+            raise BrokenStream("the same request was answered otherwise the second time")
+        inner.pop("role", None)
+        return bool(calls or ends or any(inner.get(channel) for channel in CHANNELS))
+
+    def _count(self, document: dict[str, Any]) -> None:
+        """Keep the usage; after a continuation, what came before was counted as part of the prompt."""
+        if self.way is Way.ids:
+            prompt = len(self.prompt_ids)
+            tokens = self.before + int(document["usage"].get("completion_tokens") or 0)
+            document["usage"] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        self.usage = document["usage"]
+
+    # ---- the rest of it ----------------------------------------------------------------------------------------------
+
+    def next_way(self) -> Way | None:
+        """How the rest can be asked for now; None where it cannot."""
+        only_text = not self.calls and set(self.texts) <= {"content", "text"}
+        if self.ids and self.prompt_ids and only_text:
+            return Way.ids
+        logged = self.request.body.get("logprobs") not in (None, False)
+        fits = _single(self.request) and self.request.greedy and not logged and not self.calls
+        return Way.again if fits and not self.request.body.get("return_token_ids") else None
+
+    def rest(self, way: Way) -> tuple[str, dict[str, Any]] | None:
+        """(endpoint, body) that ask for the rest, whose events are taken from now on; None where nothing is missing but
+        the event that says that the limit was reached."""
+        self.way = way
+        if way is Way.again:
+            self.ids, self.before, self.prompt_ids, self.token_ids = False, 0, [], []
+            self.skip = {channel: "".join(texts) for channel, texts in self.texts.items()}
+            return self.request.endpoint, dict(self.request.body)
+        self.before = len(self.token_ids)
+        body = {name: self.request.body[name] for name in _SAMPLING if name in self.request.body}
+        body |= {"model": self.request.body.get("model"), "prompt": self.prompt_ids + self.token_ids, "stream": True}
+        limit = self.request.most_tokens
+        if limit is None and self.request.endpoint == COMPLETIONS:
+            limit = COMPLETION_TOKENS
+        if limit is not None and limit <= self.before:
+            return None
+        body["max_tokens"] = None if limit is None else limit - self.before
+        if least := self.request.body.get("min_tokens"):
+            body["min_tokens"] = max(0, int(least) - self.before)
+        if self.request.body.get("logprobs") is not None:
+            body["logprobs"] = self.request.body["logprobs"]
         return COMPLETIONS, body
 
-    def event(self, event: bytes) -> bytes | None:
-        """An event of the rest as one of the answer that broke off; None for one that the client has.
-
-        Raises:
-            BrokenStream: the answer that was asked for again has another text.
-        """
-        raw = payload(event)
-        if not raw.startswith(b"{"):
-            return event
-        found = orjson.loads(raw)
-        first = orjson.loads(payload(self.kept.first or b"")) if self.kept.first else {}
-        found |= {name: first[name] for name in ("id", "created", "model") if name in first}
-        choices = found.get("choices") or []
-        if not choices:
-            return _packed(found)
-        if self.way == AGAIN:
-            return self._again(found, choices[0])
-        if self.asked.endpoint == CHAT:
-            text = choices[0].pop("text", "")
-            found["object"] = first.get("object", "chat.completion.chunk")
-            for name in ("prompt_token_ids", "prompt_logprobs", "prompt_text"):
-                choices[0].pop(name, None)
-            choices[0]["delta"] = {"content": text}
-        elif isinstance(logged := choices[0].get("logprobs"), dict) and logged.get("text_offset"):
-            ahead = self._offset()
-            logged["text_offset"] = [one + ahead for one in logged["text_offset"]]
-        return _packed(found)
-
-    def _offset(self) -> int:
-        """Characters of the answer that came before the rest."""
-        return sum(len(text) for text in map(_delta, self.kept.whole))
-
-    def _again(self, found: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
-        """Without what the client has."""
-        inner = choice.get("delta", choice)
-        name = "content" if "delta" in choice else "text"
-        if set(inner) & {"tool_calls", "reasoning", "reasoning_content"} and self._skip:
-            raise BrokenStream("the same request was answered otherwise the second time")
-        text = inner.get(name) or ""
-        wanted = self._skip[len(self._seen) :]
-        if wanted:
-            begins = text.startswith(wanted) or wanted.startswith(text)
-            if not begins or (choice.get("finish_reason") and len(text) < len(wanted)):
-                raise BrokenStream("the same request was answered otherwise the second time")
-            self._seen += text[: len(wanted)]
-            text = text[len(wanted) :]
-            if not text and not choice.get("finish_reason"):
-                return None
-        elif not text and not choice.get("finish_reason") and self._skip:
-            return None
-        inner.pop("role", None)
-        inner[name] = text
-        return _packed(found)
-
-    def ended(self) -> bytes:
-        """The event that says that the limit was reached, for an answer that lacks nothing else."""
-        first = orjson.loads(payload(self.kept.first or b"data: {}"))
-        empty = {"delta": {"content": ""}} if self.asked.endpoint == CHAT else {"text": ""}
+    def at_limit(self) -> bytes:
+        """The event that says that the limit was reached."""
+        empty: Mapping[str, Any] = {"delta": {"content": ""}} if self.request.endpoint == CHAT else {"text": ""}
         choice = {"index": 0, **empty, "logprobs": None, "finish_reason": "length"}
-        return _packed({name: first[name] for name in ("id", "object", "created", "model") if name in first}
-                       | {"choices": [choice]})  # fmt: skip
+        return written(packed.dumps({**(self.head or {}), "choices": [choice]}))
 
 
-def usage(found: Mapping[str, Any], prompt: int, before: int) -> dict[str, Any]:
-    """The usage of a whole answer, of which the rest was counted with what came before as part of its prompt."""
-    tokens = before + int(found.get("completion_tokens") or 0)
-    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-
-
-def _packed(found: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(found)
-
-
-def _delta(event: bytes) -> str:
-    """The text of one event."""
-    raw = payload(event)
-    choices = orjson.loads(raw).get("choices") if raw.startswith(b"{") else None
-    if not choices:
-        return ""
-    inner = choices[0].get("delta", choices[0])
-    if set(inner) & {"tool_calls", "reasoning", "reasoning_content"}:
-        raise BrokenStream("it held more than text")
-    return str(inner.get("content", inner.get("text")) or "")
-
-
-def _text(events: list[bytes]) -> str:
-    """The text of all events so far; raises BrokenStream where they held more."""
-    return "".join(map(_delta, events))
+def _inner(choice: dict[str, Any]) -> dict[str, Any]:
+    """Where an event's text is: the delta of a chat, otherwise the choice itself."""
+    delta = choice.get("delta")
+    return delta if isinstance(delta, dict) else choice

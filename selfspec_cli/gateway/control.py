@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from selfspec_cli.gateway.cache import AnswerCache
 
 MOST_SAID = 200  # characters of a wrong value
+LOOK = ["GET", "HEAD"]
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
 
 
@@ -37,20 +38,11 @@ class Feedback(BaseModel):
 
 
 def control(gateway: Gateway) -> FastAPI:
-    """The application for everything that is no answer of a model."""
-    app = FastAPI(title="selfspec gateway", version=__version__)
+    """The application for everything that is no answer of a model. Who asks is in `scope["tenant"]` (`server`)."""
+    app = FastAPI(title="selfspec gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.middleware("http")
-    async def with_key(request: Request, call_next: Any) -> Any:
-        path = request.url.path
-        if path not in ("/health", "/metrics"):
-            try:
-                who = gateway.keys.tenant(request.headers.get("authorization", ""))
-                if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
-                    raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
-                request.state.tenant = who.name
-            except GatewayError as error:
-                return _answer(error)
+    async def guarded(request: Request, call_next: Any) -> Any:
         try:
             return await call_next(request)
         except Exception as error:  # a fault of ours is this request's alone
@@ -58,6 +50,7 @@ def control(gateway: Gateway) -> FastAPI:
 
     _errors(app)
     _views(app, gateway)
+    _admin_views(app, gateway)
     _actions(app, gateway)
     return app
 
@@ -94,43 +87,65 @@ def _errors(app: FastAPI) -> None:
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:
-    """What is looked at."""
+    """What every key may look at."""
     gains_at = [0.0]  # when /metrics last got the gains
 
-    @app.get("/health")
+    @app.api_route("/health", methods=LOOK)
     async def health() -> Response:
         """200 while a backend takes requests and the gateway does not end. One that is full is no fault: whoever asks
         would end a gateway in the middle of its requests."""
-        up = [one.name for one in gateway.replicas if one.sound()]
+        up = [one.name for one in gateway.replicas if one.up()]
         fine = bool(up) and not gateway.draining
         return JSONResponse({"status": "ok" if fine else "unavailable", "backends": up}, 200 if fine else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=LOOK)
     async def metrics() -> Response:
         """Prometheus's text format."""
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
         gateway.telemetry.inside.set(gateway.inside)
-        gateway.telemetry.queue.labels("batch").set(len(gateway.batch.waiting))
+        for name, waiting in (("batch", gateway.batch.waiting), ("interactive", gateway.places)):
+            gateway.telemetry.queue.labels(name).set(len(waiting))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    @app.api_route("/v1/models", methods=LOOK)
+    async def models(request: Request) -> dict[str, Any]:
         """Every name that a client may use for a model; `auto` leaves the choice of the model to the gateway too."""
         names = dict.fromkeys(name for one in gateway.replicas for name in (*one.models, *one.settings.serves))
-        data = [{"id": name, "object": "model", "owned_by": "selfspec"} for name in names]
-        return {"object": "list", "data": data}
+        allowed = request.scope["tenant"].settings.models or names
+        return {"object": "list", "data": [_model(name) for name in names if name in allowed]}
+
+    @app.api_route("/v1/models/{name:path}", methods=LOOK)
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        """One of them."""
+        known = [one["id"] for one in (await models(request))["data"]]
+        if name not in known:
+            raise GatewayError(
+                closest(name, known or ("none yet",), "model"),
+                404,
+                "invalid_request_error",
+                param="model",
+                code="model_not_found",
+            )
+        return _model(name)
+
+
+def _admin_views(app: FastAPI, gateway: Gateway) -> None:
+    """What an admin looks at."""
 
     @app.get("/gateway/routes")
     async def routes() -> dict[str, Any]:
         """Backends as they are, and what each route won."""
         gains = await asyncio.to_thread(gateway.ledger.gains)  # intervals are resampled, which takes its time
         gateway.telemetry.gains(gains)
-        return {"policy": gateway.settings.policy, "policies": {name: one.help for name, one in POLICIES.items()},
-                "backends": [_shown(one) for one in gateway.replicas],
-                "gains": [vars(gain) for gain in gains],
-                "cache": {} if gateway.caching.cache is None else gateway.caching.cache.stats()}  # fmt: skip
+        return {
+            "policy": gateway.settings.policy,
+            "policies": {name: one.help for name, one in POLICIES.items()},
+            "backends": [_shown(one) for one in gateway.replicas],
+            "gains": [vars(gain) for gain in gains],
+            "cache": {name: getattr(gateway.caching.cache, name, 0) for name in ("entries", "bytes")},
+        }
 
     @app.get("/gateway/config")
     async def config() -> Any:
@@ -142,30 +157,35 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         return settings
 
 
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "owned_by": "selfspec"}
+
+
 def _actions(app: FastAPI, gateway: Gateway) -> None:
-    """What changes something. The cache is called in another thread, because its file's may be at work."""
+    """What changes something."""
 
     def cache() -> AnswerCache:
         if gateway.caching.cache is None:
-            raise GatewayError("no cache is configured: cache.kind=exact", 404, "invalid_request_error")
+            raise GatewayError("no cache is configured: cache.mib=1024", 404, "invalid_request_error")
         return gateway.caching.cache
 
     @app.post("/gateway/feedback")
     async def feedback(given: Feedback, request: Request) -> dict[str, Any]:
-        """An answer was judged by who got it: the policy `quality` and the cache learn from it."""
+        """An answer was judged by who got it: the policy `quality` learns, and the cache forgets a wrong one."""
+        tenant = request.scope["tenant"].name
         if given.entry is not None:
-            known = await asyncio.to_thread(cache().feedback, given.entry, given.quality >= 0.5)
-            return _entry(given.entry, known)
+            forget = cache().evict if given.quality < 0.5 else cache().has
+            return _entry(given.entry, await gateway.caching.call(forget, given.entry, tenant))
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
-        if not gateway.judged(request.state.tenant, given.request_id, given.quality):
+        if not gateway.routing.judged(tenant, given.request_id, given.quality):
             raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
         return {"request_id": given.request_id}
 
     @app.delete("/gateway/cache/{entry}")
     async def evict(entry: str) -> dict[str, Any]:
         """Forget one answer of the cache."""
-        return _entry(entry, await asyncio.to_thread(cache().evict, entry))
+        return _entry(entry, await gateway.caching.call(cache().evict, entry, None))
 
     @app.post("/gateway/backends/{name}/{what}")
     async def drain(name: str, what: str) -> dict[str, Any]:
@@ -188,11 +208,20 @@ def _entry(name: str, known: bool) -> dict[str, Any]:
 def _shown(one: Any) -> dict[str, Any]:
     """A backend for people."""
     step = one.timing.step(1)
-    return {"name": one.name, "kind": one.settings.kind, "url": one.url, "state": one.state.value,
-            "takes_requests": one.available(), "draining": one.draining, "models": list(one.models),
-            "in_flight": len(one.flights), "running": one.load.running if one.load.known else None,
-            "failures": one.failures, "open": one.open_until > 0,
-            "round_work": one.load.work if one.load.known else None,
-            "round_tokens": one.load.tokens if one.load.known else None,
-            "expected_tpot_ms_alone": None if step is None else 1000 * step * one.load.work / one.load.tokens,
-            "warm": one.state is State.up}  # fmt: skip
+    return {
+        "name": one.name,
+        "kind": one.settings.kind,
+        "url": one.url,
+        "state": one.state.value,
+        "takes_requests": one.sound() and one.has_room(),
+        "draining": one.draining,
+        "models": list(one.models),
+        "in_flight": len(one.flights),
+        "running": one.load.running if one.load.known else None,
+        "open": one.breaker.open_until > 0,
+        "backoff_seconds": one.backoff(),
+        "round_work": one.load.work if one.load.known else None,
+        "round_tokens": one.load.tokens if one.load.known else None,
+        "expected_tpot_ms_alone": None if step is None else 1000 * step * one.load.work / one.load.tokens,
+        "warm": one.state is State.up,
+    }

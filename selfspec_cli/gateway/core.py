@@ -9,34 +9,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.gateway import asked as requests
-from selfspec_cli.gateway import continuation
-from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.caching import Caching
-from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished, read_body, watch
-from selfspec_cli.gateway.errors import GatewayError, bad_request
+from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
+from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.limits import Keys, Tenant
 from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.outcome import Outcome
-from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended
+from selfspec_cli.gateway.places import Places
+from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.routing import Routing
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
 from selfspec_cli.record.gateway_log import ASKED_FOR, Ledger
 
 VANISHED = 499  # of the log and the metrics; the client is gone
-LEARNT = 0.05  # weight of a new request in means over requests
-ASKED_KEPT = 10_000  # requests whose answers may still be judged
-TEXT_KEPT = 2000  # characters of each
+BODIES = 16  # of the largest size, that may be in the gateway at once
+LONG_BODY = 1 << 20  # bytes; a longer one is parsed in another thread
+SEED = 0  # of the choice of the ledger's baseline
 
 
 class Gateway:
-    """Everything that lasts longer than a request. replicas: in the order of the settings."""
+    """Everything that lasts longer than a request."""
 
     def __init__(
         self,
@@ -46,97 +45,83 @@ class Gateway:
         log: RequestLog,
         caching: Caching,
     ) -> None:
-        self.settings, self.replicas, self.upstream = settings, list(replicas), upstream
-        self.log, self.caching = log, caching
+        self.upstream, self.log, self.caching = upstream, log, caching
+        self.routing = Routing(settings, replicas)
         self.telemetry = Telemetry()
-        self.tracing = Tracing(settings.tracing)
-        self.keys = Keys(settings.keys)
+        self.tracing = Tracing()
         self.ledger = Ledger()
-        self.batch = Batch(settings.batch, self._wanted)
-        self.choosers: dict[str, Chooser] = {}
+        self.memory = Memory(0)
+        self.batch = Batch(self.routing.free)
+        self.places = Places(lambda request: bool(self.routing.free(request)))
         self.draining = False
         self.inside = 0
-        self.routes: dict[tuple[str, str], tuple[Asked, str]] = {}  # by tenant and request id
-        self.tokens_per_char = 0.25
-        self.answer_tokens: dict[tuple[str, str], float] = {}
-        self._random = random.Random(settings.ledger.seed)
+        self._random = random.Random(SEED)
+        self.keys = Keys(())
+        self.take(settings)
 
-    # ---- routes ------------------------------------------------------------------------------------------------------
+    def take(self, settings: GatewaySettings) -> None:
+        """Use these settings from now on; requests in the gateway keep those that they began with."""
+        self.settings = settings
+        self.upstream.limits = settings.limits
+        self.caching.settings = settings.cache
+        self.log.text = settings.log_text
+        self.memory.most = int(BODIES * settings.limits.body_mib * 2**20)
+        self.keys = Keys(settings.keys, before=self.keys)
+        self.routing.take(settings)
 
-    def candidates(self, asked: Asked) -> list[Replica]:
-        """Backends that serve the model of a request and take requests now."""
-        return [one for one in self.replicas if one.takes(asked.model) and one.available()]
+    @property
+    def replicas(self) -> list[Replica]:
+        """The backends, in the order of the settings."""
+        return self.routing.replicas
 
-    def _wanted(self, asked: Asked) -> list[Replica]:
-        """Those of them that the client would have."""
-        return [one for one in self.candidates(asked) if asked.backend in (None, one.name)]
-
-    def chooser(self, name: str) -> Chooser:
-        """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
-        if name not in self.choosers:
-            try:
-                policy = POLICIES[name]
-                options = policy.settings(self.settings.policy_options)
-                self.choosers[name] = policy.make(options, self.settings.slo)
-            except SettingsError as error:
-                raise bad_request(str(error), "policy") from error
-        return self.choosers[name]
-
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
-        """The order in which these backends are tried for a request."""
-        return self.chooser(asked.policy or self.settings.policy).choose(asked, replicas)
-
-    def _check_model(self, asked: Asked) -> None:
-        if not any(one.takes(asked.model) for one in self.replicas):
-            known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
-            problem = closest(asked.model, known or ("none yet",), "model")
-            if missing := [one.name for one in self.replicas if not one.models]:
-                raise GatewayError(f"{problem}; not up yet: {', '.join(missing)}", 503, "service_unavailable",
-                                   param="model", headers={"retry-after": "1"})  # fmt: skip
-            raise GatewayError(problem, 404, "invalid_request_error", param="model")
-        names = [one.name for one in self.replicas]
-        if asked.backend is not None and asked.backend not in names:
-            raise bad_request(closest(asked.backend, names, "backend"), "backend")
-
-    def _route(self, asked: Asked, out: Outcome) -> Choice:
+    async def _route(self, request: Request, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
-        found = self._wanted(asked)
-        if not found:
-            raise GatewayError("no backend takes requests for this model now", 503, "service_unavailable",
-                               backend=asked.backend, headers={"retry-after": "1"})  # fmt: skip
-        out.policy = asked.policy or self.settings.policy
-        if asked.backend is not None:
-            return Choice(tuple(found), ASKED_FOR)
+        fit = self.routing.candidates(request, request.backend)
+        if not fit:
+            waits = [replica.backoff() for replica in self.routing.up(request)]
+            raise unavailable(
+                "no backend takes requests for this model now", min(waits, default=1.0), backend=request.backend
+            )
+        if not await self.places.wait(request, self.settings.limits.queue_seconds):
+            raise unavailable(
+                "every backend for this model is full",
+                self.settings.limits.queue_seconds or 1.0,
+                backend=request.backend,
+            )
+        free = self.routing.free(request)
+        out.policy = request.policy or self.settings.policy
+        if request.backend is not None:
+            return Choice(tuple(free), ASKED_FOR)
         if out.plain:
-            return Choice(tuple(found), "plain")
-        return self.choose(asked, found)
+            return Choice(tuple(free), "plain")
+        return self.routing.choose(request, free)
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: Tenant) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        client, tenant, out, task = Client(send, {}), None, None, asyncio.current_task()
+        client, task = Client(send, {}), asyncio.current_task()
+        out: Outcome | None = None
         assert task is not None
         self.inside += 1
+        entered, held = False, 0
         watching: asyncio.Task[str] | None = None
+        limits = self.settings.limits
         try:
-            if scope["method"] != "POST":
-                raise GatewayError(
-                    f"{scope['method']} is not allowed here; allowed: POST", 405, "invalid_request_error"
-                )
-            if self.draining or self.inside > self.settings.limits.at_once:
-                reason = "the gateway is ending" if self.draining else "too many requests at once"
-                raise GatewayError(reason, 503, "service_unavailable", headers={"retry-after": "1"})
-            who = self.keys.tenant(headers.get("authorization", ""))
-            who.enter()
-            tenant = who
-            asked = await self._read(scope["path"], receive, headers, tenant)
-            out = Outcome(asked)
-            client.headers["x-request-id"] = asked.id
-            watching = watch(receive, client, task, self.settings.limits.unread_seconds)
+            if self.draining or self.inside > limits.at_once:
+                raise unavailable("the gateway is ending" if self.draining else "too many requests at once")
+            tenant.enter()
+            entered = True
+            raw = await self.memory.read(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
+            held = len(raw)
+            request = await self._read(scope["path"], raw, headers, tenant)
+            del raw
+            out = Outcome(request)
+            watching = watch(receive, client, task, limits.unread_seconds)
             with self.tracing.span(scope["path"], headers) as span:
-                await self._answer(asked, out, client)
+                async with asyncio.timeout(limits.request_seconds):
+                    await self._answer(request, out, client)
                 out.status = out.status or 200
                 _annotate(span, out)
         except Vanished:
@@ -148,122 +133,106 @@ class Gateway:
             if out is not None:
                 out.status, out.error = VANISHED, watching.result()
         except Exception as error:  # a fault of ours is this request's alone
-            known = error if isinstance(error, GatewayError) else self.fault(error)
+            known = self._known(error)
             if out is not None:
-                out.status, out.error = known.status, known.message
+                out.status, out.error = known.status, known.logged
             with suppress(OSError):
-                await client.fail(known)
+                await client.fail(known, named=scope["path"] == requests.RESPONSES)
         finally:
             self.inside -= 1
+            self.memory.free(held)
             if watching is not None:
                 watching.cancel()
-            self._done(out, tenant)
+            self._done(out, tenant if entered else None)
+
+    def _known(self, error: Exception) -> GatewayError:
+        if isinstance(error, GatewayError):
+            return error
+        if isinstance(error, TimeoutError):
+            seconds = self.settings.limits.request_seconds
+            return GatewayError(f"the request had not ended after {seconds:g} s", 504, "timeout")
+        return self.fault(error)
 
     def fault(self, error: Exception) -> GatewayError:
         """What a client is answered after a fault of the gateway's own, which is logged."""
         self.log.fault(error)
-        return GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error")
+        name = type(error).__name__
+        return GatewayError(f"the gateway failed: {name}", 500, "internal_error", logged=f"the gateway failed: {name}")
 
-    async def _read(self, path: str, receive: Receive, headers: dict[str, str], tenant: Tenant) -> Asked:
-        limits = self.settings.limits
-        raw = await read_body(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
-        asked = requests.read(path, raw, headers)
-        asked.tenant = tenant.name
-        if asked.prompt_chars:
-            asked.prompt_tokens = asked.prompt_chars * self.tokens_per_char
-        expected = self.answer_tokens.get((asked.endpoint, asked.model), float(requests.EXPECTED))
-        asked.expected_tokens = min(expected, asked.most_tokens or expected)
-        if asked.body.get("ignore_eos") and asked.most_tokens:
-            asked.expected_tokens = asked.most_tokens
-        if asked.policy is not None:
-            self.chooser(asked.policy)
-        self._check_model(asked)
-        return asked
+    async def _read(self, path: str, raw: bytes, headers: dict[str, str], tenant: Tenant) -> Request:
+        if len(raw) > LONG_BODY:
+            request = await asyncio.to_thread(requests.read, path, raw, headers)
+        else:
+            request = requests.read(path, raw, headers)
+        request.tenant = tenant.name
+        self.routing.estimate(request)
+        if request.policy is not None:
+            self.routing.chooser(request.policy)
+        self.routing.check_model(request)
+        tenant.check_model(request.model)
+        return request
 
-    async def _answer(self, asked: Asked, out: Outcome, client: Client) -> None:
-        out.plain = self._random.random() < self.settings.ledger.plain_share and asked.backend is None
-        if not out.plain and await self.caching.answered(asked, out, client):
-            return
-        if asked.kind == "batch":
-            reason = await self.batch.wait(asked)
-            out.waited = time.monotonic() - asked.began
-        choice = self._route(asked, out)
-        out.reason = choice.reason if asked.kind != "batch" else f"{choice.reason}_{reason}"
-        out.expect(choice.order[0].predict(asked))
-        relay = Relay(self, asked, out, client, sure=choice.sure)
-        if asked.stream and self.settings.survive:
-            relay.way = continuation.way(asked, choice.order[0].vllm)
-            relay.kept.ids = relay.way == continuation.IDS
-            logged = asked.body.get("logprobs") is not None
-            relay.kept.everything = relay.way == continuation.AGAIN or (relay.kept.ids and logged)
-        relay.headers = {"x-request-id": asked.id}
+    async def _answer(self, request: Request, out: Outcome, client: Client) -> None:
+        out.plain = self._random.random() < self.settings.ledger.plain_share and request.backend is None
+        if out.plain or not await self.caching.answered(request, out, client, self._ask):
+            await self._ask(request, out, client)
+
+    async def _ask(self, request: Request, out: Outcome, client: Client) -> None:
+        """Have a backend answer."""
+        reason = ""
+        if request.kind == "batch":
+            reason = "_" + await self.batch.wait(request)
+        choice = await self._route(request, out)
+        if (waited := time.monotonic() - request.began) and (reason or waited > 0.01):
+            out.waited = waited
+        out.reason = choice.reason + reason
+        out.expect(choice.order[0].predict(request))
+        relay = Relay(self, request, out, client, choice)
         self.tracing.inject(relay.headers)
-        self.caching.keep(out, client)
-        await relay.run(choice.order)
-        if relay.finished:
-            await self.caching.store(asked, out, client)
+        await relay.run()
 
     def _done(self, out: Outcome | None, tenant: Tenant | None) -> None:
         """Count and log a request that has ended, and let the next ones go."""
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
-            tenant.leave(tokens)
-        if self.batch.waiting:
-            self.batch.look()
+            tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
+        self.look()
         if out is None:
             return
-        asked = out.asked
-        out.e2e = time.monotonic() - asked.began
-        self._learn(asked, out)
+        request = out.request
+        out.e2e = time.monotonic() - request.began
+        self.routing.learn(request, out)
         self.telemetry.ended(out)
         row = out.row(self.log.text)
         self.ledger.add(row)
         self.log.add(row)
 
-    def _learn(self, asked: Asked, out: Outcome) -> None:
-        if out.status != 200 or out.route is None:
-            return
-        text = asked.text  # its ends say what it was about; thousands of whole prompts would be too much to keep
-        text = text if len(text) <= TEXT_KEPT else text[: TEXT_KEPT // 2] + text[-TEXT_KEPT // 2 :]
-        self.routes[asked.tenant, asked.id] = (Asked(asked.endpoint, {"model": asked.model}, text=text), out.route)
-        while len(self.routes) > ASKED_KEPT:
-            self.routes.pop(next(iter(self.routes)))
-        if out.cache == "hit":
-            return
-        if asked.prompt_chars and out.prompt_tokens:
-            self.tokens_per_char += LEARNT * (out.prompt_tokens / asked.prompt_chars - self.tokens_per_char)
-        if out.tokens is not None:
-            key = (asked.endpoint, asked.model)
-            before = self.answer_tokens.get(key, float(out.tokens))
-            self.answer_tokens[key] = before + LEARNT * (out.tokens - before)
-        self._tell(asked, Ended(self._named(out.route), out.tokens, out.e2e, out.cost))
-
-    def _named(self, name: str) -> Replica:
-        return next(one for one in self.replicas if one.name == name)
-
-    def _tell(self, asked: Asked, ended: Ended) -> None:
-        for chooser in self.choosers.values():
-            chooser.learn(asked, ended)
-
-    def judged(self, tenant: str, request_id: str, quality: float) -> bool:
-        """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
-        found = self.routes.get((tenant, request_id))
-        if found is None:
-            return False
-        asked, route = found
-        if any(one.name == route for one in self.replicas):
-            self.chooser(self.settings.policy)
-            self._tell(asked, Ended(self._named(route), quality=quality))
-        return True
+    def look(self) -> None:
+        """A place may have become free: let requests that wait go."""
+        if self.batch.waiting:
+            self.batch.look()
+        if self.places.waiting:
+            self.places.look()
 
 
 def _annotate(span: Any, out: Outcome) -> None:
     """What a trace shows of a request."""
     if span is None:
         return
-    shown = {"route": out.route, "reason": out.reason, "policy": out.policy, "cache": out.cache, "tokens": out.tokens,
-             "ttft_s": out.ttft, "tpot_s": out.tpot, "cost": out.cost, "survived": out.survived, "status": out.status,
-             "expected_ttft_s": out.expected_ttft, "expected_tpot_s": out.expected_tpot}  # fmt: skip
+    shown = {
+        "route": out.route,
+        "reason": out.reason,
+        "policy": out.policy,
+        "cache": out.cache,
+        "tokens": out.tokens,
+        "ttft_s": out.ttft,
+        "tpot_s": out.tpot,
+        "cost": out.cost,
+        "survived": out.survived,
+        "status": out.status,
+        "expected_ttft_s": out.expected_ttft,
+        "expected_tpot_s": out.expected_tpot,
+    }
     for name, value in shown.items():
         if value is not None:
             span.set_attribute(f"selfspec.{name}", value)

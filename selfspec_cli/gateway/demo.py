@@ -67,8 +67,7 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
             for backend in settings.backends:
                 backend.environment.clear()
         settings.port = 0
-        log = Path(settings.results_dir) / server.FOLDER / f"demo-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-        settings.log = str(log)
+        log, began = Path(settings.results_dir) / server.FOLDER / server.FILE, time.time()
         gateway = server.made(settings)
         async with server.opened(gateway, say) as supervisor:
             if not await supervisor.ready(START_SECONDS):
@@ -86,7 +85,7 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
                 web.should_exit = True
                 await serving
     return {
-        "routes": [asdict(one) for one in routes(_rows(log))],
+        "routes": [asdict(one) for one in routes(row for row in _rows(log) if row["at"] >= began)],
         "gains": [asdict(gain) for gain in gateway.ledger.gains()],
         "checks": checks,
         "log": str(log),
@@ -94,11 +93,15 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
 
 
 def _not_ready(supervisor: Supervisor) -> str:
-    ended = [one for one in supervisor.replicas
-             if (process := supervisor.processes.get(one.name)) and process.poll() is not None]  # fmt: skip
+    ended = [
+        one
+        for one in supervisor.replicas
+        if (process := supervisor.processes.get(one.name)) and process.poll() is not None
+    ]
     said = [f"{one.name} ended before it answered; its log: {log_of(one.settings, supervisor.folder)}" for one in ended]
-    return "; ".join(said) or (f"not all servers came up in {START_SECONDS:.0f} s; their logs are in "
-                               f"{supervisor.folder}")  # fmt: skip
+    return "; ".join(said) or (
+        f"not all servers came up in {START_SECONDS:.0f} s; their logs are in {supervisor.folder}"
+    )
 
 
 async def _traffic(
@@ -127,9 +130,11 @@ async def _traffic(
     remote = [(await ask(session, url, prompt, {}, model="demo-stub")).status for prompt in PROMPTS[:2]]
     survived = await _kill(gateway, supervisor, session, url, say)
     killed = ", ".join(f"{name} {value}" for name, value in survived.items())
-    checks = {"answers equal to those of the plain server": f"{sum(texts)} of {len(texts)}",
-              "HTTP status of the stub's answers": ", ".join(map(str, remote)),
-              "stream whose server was killed": killed}  # fmt: skip
+    checks = {
+        "answers equal to those of the plain server": f"{sum(texts)} of {len(texts)}",
+        "HTTP status of the stub's answers": ", ".join(map(str, remote)),
+        "stream whose server was killed": killed,
+    }
     if not all(texts) or not survived["same text"] or remote != [200, 200]:
         raise DemoFailed(f"an answer is not what it has to be: {checks}")
     return checks
@@ -149,8 +154,11 @@ async def _kill(
     broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
     gateway.log.write()
     row = _rows(Path(str(gateway.log.file)))[-1]
-    return {"same text": broken.text == whole.text, "continued by": row["route"],
-            "milliseconds lost": round(row["lost_ms"] or 0.0)}  # fmt: skip
+    return {
+        "same text": broken.text == whole.text,
+        "continued by": row["route"],
+        "milliseconds lost": round(row["lost_ms"] or 0.0),
+    }
 
 
 async def ask(
@@ -164,8 +172,15 @@ async def ask(
     after: tuple[int, Callable[[], None]] | None = None,
 ) -> Answer:
     """Stream one greedy completion. after: call something once so many parts have come."""
-    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "selfspec": wishes}  # fmt: skip
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "selfspec": wishes,
+    }
     if model != "demo":
         body.pop("ignore_eos")
     text, parts = "", 0

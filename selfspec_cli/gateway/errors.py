@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+from selfspec_cli.gateway import packed
 
 
 class GatewayError(Exception):
-    """What a client is answered instead of an answer. status: of HTTP. headers: besides the usual ones."""
+    """What a client is answered instead of an answer.
+
+    status: of HTTP. code: of the error, such as context_length_exceeded; None takes the status. headers: as well as the
+    usual ones. logged: what the log says, if the message may hold text of a prompt; None logs the message.
+    """
 
     def __init__(
         self,
@@ -17,39 +21,60 @@ class GatewayError(Exception):
         kind: str,
         *,
         param: str | None = None,
+        code: Any = None,
         backend: str | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message, self.status, self.kind, self.param, self.backend = message, status, kind, param, backend
+        self.code = status if code is None else code
         self.headers = headers or {}
+        self.logged = message if logged is None else logged
 
     def body(self) -> bytes:
         """The JSON that the client gets."""
-        return document(self.message, self.kind, self.status, self.param, self.backend)
-
-
-def document(message: str, kind: str, status: int, param: str | None = None, backend: str | None = None) -> bytes:
-    """An error in OpenAI's form. backend: which one it came from; None for the gateway itself."""
-    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": status}
-    if backend is not None:
-        error["backend"] = backend
-    return orjson.dumps({"error": error})
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.backend is not None:
+            error["backend"] = self.backend
+        return packed.dumps({"error": error})
 
 
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """The client's mistake."""
-    return GatewayError(message, 400, "invalid_request_error", param=param)
+    """The client's mistake. Its values may be quoted to the client, and are not logged."""
+    return GatewayError(
+        message, 400, "invalid_request_error", param=param, logged=f"invalid request: {param or 'body'}"
+    )
 
 
-def of_backend(status: int, raw: bytes, backend: str) -> bytes:
-    """What a backend refused with, in OpenAI's form and with the backend's name, whatever form it had there."""
+def unavailable(message: str, seconds: float = 1.0, **more: Any) -> GatewayError:
+    """HTTP 503, to be tried again after so many seconds."""
+    headers = {"retry-after": str(max(1, round(seconds)))}
+    return GatewayError(message, 503, "service_unavailable", headers=headers, **more)
+
+
+def of_backend(status: int, raw: bytes, backend: str) -> GatewayError:
+    """A backend's refusal of the request itself, whatever form it had there."""
     try:
-        found = orjson.loads(raw)
-    except orjson.JSONDecodeError:
+        found = packed.loads(raw)
+    except ValueError:
         found = raw.decode(errors="replace").strip()[:500]
     inner = found.get("error", found) if isinstance(found, dict) else found
-    if isinstance(inner, dict):
-        message = inner.get("message") or inner.get("detail") or str(inner)
-        return document(str(message), str(inner.get("type") or "backend_error"), status, inner.get("param"), backend)
-    return document(str(inner) or f"HTTP {status}", "backend_error", status, None, backend)
+    logged = f"HTTP {status} of the backend"
+    if not isinstance(inner, dict):
+        return GatewayError(str(inner or f"HTTP {status}"), status, "backend_error", backend=backend, logged=logged)
+    message = inner.get("message") or inner.get("detail") or str(inner)
+    return GatewayError(
+        str(message),
+        status,
+        str(inner.get("type") or "backend_error"),
+        param=inner.get("param"),
+        code=inner.get("code"),
+        backend=backend,
+        logged=logged,
+    )

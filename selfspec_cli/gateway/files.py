@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,13 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.checked import checked
-from selfspec_cli.gateway.limits import digest_of
+from selfspec_cli.gateway.limits import digest_of, is_digest
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.settings import GatewaySettings
 
 
 def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
-    """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.attempts=2.
+    """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.at_once=2.
 
     Args:
         name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults.
@@ -61,24 +59,20 @@ def check(settings: GatewaySettings) -> None:
         BACKENDS[backend.kind].check(backend)
         if backend.key_env is not None and not os.environ.get(backend.key_env):
             raise ConfigError(f"backends.{place}.key_env={backend.key_env}: that environment variable is not set")
-    if settings.cache.judge is not None and settings.cache.judge not in names:
-        raise ConfigError(closest(settings.cache.judge, names, "backend of cache.judge"))
     for policy in (settings.policy, *settings.policy_options):
         named = getattr(POLICIES[policy].settings(settings.policy_options), "backend", "")
         if named not in ("", *names):
             raise ConfigError(closest(named, names, f"policy_options.{policy}.backend"))
-    if settings.cache.kind == "meaning":
-        from selfspec_cli.gateway.cache import embedding
-
-        if missing := [name for name in embedding.NEEDED if find_spec(name) is None]:
-            raise ConfigError(f"cache.kind=meaning: {', '.join(missing)} is missing: pip install 'selfspec[meaning]'")
     for place, key in enumerate(settings.keys):
-        if not key.name or (key.env is None) == (key.sha256 is None):
-            raise ConfigError(f"keys.{place}: give a name, and either env or sha256")
-        if key.env is not None and not os.environ.get(key.env):
-            raise ConfigError(f"keys.{place}.env={key.env}: that environment variable is not set")
-        if key.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", key.sha256):
-            raise ConfigError(f"keys.{place}.sha256={key.sha256!r}: 64 hexadecimal digits are needed")
+        if not key.name or not key.key:
+            raise ConfigError(f"keys.{place}: give name, and key: a variable that holds it, or its SHA-256")
+        if not is_digest(key.key) and not os.environ.get(key.key):
+            raise ConfigError(
+                f"keys.{place}.key={key.key}: that environment variable is not set, and it is no SHA-256, "
+                "which has 64 hexadecimal digits"
+            )
+    if len(settings.tls) not in (0, 2) or not all(os.access(file, os.R_OK) for file in settings.tls):
+        raise ConfigError(f"tls={settings.tls}: give two files that can be read, the certificate and its key")
     digests = [digest_of(key) for key in settings.keys]
     for place, digest in enumerate(digests):
         if digest in digests[:place]:
@@ -99,8 +93,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such file; allowed: a file NAME.yaml, or one of "
-                          f"{', '.join(choices())}") from error  # fmt: skip
+        raise ConfigError(
+            f"{file}: there is no such file; allowed: a file NAME.yaml, or one of {', '.join(choices())}"
+        ) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

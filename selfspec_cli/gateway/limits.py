@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.settings import KeySettings
 
 EVERYBODY = "everybody"
+DAY = 86_400
 
 
 @dataclass
@@ -39,12 +41,13 @@ class Bucket:
 
 
 class Tenant:
-    """One client's limits, and what it has in the gateway."""
+    """One client's limits, and what it has in the gateway. spent: money of `day`, which is counted in UTC."""
 
     def __init__(self, settings: KeySettings, now: Callable[[], float] = time.monotonic) -> None:
-        self.name, self.admin = settings.name, settings.admin
+        self.settings, self.name, self.admin = settings, settings.name, settings.admin
         self.most = settings.at_once
         self.inside = 0
+        self.spent, self.day = 0.0, 0
         self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = Bucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
 
@@ -55,25 +58,50 @@ class Tenant:
         for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None and (seconds := bucket.wait()) > 0:
                 raise _too_much(f"{self.name}: {bucket.rate:g} {what} a minute are allowed", seconds)
+        budget, today = self.settings.money_per_day, int(time.time() // DAY)
+        if budget is not None and self.day == today and self.spent >= budget:
+            error = _too_much(f"{self.name}: {budget:g} a day may be spent", DAY - time.time() % DAY)
+            error.code = "insufficient_quota"
+            raise error
         if self.requests is not None:
             self.requests.take(1)
         self.inside += 1
 
-    def leave(self, tokens: int) -> None:
-        """It is done, and took so many tokens."""
+    def leave(self, tokens: int, cost: float) -> None:
+        """It is done, and took so many tokens and so much money."""
         self.inside -= 1
         if self.tokens is not None:
             self.tokens.take(tokens)
+        today = int(time.time() // DAY)
+        self.spent, self.day = cost + (self.spent if self.day == today else 0.0), today
+
+    def check_model(self, model: str) -> None:
+        """Raises GatewayError (403) for a model that this client may not ask for."""
+        if self.settings.models and model not in self.settings.models:
+            raise GatewayError(
+                f"{self.name} may ask for {', '.join(self.settings.models)}",
+                403,
+                "permission_error",
+                param="model",
+                logged="a model that the key may not ask for",
+            )
 
 
 class Keys:
     """Who asks, by the key that is sent; without any configured key everybody may ask, without limits."""
 
-    def __init__(self, settings: Sequence[KeySettings], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Sequence[KeySettings],
+        now: Callable[[], float] = time.monotonic,
+        before: Keys | None = None,
+    ) -> None:
+        """before: of the settings until now; a key that has not changed keeps what was counted of it."""
         self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), now)
         self.known: dict[str, Tenant] = {}
         for one in settings:
-            self.known[digest_of(one)] = Tenant(one, now)
+            known = None if before is None else before.known.get(digest_of(one))
+            self.known[digest_of(one)] = known if known and known.settings == one else Tenant(one, now)
 
     def tenant(self, authorization: str) -> Tenant:
         """The client of a request; raises GatewayError (401) for a key that is missing or not known."""
@@ -89,7 +117,12 @@ class Keys:
 
 def digest_of(settings: KeySettings) -> str:
     """The SHA-256 of a configured key."""
-    return (settings.sha256 or _digest(os.environ[str(settings.env)])).lower()
+    return settings.key.lower() if is_digest(settings.key) else _digest(os.environ[settings.key])
+
+
+def is_digest(key: str) -> bool:
+    """Whether this is a SHA-256, and no variable's name."""
+    return re.fullmatch("[0-9a-fA-F]{64}", key) is not None
 
 
 def _digest(key: str) -> str:

@@ -67,8 +67,9 @@ def between(before: Counts | None, now: Counts, last: Load) -> Load:
         if ours and steps is not None and now.draft_cost is not None:
             work = 1.0 + now.draft_cost * steps / ours
     caches = now.prefix_queries is None or now.prefix_queries > 0
-    return Load(now.running or 0.0, now.waiting or 0.0, work, tokens,
-                now.drafts is not None, caches, now.running is not None)  # fmt: skip
+    return Load(
+        now.running or 0.0, now.waiting or 0.0, work, tokens, now.drafts is not None, caches, now.running is not None
+    )
 
 
 def _more(before: Counts | None, now: Counts, name: str) -> float | None:

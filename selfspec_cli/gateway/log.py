@@ -59,7 +59,7 @@ class RequestLog:
             rows, self._rows = self._rows, []
             if not rows or self.file is None:
                 return
-            handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(handle, b"\n".join(rows) + b"\n")
             finally:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import Prediction
 
 
@@ -20,7 +20,7 @@ class Outcome:
     the machine's time. tried: backends that failed before the one that answered.
     """
 
-    asked: Asked
+    request: Request
     policy: str = ""
     reason: str = ""
     route: str | None = None
@@ -45,7 +45,7 @@ class Outcome:
 
     def expect(self, found: Prediction | None) -> None:
         """Take the times that are predicted from now on; what has passed is part of the time to first token."""
-        passed = time.monotonic() - self.asked.began
+        passed = time.monotonic() - self.request.began
         self.expected_ttft, self.expected_tpot = (None, None) if found is None else (passed + found.ttft, found.tpot)
 
     def usage(self, found: Any) -> None:
@@ -58,17 +58,17 @@ class Outcome:
 
     def row(self, text: bool) -> dict[str, Any]:
         """A row of the log. text: what was asked is in it; otherwise its SHA-256."""
-        asked = self.asked
-        prompt, messages = asked.body.get("prompt"), asked.body.get("messages")
+        request = self.request
+        prompt, messages = request.body.get("prompt"), request.body.get("messages")
         said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
         return {
             "at": time.time(),
-            "id": asked.id,
-            "tenant": asked.tenant,
-            "endpoint": asked.endpoint,
-            "model": asked.model,
-            "class": asked.kind,
-            "stream": asked.stream,
+            "id": request.id,
+            "tenant": request.tenant,
+            "endpoint": request.endpoint,
+            "model": request.model,
+            "class": request.kind,
+            "stream": request.stream,
             "route": self.route,
             "policy": self.policy,
             "reason": self.reason,
@@ -90,7 +90,7 @@ class Outcome:
             "survived": self.survived,
             "lost_ms": _ms(self.lost),
             "tried": self.tried,
-            "sha256": hashlib.sha256(asked.text.encode()).hexdigest(),
+            "sha256": hashlib.sha256(request.text.encode()).hexdigest(),
             **(said if text else {"prompt": None}),
         }
 

@@ -1,314 +1,286 @@
-"""One answer, from a backend to the client: other backends are tried before the first byte, and continue after it."""
+"""One answer, from a backend to the client, as a machine of four states.
+
+    asking      the client has nothing yet: the backends of the order are tried one after the other
+    sending     a part of a backend's stream is at the client
+    continuing  that backend broke off: another one with the same weights is asked for the rest
+    ended       the client has everything
+
+asking -> ended for an answer in one piece or a refusal; asking -> sending -> ended for a stream; sending -> continuing
+-> sending for each backend that breaks off. A failure leaves the state as it is, and the next backend is tried.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import aiohttp
 
-from selfspec_cli.gateway import continuation, events
-from selfspec_cli.gateway.asked import CHAT, EMBEDDINGS, Asked
+from selfspec_cli.gateway import packed
+from selfspec_cli.gateway.attempt import Attempt
 from selfspec_cli.gateway.client import Client
-from selfspec_cli.gateway.errors import GatewayError, of_backend
-from selfspec_cli.gateway.events import END, BrokenStream, Frames, Kept
+from selfspec_cli.gateway.continuation import Answer, Way, by_ids
+from selfspec_cli.gateway.errors import of_backend
+from selfspec_cli.gateway.events import BrokenStream, Event, Parser
 from selfspec_cli.gateway.outcome import Outcome
+from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.replica import Replica
-from selfspec_cli.gateway.upstream import BackendFailed, Refused, outgoing, prepared
+from selfspec_cli.gateway.request import CHAT, RESPONSES, Request
+from selfspec_cli.gateway.responses import ResponsesAnswer
+from selfspec_cli.gateway.tries import Tries
+from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, outgoing, prepared
 
 if TYPE_CHECKING:
     from selfspec_cli.gateway.core import Gateway
 
+DRAIN_SECONDS = 0.5  # for the end of a response, after the last event of the answer
 
-DRAIN_SECONDS = 0.5  # for the end of an answer, behind its last event
+
+class State(StrEnum):
+    """Of an answer on its way."""
+
+    asking = "asking"
+    sending = "sending"
+    continuing = "continuing"
+    ended = "ended"
 
 
-@dataclass
 class Relay:
-    """What is known of an answer while it is sent. last: when the newest token came. ends: choices that have ended.
-    counted: whether the tokens of what the backend of now does are known. tokens_before: those of other backends."""
+    """tries: which backends were tried and which comes next. sure: least probability of an answer that is taken.
+    unsure: (backend, answer) of a cascade, which is sent if nobody else answers. answer: the client's side of a stream.
+    way: how the rest is asked for."""
 
-    gateway: Gateway
-    asked: Asked
-    out: Outcome
-    client: Client
-    kept: Kept = field(default_factory=Kept)
-    way: str = continuation.NOT
-    first: float | None = None
-    first_of_rest: float | None = None
-    last: float | None = None
-    ends: int = 0
-    finished: bool = False
-    counted: bool = False
-    rest: continuation.Rest | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    tokens_before: int = 0
-    sure: float | None = None
-    spare: tuple[Replica, bytes] | None = None
+    def __init__(self, gateway: Gateway, request: Request, out: Outcome, client: Client, choice: Choice) -> None:
+        self.gateway, self.request, self.out, self.client = gateway, request, out, client
+        self.limits = gateway.settings.limits
+        self.sure = choice.sure
+        self.headers: dict[str, str] = {"x-request-id": request.id}
+        self.state = State.asking
+        self.tries = Tries(gateway, request, choice)
+        self.unsure: tuple[Replica, bytes] | None = None
+        self.answer = Answer(request)
+        self.way: Way | None = None
+        self._counted = False  # the tokens of what the backend of now does are known
+        self._last_sent = self._broke_at = 0.0
 
-    async def run(self, order: Iterable[Replica]) -> None:
-        """Answer the request by the first of these backends that can.
+    async def run(self) -> None:
+        """Answer the request.
 
         Raises:
-            GatewayError: nobody could; nothing has been sent to the client.
+            GatewayError: nobody could; where a stream has begun, the caller tells it in the stream.
         """
-        limits, failure = self.gateway.settings.limits, None
-        tried = list(order)[: limits.attempts]
-        for replica in tried:
-            if replica is tried[-1]:
-                self.sure = None  # nobody is left to ask: its answer is taken
-            if replica is not tried[0]:
-                self.out.expect(replica.predict(self.asked))
+        while self.state is not State.ended:
+            replica = self._next()
+            if replica is None:
+                await self._send_unsure()
+                continue
             try:
-                await self._leg(replica)
-                return
+                await self._ask(replica)
+                self.tries.blame()
             except Refused as error:
-                replica.succeeded()
-                if self.spare is not None:
-                    continue
-                self.out.route, self.out.status = replica.name, error.status
-                self.client.headers["x-selfspec-backend"] = replica.name
-                return await self.client.whole(error.status, of_backend(error.status, error.raw, replica.name))
+                replica.breaker.succeeded()
+                if self.state is not State.asking:
+                    self.tries.failed(replica, BackendFailed(f"{replica.name} refused to continue", cause=Cause.nobody))
+                    raise self.tries.broken() from error
+                if self.unsure is None:
+                    self.out.route = replica.name
+                    self.client.headers["x-selfspec-backend"] = replica.name
+                    raise of_backend(error.status, error.raw, replica.name) from error
             except BackendFailed as error:
-                failure = (replica, error)
                 self._failed(replica, error)
-                if self.client.begun:
-                    return await self._continue(replica, error)
-        if self.spare is not None:  # nobody else could answer: the answer of which its backend was not sure is one
-            known, raw = self.spare
-            self.out.route, self.finished = known.name, True
-            self.client.headers["x-selfspec-backend"] = known.name
-            return await self.client.whole(200, raw)
-        assert failure is not None  # `order` is not empty: `Gateway._route` refuses a request that nobody takes
-        last, fault = failure
-        raise GatewayError(f"backend {last.name}: {fault}", fault.status, "backend_error", backend=last.name)
+
+    def _next(self) -> Replica | None:
+        """The backend that is tried now; None to send the answer of which its backend was unsure."""
+        if self.state is not State.asking:
+            self.way = self.answer.next_way()
+            return self.tries.for_the_rest(self.way)
+        replica = self.tries.another(self.unsure is None)
+        if replica is None:
+            if self.unsure is None:
+                raise self.tries.nobody()
+            return None
+        if self.tries.failures:
+            self.out.expect(replica.predict(self.request))
+        if replica is self.tries.last:
+            self.sure = None  # nobody is left to ask: its answer is taken
+        return replica
 
     def _failed(self, replica: Replica, error: BackendFailed) -> None:
         self.out.tried.append(replica.name)
-        if error.counts:
-            limits = self.gateway.settings.limits
-            replica.failed(limits.failures, limits.open_seconds)
+        self.tries.failed(replica, error)
+        if self.state is State.sending:
+            self.state = State.continuing
+            self._broke_at = self._last_sent
 
-    async def _continue(self, dead: Replica, failure: BackendFailed) -> None:
-        """Let others send the rest of a stream.
+    # ---- one backend -------------------------------------------------------------------------------------------------
 
-        Raises:
-            GatewayError: nobody can; the caller sends the error inside the stream.
-        """
-        broken_at, last_seen = time.monotonic(), self.last
-        reason = f"{failure}; it could not be continued"
-        if not self.gateway.settings.survive or self.way == continuation.NOT:
-            raise self._broken(dead, f"{reason}: a request of this kind is not")
-        self.rest = continuation.Rest(self.asked, self.kept, self.way)
-        for _ in range(self.gateway.settings.limits.attempts):
-            others = [one for one in self.gateway.candidates(self.asked)
-                      if one.weights == dead.weights and one.name != dead.name
-                      and (one.vllm or self.way == continuation.AGAIN)]  # fmt: skip
-            if not others:
-                break
-            new = [one for one in others if one.name not in self.out.tried]
-            replica = self.gateway.choose(self.asked, new or others).order[0]
-            try:
-                self.tokens_before = len(self.kept.token_ids())
-                await self._leg(replica)
-                self.out.survived += 1
-                self.gateway.telemetry.survived.labels(replica.name).inc()
-                since = last_seen if last_seen is not None else broken_at
-                self.out.lost = (self.first_of_rest or time.monotonic()) - since
-                return
-            except Refused as error:
-                reason = f"{replica.name} refused the continuation: {error.raw[:200].decode(errors='replace')}"
-                break
-            except BackendFailed as error:
-                self._failed(replica, error)
-                dead, reason = replica, str(error)
-        raise self._broken(dead, reason)
-
-    def _broken(self, dead: Replica, reason: str) -> GatewayError:
-        self.gateway.telemetry.broken.labels(dead.name).inc()
-        return GatewayError(f"backend {dead.name} broke off: {reason}", 502, "backend_error", backend=dead.name)
-
-    async def _leg(self, replica: Replica) -> None:
-        """What one backend sends of the answer.
+    async def _ask(self, replica: Replica) -> None:
+        """Have one backend answer, or send the rest.
 
         Raises:
             BackendFailed: it sent nothing, or broke off. Refused: the request itself is wrong.
         """
-        path, body = self.asked.endpoint, self.asked.body
-        if self.rest is not None:
-            try:
-                wanted = self.rest.request()
-            except BrokenStream as error:
-                raise BackendFailed(str(error), counts=False) from error
-            if wanted is None:
-                return await self._finish([self.rest.ended()])
-            path, body = wanted
-        number, began = replica.begin(self.asked), time.monotonic()
-        self.first_of_rest, self.counted = None, False
+        path, body = self.request.endpoint, self.request.body
+        if self.state is State.asking and self.request.stream:
+            self.answer = ResponsesAnswer(self.request) if path == RESPONSES else Answer(self.request)
+            self.answer.ids = by_ids(self.request, replica.vllm)
+        elif self.way is not None:
+            rest = self.answer.rest(self.way)
+            if rest is None:
+                return await self._finish(self.answer.at_limit())
+            path, body = rest
+        self._counted = False
+        attempt = Attempt(replica, self.request, self.answer.before)
         try:
-            ids = self.way == continuation.IDS
-            sent = outgoing(self.asked, replica, body, ids=ids, plain=self.out.plain)
+            sent = outgoing(self.request, replica, path, body, ids=self.answer.ids, plain=self.out.plain)
             if self.sure is not None:
-                sent["logprobs"] = sent.get("logprobs") or (True if self.asked.endpoint == CHAT else 1)
+                sent["logprobs"] = sent.get("logprobs") or (True if path == CHAT else 1)
             sent = await prepared(self.gateway.upstream, replica, path, sent)
-            async with self.gateway.upstream.post(replica, path, sent, self.headers) as response:
+            seconds = None if self.request.stream else self.limits.request_seconds
+            async with self.gateway.upstream.post(replica, path, sent, self.headers, seconds=seconds) as response:
                 self.out.route = replica.name
                 self.client.headers["x-selfspec-backend"] = replica.name
-                if self.asked.stream and self.asked.endpoint != EMBEDDINGS:
-                    await self._stream(replica, number, began, response)
-                else:
-                    await self._whole(replica, response)
-            replica.succeeded()
+                await (self._stream if self.request.stream else self._whole)(attempt, response)
+            replica.breaker.succeeded()
         except BrokenStream as error:
             raise BackendFailed(str(error)) from error
         finally:
-            self._ended(replica, number)
+            self._ended(attempt)
 
-    def _ended(self, replica: Replica, number: int) -> None:
-        """The backend has done with it, well or not."""
-        out, tpot = self.out, None
-        if not self.counted and not self.finished and (events := replica.flights[number].events):
-            out.prompt_tokens = len(self.kept.prompt_ids()) or round(self.asked.prompt_tokens)
-            out.tokens = len(self.kept.token_ids()) or events
-            self.counted = True
-        single = self.rest is None and self.asked.answers == 1
-        if self.finished and single and out.tokens and out.tokens > 1 and self.first and self.last:
-            tpot = (self.last - self.first) / (out.tokens - 1)
-            out.tpot = tpot
-        seconds = replica.end(number, tpot if out.tokens and out.tokens >= 4 else None)
-        out.machine_seconds = (out.machine_seconds or 0.0) + seconds
-        own = replica.settings
-        priced = own.price_hour / 3600 * seconds if own.price_hour else 0.0
-        if self.counted:  # what others generated before is part of the prompt here
-            prompt, tokens = (out.prompt_tokens or 0) + self.tokens_before, (out.tokens or 0) - self.tokens_before
-            priced += (prompt * own.price_in + tokens * own.price_out) / 1e6
-        if own.price_hour or own.price_in or own.price_out:
-            out.cost = (out.cost or 0.0) + priced
+    def _ended(self, attempt: Attempt) -> None:
+        out, done = self.out, self.state is State.ended
+        if not self._counted and attempt.events:
+            out.prompt_tokens = len(self.answer.prompt_ids) or round(self.request.prompt_tokens)
+            out.tokens = len(self.answer.token_ids) or self.answer.before + attempt.events
+            self._counted = True
+        attempt.end(out, self._counted, done and self.request.stream and not attempt.before and self._single())
+
+    def _single(self) -> bool:
+        return self.request.answers == 1 and self.answer.way is Way.first
 
     # ---- an answer in one piece --------------------------------------------------------------------------------------
 
-    async def _whole(self, replica: Replica, response: Any) -> None:
-        parts = [part async for part in self.gateway.upstream.parts(response)]
-        raw = b"".join(parts)
-        try:
-            found = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise BrokenStream(f"the answer is not JSON: {raw[:80]!r}") from error
-        if not isinstance(found, dict) or ("choices" not in found and "data" not in found):
-            raise BrokenStream(f"what came is no answer: {raw[:80]!r}")
-        self._usage_of(found)
+    async def _whole(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+        raw = await self.gateway.upstream.whole(response, self.limits.request_seconds)
+        found = answer_of(raw)
+        self._usage(found.get("usage"))
         if self.sure is not None:
             sure = sureness(found)
-            if self.asked.body.get("logprobs") in (None, False):
+            if self.request.body.get("logprobs") in (None, False):
                 for choice in found["choices"]:
                     choice["logprobs"] = None  # the client has not asked for them
-                raw = orjson.dumps(found)
+                raw = packed.dumps(found)
             if sure is not None and sure < self.sure:
                 self.out.reason += "_unsure"
-                self.spare = (replica, raw)
-                raise BackendFailed(f"its answer is sure to {sure:.2f} alone", counts=False)
-        self.finished = True
+                self.unsure = (attempt.replica, raw)
+                raise BackendFailed(f"its answer is sure to {sure:.2f} alone", cause=Cause.nobody)
+        self.state = State.ended
         await self.client.whole(200, raw)
+
+    async def _send_unsure(self) -> None:
+        """Nobody else could answer: the answer of which its backend was not sure is one."""
+        assert self.unsure is not None
+        replica, raw = self.unsure
+        self.out.route, self.state = replica.name, State.ended
+        self.client.headers["x-selfspec-backend"] = replica.name
+        await self.client.whole(200, raw)
+
+    def _usage(self, usage: Any) -> None:
+        self.out.usage(usage)
+        self._counted = self._counted or bool(usage)
 
     # ---- a stream ----------------------------------------------------------------------------------------------------
 
-    async def _stream(self, replica: Replica, number: int, began: float, response: Any) -> None:
+    async def _stream(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
-        if not kind.startswith("text/event-stream"):
+        if not kind.lower().startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
         try:
-            made = await self._events(replica, number, began, response)
+            last = await self._events(attempt, response)
         except BrokenStream:
-            if not self.finished:
+            if not self.answer.finished:
                 raise
-            made = []  # the client has the whole answer: only what follows it is missing
-        await self._finish(made)
-        if not response.ended:  # then the connection can be used again
-            with suppress(OSError):
-                await response.read(DRAIN_SECONDS)
+            last = []  # the client has the whole answer: only what follows it is missing
+        self._usage(self.answer.usage)
+        await self._finish(b"".join(last))
+        with suppress(BrokenStream):  # then the connection can be used again
+            await self.gateway.upstream.whole(response, DRAIN_SECONDS)
 
-    async def _events(self, replica: Replica, number: int, began: float, response: Any) -> list[bytes]:
-        """Send what comes up to [DONE]; returns what came with that, which is still to be sent."""
-        frames, done = Frames(), False
-        async for part in self.gateway.upstream.parts(response):
+    async def _events(self, attempt: Attempt, response: aiohttp.ClientResponse) -> list[bytes]:
+        """Send what comes; returns what came with the end of the answer, which is still to be sent.
+
+        Raises:
+            BrokenStream: it broke off, or no event came for too long: comments do not count.
+        """
+        parser, until = Parser(), time.monotonic() + self.limits.first_byte_seconds
+        while part := await self.gateway.upstream.part(response, max(0.0, until - time.monotonic())):
             made: list[bytes] = []
             broken: BrokenStream | None = None
+            done = False
             try:
-                done = self._take(frames.feed(part), made)
+                for event in self._taken(parser.feed(part)):
+                    if event is None:
+                        done = True
+                    else:
+                        made.append(event)
+                    until = time.monotonic() + self.limits.stall_seconds
             except BrokenStream as error:
                 broken = error  # what came before it is remembered as sent, so it has to be
             if made:
-                at = time.monotonic()
-                if self.first is None:
-                    self.first = at
-                    self.out.ttft = at - self.asked.began
-                self.last = at
-                if not done:  # its end is sent with it: each write is a system call
-                    await self.client.part(END.join([*made, b""]))
-                if self.first_of_rest is None:  # learnt from it when it is on its way
-                    self.first_of_rest = at
-                    replica.first_token(number, at - began)
-                    replica.succeeded()
-                replica.came(number, len(made))
+                await self._send(attempt, made, done)
             if broken is not None:
                 raise broken
             if done:
                 return made
         raise BrokenStream("the stream ended before the answer did")
 
-    def _take(self, found: list[bytes], made: list[bytes]) -> bool:
-        """Put events as the client gets them into `made`; whether the last one of the answer was among them.
-
-        Raises:
-            BrokenStream: one of them is no event; those before it are in `made`.
-        """
+    def _taken(self, found: list[Event]) -> Iterator[bytes | None]:
+        """Events as the client gets them; None at the end of the stream."""
         for event in found:
-            if not event:
-                continue
-            events.check(event)
-            if events.is_done(event):
-                return True
-            if (taken := self._event(event)) is not None:
-                made.append(taken)
-        return False
+            made, done = self.answer.take(event)
+            if made is not None:
+                yield made
+            if done:
+                yield None
+                return
 
-    def _event(self, event: bytes) -> bytes | None:
-        """An event as the client gets it; None for one that it does not get."""
-        if events.is_usage(event):
-            return self._usage(event)
-        if found := events.finishes(event):
-            self.ends += found
-            self.finished = self.ends >= self.asked.answers
-        if self.rest is None:
-            return self.kept.take(event)
-        if self.way == continuation.IDS:
-            return self.rest.event(self.kept.take(event))
-        converted = self.rest.event(event)
-        if converted is not None:
-            self.kept.whole.append(converted)
-        return converted
+    async def _send(self, attempt: Attempt, made: list[bytes], done: bool) -> None:
+        at = self._last_sent = time.monotonic()
+        if self.out.ttft is None:
+            self.out.ttft = at - self.request.began
+        if self.state is State.continuing:
+            self.out.survived += 1
+            self.out.lost = (self.out.lost or 0.0) + at - self._broke_at
+            self.gateway.telemetry.survived.labels(attempt.replica.name).inc()
+        self.state = State.sending
+        if not done:  # its end is sent with it: each write is a system call
+            await self.client.part(b"".join(made))
+        attempt.came(len(made))
 
-    def _usage(self, event: bytes) -> bytes | None:
-        found = orjson.loads(events.payload(event))
-        if self.rest is not None and self.way == continuation.IDS:
-            prompt = len(self.kept.prompt_ids())
-            found["usage"] = continuation.usage(found.get("usage") or {}, prompt, self.tokens_before)
-            event = b"data: " + orjson.dumps(found)
-        self._usage_of(found)
-        if not (self.asked.body.get("stream_options") or {}).get("include_usage"):
-            return None
-        return event if self.rest is None else self.rest.event(event)
+    async def _finish(self, last: bytes) -> None:
+        if self.state is State.continuing:  # all that was missing is the end
+            self.out.survived += 1
+            self.out.lost = (self.out.lost or 0.0) + time.monotonic() - self._broke_at
+        self.state = State.ended
+        if self.out.tokens is None and self.answer.token_ids:
+            self.out.tokens, self._counted = len(self.answer.token_ids), True
+        await self.client.last(last + self.answer.END)
 
-    def _usage_of(self, found: dict[str, Any]) -> None:
-        self.out.usage(found.get("usage"))
-        self.counted = self.counted or bool(found.get("usage"))
 
-    async def _finish(self, more: list[bytes]) -> None:
-        self.finished = True
-        if self.out.tokens is None and self.way == continuation.IDS and self.kept.tokens:
-            self.out.tokens, self.counted = len(self.kept.token_ids()), True
-        await self.client.last(END.join([*more, events.DONE, b""]))
+def answer_of(raw: bytes) -> dict[str, Any]:
+    """The document of an answer in one piece; raises BrokenStream for what is none."""
+    try:
+        found = packed.loads(raw)
+    except ValueError as error:
+        raise BrokenStream("the answer is no JSON") from error
+    if not isinstance(found, dict) or found.get("error"):
+        raise BrokenStream("what came is no answer")
+    choices = found.get("choices")
+    fits = isinstance(choices, list) and bool(choices) and all(isinstance(one, dict) for one in choices)
+    if not fits and not any(isinstance(found.get(name), list) for name in ("data", "results", "output")):
+        raise BrokenStream("what came is no answer")
+    return found

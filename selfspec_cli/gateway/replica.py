@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.breaker import Breaker
 from selfspec_cli.gateway.load import Load
+from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import Prediction, Timing
 
@@ -40,13 +41,13 @@ class Flight:
     events: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
     """A backend.
 
-    breaker: failures in a row, and until when (monotonic seconds) it is left alone after too many. draining: takes no
-    new requests. clock: seconds of the machine that one request got since the beginning, if it was there all the
-    time: the time is shared by all that are there.
+    breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
+    it takes no new requests. clock: seconds of the machine that one request got since the beginning, if it was there
+    all the time: the time is shared by all that are there.
     """
 
     settings: BackendSettings
@@ -60,15 +61,16 @@ class Replica:
     timing: Timing = field(default_factory=Timing)
     now: Callable[[], float] = time.monotonic
     draining: bool = False
-    failures: int = 0
-    open_until: float = 0.0
-    trying: bool = False
+    backoff_until: float = 0.0
     flights: dict[int, Flight] = field(default_factory=dict)
     begun: int = 0
     in_flight_at_look: int = 0
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _clock: float = 0.0
     _clock_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.breaker = Breaker(self.now)
 
     @property
     def name(self) -> str:
@@ -79,15 +81,26 @@ class Replica:
         """Whether it serves a model by that name; `auto` is served by all."""
         return model in ("auto", *self.models, *self.settings.serves)
 
-    def available(self) -> bool:
-        """Whether a request may be sent there now."""
-        return self.sound() and (self.settings.at_once is None or len(self.flights) < self.settings.at_once)
+    def up(self) -> bool:
+        """Whether it takes requests, apart from recent failures and from how many are there."""
+        return self.state is State.up and not self.draining
+
+    def backoff(self) -> float:
+        """Seconds for which it asked to be left alone."""
+        return max(0.0, self.backoff_until - self.now())
 
     def sound(self) -> bool:
-        """The same, were there room for it. After too many failures one request at a time tries it."""
-        if self.state is not State.up or self.draining:
-            return False
-        return self.open_until == 0 or (self.now() >= self.open_until and not self.trying)
+        """Whether it takes requests, has not failed too often recently, and has not asked to be left alone."""
+        return self.up() and self.breaker.allows() and not self.backoff()
+
+    def has_room(self) -> bool:
+        """Whether one more request may be there."""
+        return self.settings.at_once is None or len(self.flights) < self.settings.at_once
+
+    def priorities(self) -> bool:
+        """Whether its server schedules by priority, as its words say (vLLM: --scheduling-policy priority)."""
+        words = " ".join(self.settings.words).replace("=", " ")
+        return "--scheduling-policy priority" in words
 
     def running(self) -> float:
         """Requests that are there: our own, and those of others when it was looked at."""
@@ -100,7 +113,7 @@ class Replica:
     def came_up(self) -> None:
         """It takes requests from now on. A server that was started anew has an empty prefix cache."""
         self.state = State.up
-        self.succeeded()
+        self.breaker.reset()
         self._prefixes.clear()
 
     def look(self) -> tuple[int, int]:
@@ -114,17 +127,18 @@ class Replica:
 
     # ---- tokens to prefill -------------------------------------------------------------------------------------------
 
-    def cached_share(self, asked: Asked) -> float:
+    def cached_share(self, request: Request) -> float:
         """Share of the prompt that was sent there before, from its beginning, and so lies in its prefix cache."""
-        if not asked.blocks or not self.load.caches:
+        if not request.blocks or not self.load.caches:
             return 0.0
-        known = next((place for place, block in enumerate(asked.blocks) if block not in self._prefixes),
-                     len(asked.blocks))  # fmt: skip
-        return known / len(asked.blocks)
+        known = next(
+            (place for place, block in enumerate(request.blocks) if block not in self._prefixes), len(request.blocks)
+        )
+        return known / len(request.blocks)
 
-    def uncached(self, asked: Asked) -> float:
+    def uncached(self, request: Request) -> float:
         """Tokens of the prompt that have to be prefilled there."""
-        return asked.prompt_tokens * (1.0 - self.cached_share(asked))
+        return request.prompt_tokens * (1.0 - self.cached_share(request))
 
     def ahead(self) -> float:
         """Tokens to prefill of requests there that have no token yet."""
@@ -132,48 +146,47 @@ class Replica:
 
     # ---- what is expected --------------------------------------------------------------------------------------------
 
-    def predict(self, asked: Asked, alone: bool = False) -> Prediction | None:
+    def predict(self, request: Request, alone: bool = False) -> Prediction | None:
         """The times of a request if it were sent there now; None where too little was measured. alone: as if nothing
         else were there."""
-        first = self.timing.first(self.uncached(asked), 0.0 if alone else self.ahead())
+        first = self.timing.first(self.uncached(request), 0.0 if alone else self.ahead())
         step = self.timing.step(1.0 if alone else self.running() + 1)
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens
-        return Prediction(first, token, first + token * max(0.0, asked.expected_tokens - 1))
+        return Prediction(first, token, first + token * max(0.0, request.expected_tokens - 1))
 
     def late(self) -> float:
         """By how much answers under way there are slower than they were, 1 or more."""
         return self.timing.late.factor(self.now())
 
-    def slows(self, asked: Asked) -> float:
+    def slows(self, request: Request) -> float:
         """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
         average."""
         alone, beside = self.timing.step(self.running()), self.timing.step(self.running() + 1)
         if alone is None or beside is None:
             return 0.0
         more = (beside - alone) * self.load.work / self.load.tokens
-        return self.running() * more * asked.expected_tokens / 2
+        return self.running() * more * request.expected_tokens / 2
 
-    def price(self, asked: Asked, expected: Prediction | None = None) -> float:
+    def price(self, request: Request, expected: Prediction | None = None) -> float:
         """What the request is expected to cost there; of an hourly price, its share of the machine's time."""
         own = self.settings
-        cost = (asked.prompt_tokens * own.price_in + asked.expected_tokens * own.price_out) / 1e6
+        cost = (request.prompt_tokens * own.price_in + request.expected_tokens * own.price_out) / 1e6
         if own.price_hour and expected is not None:
             cost += own.price_hour / 3600 * expected.e2e / (self.running() + 1)
         return cost
 
     # ---- a request there ---------------------------------------------------------------------------------------------
 
-    def begin(self, asked: Asked) -> int:
+    def begin(self, request: Request) -> int:
         """A request is sent there; the number by which the other calls know it."""
         self._advance()
-        flight = Flight(self.uncached(asked), self.ahead(), int(self.running()) + 1, self._clock, asked.answers)
+        flight = Flight(self.uncached(request), self.ahead(), int(self.running()) + 1, self._clock, request.answers)
         self.begun += 1
         self.flights[self.begun] = flight
-        if self.open_until:
-            self.trying = True
-        for block in asked.blocks:
+        self.breaker.probing += self.breaker.open_until > 0
+        for block in request.blocks:
             self._prefixes[block] = None
             self._prefixes.move_to_end(block)
         while len(self._prefixes) > PREFIXES:
@@ -198,23 +211,13 @@ class Replica:
         took, which is shared by the requests that are there at once."""
         self._advance()
         flight = self.flights.pop(number)
-        self.trying = False
+        self.breaker.probing = max(0, self.breaker.probing - 1)
         if flight.first is not None:
             each = flight.events / flight.answers
             self.timing.late.end(flight.running, flight.first, each, flight.last - flight.first)
         if tpot is not None:
             self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
         return self._clock - flight.clock
-
-    def failed(self, most: int, seconds: float) -> None:
-        """A failure; after `most` in a row it is left alone for so many seconds."""
-        self.failures += 1
-        if self.failures >= most or self.open_until:
-            self.open_until = self.now() + seconds
-
-    def succeeded(self) -> None:
-        """An answer began as it should."""
-        self.failures, self.open_until = 0, 0.0
 
     def _advance(self) -> None:
         at = self.now()

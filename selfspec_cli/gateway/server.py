@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import math
+import ipaddress
 import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.asked import ENDPOINTS
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.caching import Caching
-from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished, read_body
+from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.doors import Doors, most_connections
 from selfspec_cli.gateway.errors import GatewayError
-from selfspec_cli.gateway.judging import judge
+from selfspec_cli.gateway.limits import Tenant
 from selfspec_cli.gateway.log import FILE, RequestLog
-from selfspec_cli.gateway.settings import CacheSettings, GatewaySettings
+from selfspec_cli.gateway.request import NEEDED, request_id
+from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
 from selfspec_cli.gateway.upstream import Upstream
 from selfspec_cli.record.gateway_log import FOLDER
 
-if TYPE_CHECKING:
-    from selfspec_cli.gateway.cache import AnswerCache
-
-CACHE = "cache.sqlite"
+CACHE = "answers.sqlite"
+SMALL_BODY = 1 << 16  # bytes of a body that needs no key, or is none of a model's
+DRAIN_SECONDS = 30  # for requests in flight to end when the gateway ends
+OPEN_TO_ALL = ("/health", "/metrics")
+FOR_EVERY_KEY = ("/v1/models", "/gateway/feedback")
+NOBODY = KeySettings(name="nobody")
+LOCAL = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 4096
 Say = Callable[[str], None]
 
@@ -39,40 +47,93 @@ Say = Callable[[str], None]
 def made(settings: GatewaySettings) -> Gateway:
     """The gateway of these settings, before it is opened; raises ConfigError."""
     folder = Path(settings.results_dir) / FOLDER
-    log = RequestLog(Path(settings.log) if settings.log else folder / FILE, settings.log_text)
-    replicas, upstream = [replica(one) for one in settings.backends], Upstream(settings.limits)
-    judges = [one for one in replicas if one.name == settings.cache.judge]
-    found = _cache(settings.cache, folder, judge(upstream, judges[0]) if judges else None)
-    return Gateway(settings, replicas, upstream, log, Caching(settings.cache, found, log.fault))
+    log = RequestLog(folder / FILE, settings.log_text)
+    cache = AnswerCache(folder / CACHE) if settings.cache.mib else None
+    replicas = [replica(one) for one in settings.backends]
+    return Gateway(settings, replicas, Upstream(settings.limits), log, Caching(settings.cache, cache, log.fault))
 
 
-def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache | None:
-    if settings.kind == "none":
-        return None
-    from selfspec_cli.gateway import cache
-
-    folder.mkdir(parents=True, exist_ok=True)
-    return cache.AnswerCache(folder / CACHE, settings.options, judged_by)
-
-
-def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:
-    """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface."""
-    surface, limits = control(gateway), gateway.settings.limits
+def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
+    """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface. The key is looked
+    at before the body, and every answer has an x-request-id."""
+    surface = control(gateway)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in ENDPOINTS:
-            await gateway(scope, receive, send)
-        elif scope["type"] == "http":
-            try:
-                body = await read_body(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
-            except GatewayError as error:
-                await Client(send, {}).fail(error)
-            except Vanished:
-                pass
-            else:
-                await surface(scope, _after(body, receive), send)
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        name = request_id(headers.get("x-request-id", ""))
+        own = (b"x-request-id", name.encode())
+        scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != own[0]), own]
 
-    return app
+        async def named(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            await send(message)
+
+        try:
+            tenant = admitted(gateway, scope, headers)
+            if scope["path"] in NEEDED:
+                return await gateway(scope, receive, named, tenant)
+            body = await gateway.memory.read(receive, SMALL_BODY, gateway.settings.limits.unread_seconds)
+            gateway.memory.free(len(body))
+        except GatewayError as error:
+            await Client(named, {"connection": "close"}).fail(error)
+        except Vanished:
+            pass
+        else:
+            await surface({**scope, "tenant": tenant}, _after(body, receive), named)
+
+    if not gateway.settings.origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        app,
+        allow_origins=gateway.settings.origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-selfspec-backend", "x-selfspec-cache"],
+    )
+
+
+def admitted(gateway: Gateway, scope: Scope, headers: dict[str, str]) -> Tenant:
+    """Who asks; nothing of the body has been read.
+
+    Raises:
+        GatewayError: no key that may ask here (401, 403), a method that is not allowed (405), or a control endpoint
+            that another page asks in a browser, by its own origin or by a name of its own for this host (403).
+    """
+    path, method = scope["path"], scope["method"]
+    if path in OPEN_TO_ALL:
+        return Tenant(NOBODY)
+    tenant = gateway.keys.tenant(headers.get("authorization", ""))
+    if path in NEEDED:
+        if method != "POST":
+            raise GatewayError(
+                f"{method} is not allowed here; allowed: POST", 405, "invalid_request_error", headers={"allow": "POST"}
+            )
+        return tenant
+    if not tenant.admin and path not in FOR_EVERY_KEY and not path.startswith("/v1/models/"):
+        raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if origin is not None and origin not in gateway.settings.origins and urlsplit(origin).netloc != host:
+        raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
+    name = urlsplit(f"//{host}").hostname or ""
+    if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_number(name):
+        raise GatewayError(
+            f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}",
+            403,
+            "permission_error",
+        )
+    return tenant
+
+
+def _is_number(host: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
 
 
 def _after(body: bytes, receive: Receive) -> Receive:
@@ -90,25 +151,17 @@ async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterato
     """A gateway with its client, its log, and its backends, for as long as the block lasts."""
     folder = Path(gateway.settings.results_dir) / FOLDER
 
-    judges = [one for one in gateway.replicas if one.name == gateway.settings.cache.judge]
-
-    def looked() -> None:
-        gateway.batch.look()
-        if any(one.available() and one.idle() for one in judges):  # otherwise answers wait on
-            gateway.caching.settle()
-
-    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, looked, say)
+    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, gateway.look, say)
     gateway.log.open()
     try:
         await supervisor.open()
         yield supervisor
     finally:
         await supervisor.close()
-        gateway.upstream.close()
+        await gateway.upstream.close()
         await gateway.log.close()
         gateway.tracing.close()
-        if gateway.caching.cache is not None:
-            gateway.caching.cache.close()
+        gateway.caching.close()
 
 
 class _Server(uvicorn.Server):
@@ -122,7 +175,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             port = self.servers[0].sockets[0].getsockname()[1]
-            self.say(f"listening on http://{self.gateway.settings.host}:{port}/v1")
+            scheme, host = "https" if self.config.is_ssl else "http", self.gateway.settings.host
+            self.say(f"listening on {scheme}://{host}:{port}/v1")
+            if self.gateway.keys.everybody and host not in LOCAL:
+                self.say(f"warning: without keys, everybody who reaches {host} may ask and control")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -145,19 +201,23 @@ class _Server(uvicorn.Server):
 def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
     """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings. say: where it listens."""
     settings = gateway.settings
+    doors = type("Doors", (Doors,), {"most": most_connections()})
+    certificate, key = settings.tls or (None, None)
     config = uvicorn.Config(
         application(gateway),
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http="httptools",
+        http=doors,
         ws="none",
         lifespan="off",
         access_log=False,
         log_level="warning",
         backlog=BACKLOG,
-        timeout_graceful_shutdown=math.ceil(settings.limits.drain_seconds),
+        timeout_graceful_shutdown=DRAIN_SECONDS,
         timeout_keep_alive=75,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
         server_header=False,
         proxy_headers=False,
     )
@@ -166,8 +226,21 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
     return found
 
 
-def serve(settings: GatewaySettings, say: Say) -> None:
-    """Run a gateway until a signal ends it.
+async def reload(gateway: Gateway, supervisor: Supervisor, settings: GatewaySettings) -> None:
+    """Go on with other settings; requests in flight end at the backends where they are. Address, TLS, origins and
+    folder stay what they were, and so does whether there is a cache."""
+    known = {one.name: one for one in gateway.replicas}
+    replicas = []
+    for one in settings.backends:
+        old = known.get(one.name)
+        replicas.append(old if old is not None and old.settings == one else replica(one))
+    gateway.routing.replicas = replicas
+    gateway.take(settings)
+    await supervisor.take(replicas)
+
+
+def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettings]) -> None:
+    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP.
 
     Raises:
         ConfigError: what the settings ask for cannot be had, such as the port.
@@ -175,7 +248,22 @@ def serve(settings: GatewaySettings, say: Say) -> None:
 
     async def run() -> None:
         gateway = made(settings)
-        async with opened(gateway, say):
+        async with opened(gateway, say) as supervisor:
+
+            async def reload_settings() -> None:
+                try:
+                    await reload(gateway, supervisor, again())
+                except (ConfigError, SettingsError) as error:
+                    say(f"the settings stay as they were: {error}")
+                else:
+                    say("the settings were reloaded")
+
+            reloading: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
+
+            def hang_up() -> None:
+                reloading[:] = [asyncio.ensure_future(reload_settings())]
+
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
             gc.collect()
             gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait
             await server(gateway, say).serve()

@@ -10,8 +10,7 @@ from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
 
-CACHES = ("none", "exact", "meaning")
-SPECIAL = ("tools", "images", "seeds")
+SPECIAL = ("tools", "images", "sampled")
 """Kinds of requests that are cached only where `also_for` names them."""
 
 
@@ -22,12 +21,14 @@ class BackendSettings:
     name: str = knob("", help="what routes, metrics and errors call it")
     kind: str = knob("openai", help="how it is started and asked; a name of the registry of backends")
     url: str | None = knob(None, help="its address; a server that answers there is adopted", unset="one is started")
-    words: list[str] = knob(factory=list, help="of `local` and `quantised`: what `selfspec serve` is given")
-    options: list[str] = knob(factory=list, help="further options of the server that is started")
+    words: list[str] = knob(
+        factory=list,
+        help="of `local` and `quantised`: what `selfspec serve` is given, vLLM's own "
+        "options after `--`; of `pool`: what vllm-router is given",
+    )
     environment: dict[str, Any] = knob(
         factory=dict, help="variables of the server that is started, such as CUDA_VISIBLE_DEVICES"
     )
-    replicas: list[str] = knob(factory=list, help="of `pool`: addresses of the servers behind the router")
     prefill: str | None = knob(None, help="of `split`: address of the server that prefills", unset="required there")
     model: str | None = knob(None, help="the one model there that clients get", unset="all that /v1/models names")
     serves: list[str] = knob(factory=list, help="names of models that clients may use for it, besides its own")
@@ -37,10 +38,10 @@ class BackendSettings:
     key_env: str | None = knob(None, help="environment variable that holds the key for it", unset="no key is sent")
     price_in: float = knob(0.0, help="price of a million prompt tokens", unit="money", low=0)
     price_out: float = knob(0.0, help="price of a million generated tokens", unit="money", low=0)
-    price_hour: float = knob(0.0, help="price of the hour of the machine, shared by the requests on it", unit="money",
-                             low=0)  # fmt: skip
+    price_hour: float = knob(
+        0.0, help="price of the hour of the machine, shared by the requests on it", unit="money", low=0
+    )
     at_once: int | None = knob(None, help="most requests in flight there", unit="requests", low=1, unset="no limit")
-    priorities: bool = knob(False, help="the server schedules by priority (vLLM: --scheduling-policy priority)")
 
 
 @dataclass
@@ -48,8 +49,7 @@ class KeySettings:
     """One client's key, and its limits."""
 
     name: str = knob("", help="the tenant: what logs and limits call the client")
-    env: str | None = knob(None, help="environment variable that holds the key", unset="sha256 is given")
-    sha256: str | None = knob(None, help="SHA-256 of the key, in hexadecimal", unset="env is given")
+    key: str = knob("", help="environment variable that holds the key, or the key's SHA-256 in hexadecimal")
     requests_per_minute: int | None = knob(
         None, help="most requests a minute", unit="requests", low=1, unset="no limit"
     )
@@ -57,6 +57,14 @@ class KeySettings:
         None, help="most tokens a minute, prompts and answers", unit="tokens", low=1, unset="no limit"
     )
     at_once: int | None = knob(None, help="most requests at once", unit="requests", low=1, unset="no limit")
+    models: list[str] = knob(factory=list, help="models that it may ask for; empty: all")
+    money_per_day: float | None = knob(
+        None,
+        help="most money a day (UTC); what was spent is forgotten at a restart",
+        unit="money",
+        above=0,
+        unset="no limit",
+    )
     admin: bool = knob(False, help="may look at routes and settings, drain backends, and evict cached answers")
 
 
@@ -64,19 +72,29 @@ class KeySettings:
 class LimitSettings:
     """What nobody may exceed, and how long the gateway waits."""
 
-    body_mib: float = knob(32.0, help="largest body of a request", unit="MiB", above=0, high=1e6)
+    body_mib: float = knob(
+        32.0,
+        help="largest body of a request; all bodies together may have 16 times as much, then HTTP 503",
+        unit="MiB",
+        above=0,
+        high=1e6,
+    )
     at_once: int = knob(4096, help="most requests in the gateway at once", unit="requests", low=1)
-    connect_seconds: float = knob(2.0, help="to connect to a backend", unit="s", above=0)
-    first_byte_seconds: float = knob(120.0, help="a backend that has sent nothing for so long has failed", unit="s",
-                                     above=0)  # fmt: skip
-    stall_seconds: float = knob(30.0, help="likewise between two parts of a stream", unit="s", above=0)
-    unread_seconds: float = knob(300.0, help="a client that has read nothing of its answer for so long is left, and "
-                                 "one that has not sent its whole request", unit="s", above=0)  # fmt: skip
-    attempts: int = knob(3, help="backends that are tried for one request", low=1)
-    failures: int = knob(3, help="failures in a row after which a backend is left alone", low=1)
-    open_seconds: float = knob(5.0, help="for so long, before one request tries it", unit="s", above=0)
-    poll_seconds: float = knob(1.0, help="between two looks at a backend's /health and /metrics", unit="s", above=0)
-    drain_seconds: float = knob(30.0, help="for requests in flight to end when the gateway ends", unit="s", low=0)
+    queue_seconds: float = knob(
+        10.0, help="a request waits so long for a place at full backends, fair by tenant", unit="s", low=0
+    )
+    request_seconds: float = knob(600.0, help="whole time of a request, its answer included", unit="s", above=0)
+    first_byte_seconds: float = knob(
+        120.0, help="a backend that has sent no event of a stream for so long has failed", unit="s", above=0
+    )
+    stall_seconds: float = knob(30.0, help="likewise between two events; comments do not count", unit="s", above=0)
+    unread_seconds: float = knob(
+        300.0,
+        help="a client that has read nothing of its answer for so long is left, and "
+        "one that has not sent its whole request",
+        unit="s",
+        above=0,
+    )
 
 
 @dataclass
@@ -88,51 +106,31 @@ class SloSettings:
 
 
 @dataclass
-class BatchSettings:
-    """Requests of class `batch`: they wait until a backend idles, or enough of them are there."""
-
-    enough: int = knob(8, help="so many are let go together, whether or not a backend idles", unit="requests", low=1)
-    deadline_seconds: float = knob(60.0, help="a request that names no deadline waits no longer", unit="s", above=0)
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """Which answers are kept, and which of them are given to questions that mean the same (`cache/promise.py` says what
-    is promised)."""
-
-    delta: float = knob(0.01, help="largest share of wrong ones among hits by meaning", unit="fraction", above=0,
-                        high=0.99)  # fmt: skip
-    alpha: float = knob(0.05, help="largest chance that the share is larger", unit="fraction", above=0, high=0.99)
-    audit: float = knob(0.05, help="share of questions with an acceptable entry that are asked all the same, to see "
-                        "whether it is right", unit="fraction", above=0, high=0.99)  # fmt: skip
-    ttl_s: float = knob(7 * 86400.0, help="after which an entry is forgotten", unit="s", above=0)
-    entries: int = knob(100_000, help="how many are kept; those that were not used for longest go first", low=1)
-    mib: float = knob(1024.0, help="likewise of their size", unit="MiB", above=0, high=1e6)
-    also_for: list[str] = knob(
-        factory=list, help="of tools, images and seeds, which requests are cached too (the first two only exactly)",
-        choices=SPECIAL,
-    )  # fmt: skip
-    seed: int | None = knob(None, help="of the coin that picks audits", low=0, unset="unpredictable")
-
-
-@dataclass
 class CacheSettings:
-    """Answers that are given again."""
+    """Answers that are given again to the same request of the same tenant."""
 
-    kind: str = knob("none", help="which requests may be answered from the cache", choices=CACHES)
-    judge: str | None = knob(
-        None, help="backend that compares answers while it idles", unset="answers are the same if their texts are"
+    mib: float = knob(
+        0.0, help="room for answers; 0: nothing is kept; the least recently used go first", unit="MiB", low=0, high=1e6
     )
-    options: CacheOptions = field(default_factory=CacheOptions)
+    ttl_s: float = knob(7 * 86400.0, help="after which an answer is forgotten", unit="s", above=0)
+    also_for: list[str] = knob(
+        factory=list,
+        help="of tools, images and sampled (a temperature above 0, or none named), which requests are cached too",
+        choices=SPECIAL,
+    )
 
 
 @dataclass
 class LedgerSettings:
     """What routing gained: some requests are its baseline, and the others are compared with them."""
 
-    plain_share: float = knob(0.01, help="share of requests that go without drafts and cache to the first backend",
-                              unit="fraction", low=0, high=1)  # fmt: skip
-    seed: int = knob(0, help="of the choice of these requests", low=0)
+    plain_share: float = knob(
+        0.01,
+        help="share of requests that go without drafts and cache to the first backend",
+        unit="fraction",
+        low=0,
+        high=1,
+    )
 
 
 @dataclass
@@ -147,12 +145,9 @@ class GatewaySettings:
     keys: list[KeySettings] = knob(factory=list, help="who may ask; empty: everybody")
     limits: LimitSettings = field(default_factory=LimitSettings)
     slo: SloSettings = field(default_factory=SloSettings)
-    batch: BatchSettings = field(default_factory=BatchSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     ledger: LedgerSettings = field(default_factory=LedgerSettings)
-    survive: bool = knob(True, help="a stream whose backend dies is continued by another one")
-    log: str | None = knob(None, help="file that requests are logged to, one JSON object a line",
-                           unset="requests.jsonl in results_dir/gateway")  # fmt: skip
     log_text: bool = knob(False, help="log what was asked; otherwise its hash")
-    tracing: str | None = knob(None, help="address of an OpenTelemetry collector (OTLP over HTTP)", unset="no traces")
-    results_dir: str = knob("results", help="folder of the log")
+    tls: list[str] = knob(factory=list, help="files of the certificate and its key, in PEM; empty: plain HTTP")
+    origins: list[str] = knob(factory=list, help="web pages that may ask (CORS), such as https://app.example")
+    results_dir: str = knob("results", help="folder of the log (in gateway/requests.jsonl) and of the cache")

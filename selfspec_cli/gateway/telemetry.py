@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from selfspec_cli.gateway.outcome import Outcome
-from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.record.gateway_log import Gain
 
+COLLECTOR = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
@@ -29,10 +31,16 @@ class Telemetry:
         self.ttft = make(Histogram, "ttft_seconds", "time to first token, as measured", ("route",), buckets=_FIRST)
         self.tpot = make(Histogram, "tpot_seconds", "time per output token, as measured", ("route",), buckets=_TOKEN)
         self.e2e = make(Histogram, "e2e_seconds", "time to the last token", ("route", "plain"))
-        self.ttft_error = make(Histogram, "ttft_error_seconds", "distance of the predicted time to first token",
-                               ("route",), buckets=_FIRST)  # fmt: skip
-        self.tpot_error = make(Histogram, "tpot_error_seconds", "distance of the predicted time per output token",
-                               ("route",), buckets=_TOKEN)  # fmt: skip
+        self.ttft_error = make(
+            Histogram, "ttft_error_seconds", "distance of the predicted time to first token", ("route",), buckets=_FIRST
+        )
+        self.tpot_error = make(
+            Histogram,
+            "tpot_error_seconds",
+            "distance of the predicted time per output token",
+            ("route",),
+            buckets=_TOKEN,
+        )
         self.expected_ttft = make(Gauge, "expected_ttft_seconds", "predicted for the newest request", ("route",))
         self.expected_tpot = make(Gauge, "expected_tpot_seconds", "predicted for the newest request", ("route",))
         self.cache = make(Counter, "cache", "requests by what the cache said", ("verdict",))
@@ -57,7 +65,7 @@ class Telemetry:
     def ended(self, out: Outcome) -> None:
         """Count one request."""
         route = out.route or "none"
-        self.requests.labels(route, out.reason or "none", out.asked.kind, str(out.status)).inc()
+        self.requests.labels(route, out.reason or "none", out.request.kind, str(out.status)).inc()
         self.cache.labels(out.cache).inc()
         for measured, expected, times, errors, newest in (
             (out.ttft, out.expected_ttft, self.ttft, self.ttft_error, self.expected_ttft),
@@ -94,7 +102,7 @@ class Telemetry:
         """Prometheus's text format."""
         for one in replicas:
             self.at.labels(one.name).set(len(one.flights))
-            self.up.labels(one.name).set(one.state is State.up and not one.draining and one.open_until == 0)
+            self.up.labels(one.name).set(one.up() and one.breaker.open_until == 0)
             if one.load.known:
                 self.load.labels(one.name).set(one.load.running)
                 self.work.labels(one.name).set(one.load.work)
@@ -103,12 +111,12 @@ class Telemetry:
 
 
 class Tracing:
-    """Spans of requests; without a collector's address they are nothing."""
+    """Spans of requests; nothing where no collector is named by OpenTelemetry's own variables."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self) -> None:
         self._tracer: Any = None
         self._provider: Any = None
-        if address is None:
+        if not any(os.environ.get(name) for name in COLLECTOR):
             return
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -116,7 +124,7 @@ class Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         self._provider = TracerProvider(resource=Resource.create({"service.name": "selfspec-gateway"}))
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("selfspec")
 
     def span(self, name: str, headers: dict[str, str] | None = None) -> AbstractContextManager[Any]:

@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-import orjson
+import aiohttp
+from yarl import URL
 
-from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.connection import Connection, Connections
+from selfspec_cli.gateway.backends.base import without_v1
+from selfspec_cli.gateway.errors import bad_request, unavailable
 from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import RESPONSES, Request
 from selfspec_cli.gateway.settings import LimitSettings
 
-FAILED = (429, 500, 502, 503, 504)
-"""Of HTTP: another backend is asked."""
-OWN_FAULT = (401, 403)
+OWN_FAULT = (401, 403, 407)
 """The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
+PASSED_ON = (429, 500, 502, 503, 504)
+"""What a client may get as it is; anything else that is no answer is 502."""
+LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
+CONNECT_SECONDS = 5.0
+KEPT_SECONDS = 30.0  # for which a connection that nobody uses is kept
 ERROR_BYTES = 1 << 20
-PLAIN = {"accept-encoding": "identity"}
-JSON = {"content-type": "application/json"}
+OWN_HEADERS = {"accept-encoding": "identity", "content-type": "application/json"}
 BATCH_PRIORITY = 10  # of vLLM: smaller goes first, and interactive requests have 0
+
+
+class Cause(StrEnum):
+    """Whose fault a failure is. backend: the backend's. shared: the backend's if another one can answer the same
+    request, otherwise the request's. nobody: no breaker counts it."""
+
+    backend = "backend"
+    shared = "shared"
+    nobody = "nobody"
 
 
 class BackendFailed(Exception):
     """A backend gave no answer: it was not reached, took too long, or answered with an error of its own.
 
-    counts: whether it was the backend's fault, for the circuit breaker.
+    retry_after: seconds for which it asks to be left alone.
     """
 
-    def __init__(self, message: str, status: int = 502, *, counts: bool = True) -> None:
+    def __init__(self, message: str, status: int = 502, cause: Cause = Cause.shared, retry_after: float = 0.0) -> None:
         super().__init__(message)
-        self.status, self.counts = status, counts
+        self.status, self.cause, self.retry_after = status, cause, retry_after
 
 
 class Refused(Exception):
@@ -51,87 +70,189 @@ class Upstream:
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
-        self.connections = Connections(limits.connect_seconds)
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
-    def close(self) -> None:
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The client for requests."""
+        return self._named("requests")
+
+    def _named(self, name: str) -> aiohttp.ClientSession:
+        """A client of aiohttp, made inside the event loop when it is first used. Looks have one of their own: otherwise
+        they would use in turn all connections that a rush of requests left, and none would ever be closed."""
+        if name not in self._sessions:
+            tracing = aiohttp.TraceConfig()
+            tracing.on_connection_reuseconn.append(_note_reuse)
+            self._sessions[name] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trace_configs=[tracing],
+            )
+        return self._sessions[name]
+
+    async def close(self) -> None:
         """Close every connection that is kept."""
-        self.connections.close()
+        for session in self._sessions.values():
+            await session.close()
 
     async def get(self, url: str, seconds: float, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a page; raises BackendFailed."""
         try:
-            async with asyncio.timeout(seconds):
-                found = await self.connections.ask("GET", url, {**PLAIN, **(headers or {})}, b"", seconds)
-                try:
-                    if found.status != 200:
-                        raise BackendFailed(f"HTTP {found.status}", found.status)
-                    parts = []
-                    while part := await found.read(seconds):
-                        parts.append(part)
-                finally:
-                    self.connections.give_back(found)
-        except OSError as error:
+            async with (
+                asyncio.timeout(seconds),
+                self._asked("GET", url, dict(headers or {}), None, "looks") as response,
+            ):
+                if response.status != 200:
+                    raise BackendFailed(f"HTTP {response.status}", response.status)
+                return await response.read()
+        except TimeoutError as error:
+            raise BackendFailed(f"no answer in {seconds:g} s", 504) from error
+        except aiohttp.ClientError as error:
             raise BackendFailed(_said(error)) from error
-        return b"".join(parts)
 
     @asynccontextmanager
     async def post(
-        self, replica: Replica, path: str, body: dict[str, Any], headers: Mapping[str, str], base: str | None = None
-    ) -> AsyncIterator[Connection]:
-        """An answer whose head has come and says 200. base: of another address than the backend's own.
+        self,
+        replica: Replica,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        base: str | None = None,
+        seconds: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer whose head has come and says 200. base: of another address than the backend's own. seconds: until
+        then; None takes limits.first_byte_seconds.
 
         Raises:
             BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
         """
-        sent, seconds = {**PLAIN, **JSON, **key_of(replica), **headers}, self.limits.first_byte_seconds
         try:
-            found = await self.connections.ask("POST", (base or replica.url) + path, sent, orjson.dumps(body), seconds)
+            raw = packed.dumps(body)
+        except ValueError as error:
+            raise bad_request(f"the body cannot be handed on: {error}") from error
+        seconds = self.limits.first_byte_seconds if seconds is None else seconds
+        answering = self._asked("POST", address(base or replica.url, path), {**key_of(replica), **headers}, raw)
+        try:
+            async with asyncio.timeout(seconds):
+                response = await answering.__aenter__()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise BackendFailed(f"not connected in {CONNECT_SECONDS:g} s", cause=Cause.backend) from error
         except TimeoutError as error:
             raise BackendFailed(f"no answer in {seconds:g} s", 504) from error
-        except OSError as error:
+        except aiohttp.ClientConnectorError as error:
+            raise BackendFailed(_said(error), cause=Cause.backend) from error
+        except aiohttp.ClientError as error:
             raise BackendFailed(_said(error)) from error
         try:
-            if found.status != 200:
-                await self._refuse(found)
-            yield found
+            if response.status != 200:
+                await self._refuse(response)
+            yield response
         finally:  # what is left of an answer is not wanted: its connection is closed, and the backend stops
-            self.connections.give_back(found)
+            await answering.__aexit__(None, None, None)
 
-    async def _refuse(self, found: Connection) -> None:
-        raw, status = b"", found.status
-        with suppress(OSError):
-            async with asyncio.timeout(self.limits.stall_seconds):
-                while len(raw) < ERROR_BYTES and (part := await found.read(self.limits.stall_seconds)):
-                    raw += part
-        if 400 <= status < 500 and status not in FAILED + OWN_FAULT:
-            raise Refused(status, raw)
-        raise BackendFailed(f"HTTP {status} {raw[:200].decode(errors='replace')}".strip(), status,
-                            counts=status != 429)  # fmt: skip
-
-    async def parts(self, found: Connection) -> AsyncIterator[bytes]:
-        """What comes of an answer, as it comes; raises BrokenStream where it breaks off or stalls."""
-        seconds = self.limits.first_byte_seconds
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, url: str, headers: dict[str, str], data: bytes | None, client: str = "requests"
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response. A kept connection that was closed meanwhile is no failure: the next one is taken. Where this
+        process has no file descriptors left, that is no backend's failure: raises GatewayError (503)."""
         while True:
+            note = SimpleNamespace(reused=False)
+            sending = self._named(client).request(
+                method,
+                URL(url, encoded=True),
+                headers={**OWN_HEADERS, **headers},
+                data=data,
+                allow_redirects=False,
+                trace_request_ctx=note,
+            )
             try:
-                part = await found.read(seconds)
-            except TimeoutError as error:
-                raise BrokenStream(f"nothing came for {seconds:g} s") from error
-            except OSError as error:
-                raise BrokenStream(_said(error)) from error
-            if not part:
-                return
-            seconds = self.limits.stall_seconds
-            yield part
+                response = await sending
+                break
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+                        raise unavailable("the gateway has no file descriptors left") from error
+                    raise
+                if not note.reused:
+                    raise
+        try:
+            yield response
+        finally:
+            response.release()
+
+    async def _refuse(self, response: aiohttp.ClientResponse) -> NoReturn:
+        raw, status = b"", response.status
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(self.limits.stall_seconds):
+                while len(raw) < ERROR_BYTES and (part := await response.content.readany()):
+                    raw += part
+        if status in OWN_FAULT:
+            raise BackendFailed(f"HTTP {status}: it does not take the gateway's key", cause=Cause.backend)
+        if 400 <= status < 500 and status not in (408, 429):
+            raise Refused(status, raw)
+        raise BackendFailed(
+            f"HTTP {status}",
+            status if status in PASSED_ON else 502,
+            Cause.nobody if status == 429 else Cause.shared,
+            _seconds(response.headers.get("retry-after", "")),
+        )
+
+    async def part(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
+        """The next bytes of an answer, empty at its end.
+
+        Raises:
+            BrokenStream: it breaks off, or nothing comes for so many seconds.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await response.content.readany()
+        except TimeoutError as error:
+            raise BrokenStream("nothing came in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise BrokenStream(_said(error)) from error
+
+    async def whole(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
+        """All bytes of an answer, in so many seconds; raises BrokenStream."""
+        until, parts = time.monotonic() + seconds, []
+        while part := await self.part(response, max(0.0, until - time.monotonic())):
+            parts.append(part)
+        return b"".join(parts)
 
 
-def _said(error: OSError) -> str:
+async def _note_reuse(session: Any, context: SimpleNamespace, params: Any) -> None:
+    context.trace_request_ctx.reused = True
+
+
+def _said(error: Exception) -> str:
+    """A failure in words, without the address of the backend."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"not connected: {error.os_error.strerror or type(error.os_error).__name__}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def _seconds(text: str) -> float:
+    """Of a Retry-After header; 0 where it names a date or nothing."""
+    return min(float(text), LONGEST_BACKOFF) if text.isascii() and text.isdigit() else 0.0
+
+
+def address(base: str, path: str) -> str:
+    """Where a request goes. base: HOST, or HOST/v1; any other path stands in place of /v1, and a query is kept, as in
+    https://HOST/openai/deployments/NAME?api-version=1. path: begins with /v1, unless it is a page of the server's."""
+    parts = urlsplit(base)
+    if parts.path.rstrip("/") in ("", "/v1") and not parts.query:
+        return without_v1(base) + path
+    return parts._replace(path=parts.path.rstrip("/") + path.removeprefix("/v1")).geturl()
+
+
 def key_of(replica: Replica) -> dict[str, str]:
-    """The header with the key for a backend."""
+    """The headers with the key for a backend; Azure's, which is known by its query, has another name."""
     name = replica.settings.key_env
-    return {} if name is None else {"Authorization": f"Bearer {os.environ[name]}"}
+    if name is None:
+        return {}
+    azure = {"api-key": os.environ[name]} if "api-version=" in replica.url else {}
+    return {"Authorization": f"Bearer {os.environ[name]}", **azure}
 
 
 async def prepared(upstream: Upstream, replica: Replica, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -140,16 +261,20 @@ async def prepared(upstream: Upstream, replica: Replica, path: str, body: dict[s
     return body if before is None else await before(upstream, replica, path, body)
 
 
-def outgoing(asked: Asked, replica: Replica, body: dict[str, Any], *, ids: bool, plain: bool) -> dict[str, Any]:
+def outgoing(
+    request: Request, replica: Replica, path: str, body: dict[str, Any], *, ids: bool, plain: bool
+) -> dict[str, Any]:
     """A request's body as one backend gets it. ids: token ids are wanted. plain: without drafts."""
-    made = {**body, "model": asked.model if asked.model in replica.models else replica.model or asked.model}
-    if asked.stream:
+    made = {**body, "model": request.model if request.model in replica.models else replica.model or request.model}
+    if request.stream:
         made["stream"] = True
-        made["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        if path != RESPONSES:
+            made["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         if ids and replica.vllm:
             made["return_token_ids"] = True
-    if replica.settings.priorities:
-        made["priority"] = asked.priority if asked.priority is not None else BATCH_PRIORITY * (asked.kind == "batch")
+    if replica.priorities():
+        default = BATCH_PRIORITY * (request.kind == "batch")
+        made["priority"] = request.priority if request.priority is not None else default
     if plain and replica.load.drafts:
         made["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), "selfspec_k": 0}
     return made

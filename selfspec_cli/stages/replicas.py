@@ -175,13 +175,13 @@ def _front(
             settings += [f"backends.{number}.key_env={KEY}"] if keys else []
         for number, key in enumerate(keys):
             digest = hashlib.sha256(key.encode()).hexdigest()
-            settings += [f"keys.{number}.{one}" for one in (f"name=key{number}", f"sha256='{digest}'", "admin=true")]
+            settings += [f"keys.{number}.{one}" for one in (f"name=key{number}", f"key='{digest}'", "admin=true")]
         return [sys.executable, "-m", "selfspec_cli", "gateway", *settings], {KEY: keys[0]} if keys else {}
     if router not in ROUTERS and "/" not in router:
         raise ConfigError(closest(router, ROUTERS, "router") + "; or the path of a vllm-router")
     backend = BackendSettings(
-        name="router", kind="pool", replicas=list(urls),
-        options=[f"program={router}", "--host", host, "--policy", "power_of_two"],
+        name="router", kind="pool",
+        words=[*urls, f"program={router}", "--host", host, "--policy", "power_of_two"],
     )  # fmt: skip
     pool.check(backend)
     command = pool.command(backend, int(port))

@@ -82,7 +82,7 @@ class Fake:
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.tell)
         app.router.add_get("/v1/models", self.models)
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank"):
             app.router.add_post(path, self.complete)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()

@@ -13,11 +13,14 @@ from typing import Any
 import aiohttp
 from fake import Fake
 
-from selfspec_cli.gateway import server
+from selfspec_cli.gateway import breaker, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
 
-QUICK = LimitSettings(first_byte_seconds=2.0, stall_seconds=0.5, poll_seconds=0.05, open_seconds=0.3, failures=2)
+QUICK = LimitSettings(first_byte_seconds=2.0, stall_seconds=0.5, queue_seconds=0.3)
+supervisor.POLL_SECONDS = 0.05
+supervisor.OTHERS_SECONDS = 0.2
+breaker.OPEN_SECONDS = 0.3
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Running:
     fakes: dict[str, Fake]
     session: aiohttp.ClientSession
     log: Path
+    looking: supervisor.Supervisor
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
         """(status, JSON, headers)."""
@@ -84,9 +88,13 @@ class Stream:
 
 @asynccontextmanager
 async def running(
-    fakes: Sequence[Fake], folder: Path, *, kinds: dict[str, str] | None = None, backends: dict[str, Any] | None = None,
+    fakes: Sequence[Fake],
+    folder: Path,
+    *,
+    kinds: dict[str, str] | None = None,
+    backends: dict[str, Any] | None = None,
     **settings: Any,
-) -> AsyncIterator[Running]:  # fmt: skip
+) -> AsyncIterator[Running]:
     """A gateway over these backends. kinds, backends: by the backend's name, its kind and more of its settings."""
     for fake in fakes:
         await fake.start()
@@ -97,20 +105,24 @@ async def running(
         "results_dir": str(folder),
         "port": 0,
     } | settings
-    made = [BackendSettings(name=one.name, kind=(kinds or {}).get(one.name, "local"), url=one.url,
-                            **(backends or {}).get(one.name, {})) for one in fakes]  # fmt: skip
+    made = [
+        BackendSettings(
+            name=one.name, kind=(kinds or {}).get(one.name, "local"), url=one.url, **(backends or {}).get(one.name, {})
+        )
+        for one in fakes
+    ]
     gateway = server.made(GatewaySettings(backends=made, **more))
-    async with server.opened(gateway) as supervisor:
+    async with server.opened(gateway) as looking:
         web = server.server(gateway)
         task = asyncio.ensure_future(web.serve())
         while not web.started:
             await asyncio.sleep(0.01)
         port = web.servers[0].sockets[0].getsockname()[1]
-        assert await supervisor.ready(10, [one.name for one in fakes if not one.dead])
+        assert await looking.ready(10, [one.name for one in fakes if not one.dead])
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
             log = folder / server.FOLDER / "requests.jsonl"
-            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log)
+            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log, looking)
         web.should_exit = True
         await task
     for fake in fakes:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Chooser, Ended
 from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
 
@@ -51,8 +51,9 @@ class Server:
     replica: Replica = field(init=False)
 
     def __post_init__(self) -> None:
-        self.replica = Replica(BackendSettings(name=self.name, **self.settings), vllm=True, models=("toy",),
-                               state=State.up)  # fmt: skip
+        self.replica = Replica(
+            BackendSettings(name=self.name, **self.settings), vllm=True, models=("toy",), state=State.up
+        )
         self.replica.load = Load(work=self.work, tokens=self.tokens, drafts=self.tokens > 1, known=False)
 
     def token_seconds(self, at: float) -> float:
@@ -121,9 +122,13 @@ def chooser_of(policy: str, slo: SloSettings | None = None, **options: Any) -> C
 
 
 def simulate(
-    policy: str, servers: Sequence[Server], requests: Sequence[Request], slo: SloSettings | None = None,
-    judge: Callable[[str, str], float] | None = None, **options: Any,
-) -> Result:  # fmt: skip
+    policy: str,
+    servers: Sequence[Server],
+    requests: Sequence[Request],
+    slo: SloSettings | None = None,
+    judge: Callable[[str, str], float] | None = None,
+    **options: Any,
+) -> Result:
     """Let a policy route requests. judge: (backend, prompt) -> quality of the answer, which the policy learns."""
     chooser = chooser_of(policy, slo, **options)
     clock = {"at": 0.0}
@@ -152,7 +157,7 @@ def simulate(
                     quality = judge(server.name, job.asked.text) if judge else None
                     qualities += [] if quality is None else [quality]
                     spent = clock["at"] - job.at
-                    chooser.learn(job.asked, Ended(server.replica, job.tokens, spent, paid, quality))
+                    chooser.learn(job.asked, server.replica, Ended(job.tokens, spent, paid, quality))
         while arrivals and arrivals[0][0] <= clock["at"] + 1e-12:
             request = heapq.heappop(arrivals)[2]
             asked = asked_of(request)
@@ -163,8 +168,13 @@ def simulate(
             own = replica.flights[number].own
             server.jobs.append(Job(asked, request.answer, number, clock["at"], own + 1e-9, request.answer))
     assert len(done) == len(requests)
-    return Result([job.ended - job.at for job, _ in done], [job.first - job.at for job, _ in done], cost,
-                  sum(qualities) / len(qualities) if qualities else 0.0, routes)  # fmt: skip
+    return Result(
+        [job.ended - job.at for job, _ in done],
+        [job.first - job.at for job, _ in done],
+        cost,
+        sum(qualities) / len(qualities) if qualities else 0.0,
+        routes,
+    )
 
 
 def _step(server: Server, job: Job, at: float) -> bool:

@@ -1,6 +1,7 @@
 """The answer cache on a request's way. What it promises is tested beside it."""
 
 import asyncio
+import hashlib
 import json
 import threading
 
@@ -8,15 +9,19 @@ import pytest
 from fake import Fake, answer
 from running import running
 
-from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.gateway.cache import AnswerCache, key
+from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.settings import CacheSettings, KeySettings, LedgerSettings
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
-EXACT = CacheSettings(kind="exact")
+EXACT = CacheSettings(mib=8)
 
 
 async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
         first = await on.stream(PROMPT)
+        await on.settled()
         again = await on.stream(PROMPT)
         usage = await on.stream(PROMPT | {"stream_options": {"include_usage": True}})
         status, whole, headers = await on.post(PROMPT)
@@ -41,7 +46,7 @@ async def test_wishes_and_walls(tmp_path):
             await on.settled()
         await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
         verdicts = [row["cache"] for row in await on.rows()]
-        assert verdicts == ["miss", "bypassed", "miss", "miss", "miss", "bypassed"]
+        assert verdicts == ["miss", "bypassed", "bypassed", "miss", "hit", "bypassed"]
 
 
 async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
@@ -55,7 +60,7 @@ async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
 async def test_a_broken_answer_is_never_kept(tmp_path, fault):
     async with running([Fake("a", step=0.001, times=1, **fault)], tmp_path, cache=EXACT) as on:
         assert "error" in (await on.stream(PROMPT)).events[-1]
-        on.gateway.replicas[0].succeeded()
+        on.gateway.replicas[0].breaker.reset()
         assert (await on.stream(PROMPT)).text == answer("once", 12)
 
 
@@ -88,42 +93,10 @@ async def test_a_wrong_hit_is_told_and_forgotten(tmp_path):
 
 async def test_a_cache_that_fails_costs_no_request(tmp_path, monkeypatch, capsys):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
-        monkeypatch.setattr(on.gateway.caching.cache, "lookup", lambda request: 1 / 0)
+        monkeypatch.setattr(on.gateway.caching.cache, "lookup", lambda *given: 1 / 0)
         assert (await on.post(PROMPT))[0] == 200
         assert (await on.rows())[0]["cache"] == "failed"
     assert "ZeroDivisionError" in capsys.readouterr().err
-
-
-async def test_answers_are_judged_while_the_backend_idles(tmp_path):
-    seen = []
-    fake = Fake("a")
-
-    async def settle(most):
-        judged = on.gateway.caching.cache._judge
-        seen.append(await judged("q", "one", "two"))
-        return 1
-
-    async with running([fake], tmp_path, cache=CacheSettings(kind="exact", judge="a")) as on:
-        on.gateway.caching.cache.settle = settle
-        await asyncio.sleep(0.3)
-        assert seen
-        assert set(seen) == {None}  # this backend says neither yes nor no
-        assert "Do both answers say the same" in fake.asked[-1]["messages"][0]["content"]
-
-
-async def test_answers_wait_for_their_judge_while_it_is_busy(tmp_path):
-    settled = []
-
-    async def settle(most):
-        settled.append(len(on.gateway.replicas[0].flights))
-        return 1
-
-    async with running([Fake("a", step=0.05)], tmp_path, cache=CacheSettings(kind="exact", judge="a")) as on:
-        on.gateway.caching.cache.settle = settle
-        await on.post(PROMPT)
-        await asyncio.sleep(0.2)
-        assert settled
-        assert set(settled) == {0}
 
 
 async def test_an_entry_that_is_not_there_is_told(tmp_path):
@@ -142,7 +115,7 @@ async def test_an_entry_that_is_not_there_is_told(tmp_path):
 async def test_a_cache_whose_file_is_busy_holds_up_nobody(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
         free = threading.Event()
-        on.gateway.caching.cache._files.submit(free.wait, 20)
+        on.gateway.caching._files.submit(free.wait, 20)
         judging = asyncio.ensure_future(
             on.session.post(f"{on.url}/gateway/feedback", json={"entry": "1", "quality": 1})
         )
@@ -159,3 +132,110 @@ async def test_who_names_a_backend_gets_no_answer_of_another(tmp_path):
             await on.post(PROMPT | {"selfspec": more})
             await on.settled()
         assert [row["route"] for row in await on.rows()] == ["a", "b", "cache"]
+
+
+async def test_equal_requests_at_once_share_one_call(tmp_path):
+    async with running([Fake("a", step=0.02)], tmp_path, cache=EXACT) as on:
+        texts = await asyncio.gather(*(on.stream(PROMPT) for _ in range(9)), on.post(PROMPT), on.post(PROMPT))
+        assert {one.text for one in texts[:9]} == {answer("once", 12)}
+        assert {one[1]["choices"][0]["text"] for one in texts[9:]} == {answer("once", 12)}
+        assert len(on.fakes["a"].asked) == 2  # one of them streamed
+        rows = await on.rows()
+        assert sorted(row["cache"] for row in rows) == ["miss"] * 2 + ["shared"] * 9
+        assert {(row["status"], row["tokens"]) for row in rows} == {(200, 12)}
+
+
+async def test_a_shared_call_goes_on_when_its_first_client_leaves_and_ends_when_all_do(tmp_path):
+    async with running([Fake("a", step=0.05)], tmp_path, cache=EXACT) as on:
+        first = asyncio.ensure_future(on.stream(PROMPT))
+        while not on.gateway.caching.flights:
+            await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(on.stream(PROMPT))
+        await asyncio.sleep(0.2)
+        first.cancel()
+        assert (await second).text == answer("once", 12)
+        assert len(on.fakes["a"].asked) == 1
+        alone = asyncio.ensure_future(on.stream(PROMPT | {"prompt": "twice"}))
+        while not on.gateway.caching.flights:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        alone.cancel()
+        while on.gateway.caching.flights or on.fakes["a"].running:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
+    async with running([Fake("a", step=0.02, die_after=5)], tmp_path, cache=EXACT) as on:
+        for stream in await asyncio.gather(*(on.stream(PROMPT) for _ in range(3))):
+            assert [("error" in event) for event in stream.events].count(True) == 1
+            assert "error" in stream.events[-1]
+        on.fakes["a"].refuse = 400
+        assert {one[0] for one in await asyncio.gather(*(on.post(PROMPT) for _ in range(3)))} == {400}
+        assert not on.gateway.caching.flights
+
+
+async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
+    keys = [KeySettings(name=name, key=hashlib.sha256(name.encode()).hexdigest()) for name in ("ann", "bob")]
+    ann, bob = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
+    async with running([Fake("a")], tmp_path, cache=EXACT, keys=keys) as on:
+        await on.post(PROMPT, **ann)
+        await on.settled()
+        assert "x-selfspec-cache" not in (await on.post(PROMPT, **bob))[2]
+        entry = (await on.post(PROMPT, **ann))[2]["x-selfspec-cache"].partition("entry=")[2]
+        json_body = {"Content-Type": "application/json"}
+        for who, quality, status in ((bob, 0, 404), (bob, 1, 404), (ann, 1, 200), (ann, 0, 200), (ann, 0, 404)):
+            body = {"entry": entry, "quality": quality}
+            assert (await on.post(body, "/gateway/feedback", **who, **json_body))[0] == status
+
+
+@pytest.mark.parametrize("also", [[], ["sampled"]])
+async def test_sampled_answers_are_cached_only_where_that_is_asked_for(tmp_path, also):
+    async with running([Fake("a")], tmp_path, cache=CacheSettings(mib=8, also_for=also)) as on:
+        body = {name: value for name, value in PROMPT.items() if name != "temperature"}
+        for _ in range(2):
+            await on.post(body)
+            await on.settled()
+        assert [row["cache"] for row in await on.rows()] == (["miss", "hit"] if also else ["bypassed", "bypassed"])
+
+
+async def test_a_hit_counts_all_tokens(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        await on.stream(PROMPT)
+        await on.settled()
+        assert (await on.post(PROMPT))[1]["usage"]["total_tokens"] == 16
+
+
+def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
+    cache = AnswerCache(tmp_path / "answers.sqlite")
+    answer = {"text": "x" * 1000}
+    for number in range(10):
+        cache.store(bytes([number]), "t", answer, 100.0 + number, most=10**6, oldest=0)
+    assert cache.lookup(bytes([0]), 200.0, oldest=0).answer == answer
+    cache.store(b"new", "t", answer, 201.0, most=5 * 1300, oldest=0)
+    kept = [number for number in range(10) if cache.lookup(bytes([number]), 202.0, oldest=0)]
+    assert 0 in kept and 1 not in kept and cache.bytes <= 5 * 1300
+    assert cache.entries == len(kept) + 1
+    assert cache.lookup(b"new", 300.0, oldest=202.0) is None
+    cache.store(b"other", "t", answer, 300.0, most=10**6, oldest=299.0)
+    assert cache.entries == 1
+    with pytest.raises(SettingsError, match="one process at a time"):
+        AnswerCache(tmp_path / "answers.sqlite")
+    cache.close()
+    again = AnswerCache(tmp_path / "answers.sqlite")
+    assert (again.entries, again.lookup(b"other", 301.0, oldest=0).answer) == (1, answer)
+    again.close()
+    (tmp_path / "other").write_bytes(b"no database" * 100)
+    with pytest.raises(SettingsError):
+        AnswerCache(tmp_path / "other")
+
+
+def test_requests_that_differ_in_what_shapes_the_answer_have_keys_of_their_own():
+    one = Request("/v1/completions", PROMPT, tenant="ann")
+    same = Request("/v1/completions", PROMPT | {"stream": True, "user": "x"}, tenant="ann")
+    assert key(one) == key(same)
+    others = [
+        Request("/v1/completions", PROMPT | more, tenant="ann")
+        for more in ({"prompt": "Once"}, {"max_tokens": 13}, {"stop": ["x"]}, {"seed": 2**70}, {"model": "b"})
+    ]
+    others += [Request("/v1/completions", PROMPT, tenant="bob"), Request("/v1/chat/completions", PROMPT, tenant="ann")]
+    assert len({key(one), *map(key, others)}) == 8

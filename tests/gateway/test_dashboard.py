@@ -34,7 +34,7 @@ def queries():
 async def test_every_panel_has_data(tmp_path):
     backends = {"a": {"price_hour": 3600.0}, "b": {"price_hour": 3600.0}}
     fakes = [Fake("a", step=0.001, metrics=METRICS), Fake("b", step=0.0005, times=2, die_after=5)]
-    more = {"policy": "round_robin", "ledger": LedgerSettings(plain_share=0.5), "cache": CacheSettings(kind="exact")}
+    more = {"policy": "round_robin", "ledger": LedgerSettings(plain_share=0.5), "cache": CacheSettings(mib=8)}
     async with running(fakes, tmp_path, backends=backends, **more) as on:
         with open(tmp_path / "log", "wb") as out:
             port = free_port()
@@ -63,8 +63,12 @@ def command(url, folder, port):
     assert "localhost:8080" in text and "15s" in text
     text = text.replace("localhost:8080", url.removeprefix("http://")).replace("15s", "1s")
     (folder / "prometheus.yml").write_text(text, encoding="utf-8")
-    return ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
+    return [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
 
 
 async def until_finite(port, wanted):

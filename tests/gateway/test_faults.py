@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,8 @@ from aiohttp import web
 from fake import Fake, answer, warms
 from running import QUICK, running
 
+from selfspec_cli.gateway import breaker
+from selfspec_cli.gateway.breaker import LEAST_FAILURES
 from selfspec_cli.gateway.client import Client, watch
 from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
@@ -176,10 +178,10 @@ async def test_the_breaker_opens_and_closes(tmp_path):
         for _ in range(4):
             await on.post(PROMPT)
         asked = len(on.fakes["a"].asked)
-        assert asked == QUICK.failures  # then it is left alone
+        assert asked == LEAST_FAILURES  # then it is left alone
         assert 'backend_up{backend="a"} 0.0' in (await on.get("/metrics"))[1]
         on.fakes["a"].refuse = None
-        await asyncio.sleep(QUICK.open_seconds + 0.05)
+        await asyncio.sleep(breaker.OPEN_SECONDS + 0.05)
         assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "a"
         assert 'backend_up{backend="a"} 1.0' in (await on.get("/metrics"))[1]
 
@@ -242,7 +244,7 @@ LETTERS_OF_PROMPT = len(PROMPT["prompt"])
 
 async def test_tokens_that_a_client_left_behind_are_counted_and_cost(tmp_path):
     """Otherwise nobody who hangs up before the end would ever reach tokens_per_minute."""
-    key = KeySettings(name="ann", sha256=hashlib.sha256(b"k").hexdigest(), tokens_per_minute=1000)
+    key = KeySettings(name="ann", key=hashlib.sha256(b"k").hexdigest(), tokens_per_minute=1000)
     async with running([Fake("a", step=0.01)], tmp_path, keys=[key], backends={"a": PRICES}) as on:
         body, mine = PROMPT | {"max_tokens": 500, "stream": True}, {"Authorization": "Bearer k"}
         async with on.session.post(on.url + "/v1/completions", json=body, headers=mine) as response:
@@ -364,7 +366,7 @@ async def test_clients_that_do_not_read_fill_no_memory_and_hold_up_nobody(tmp_pa
                 assert (await on.stream(PROMPT)).text == WANTED
                 await asyncio.sleep(0.5)
             assert seen < count * whole / 2
-            assert resident() < before + 60, "MiB"
+            assert resident() < before + 100, "MiB"
             assert on.gateway.inside == count
         await until(lambda: on.gateway.inside == 0 and backend.running == 0)
         assert len(on.gateway.replicas[0].flights) == 0
@@ -398,13 +400,22 @@ async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(sen
         await sending
 
 
+async def read_all(reader):
+    """What comes until the connection is closed, or reset because bytes were on their way to it."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while part := await reader.read(4096):
+            found += part
+    return found
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_path, goes_on):
     """It stops in the middle, or sends a byte at a time."""
     async with running([Fake("a")], tmp_path, limits=replace(QUICK, unread_seconds=0.3)) as on:
         reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        answered = asyncio.ensure_future(reader.read())  # to its end: the connection is closed
+        answered = asyncio.ensure_future(read_all(reader))  # to its end: the connection is closed
         for _ in range(99 * goes_on):
             if not answered.done():
                 writer.write(b" ")
@@ -416,9 +427,10 @@ async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_
         writer.close()
 
 
-async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path):
+async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(breaker, "LEAST_FAILURES", 1000)
     fakes = [Fake("a", first=0.3), Fake("b", first=0.3, die_after=5, times=25)]
-    patient = LimitSettings(connect_seconds=30, first_byte_seconds=50, stall_seconds=50, failures=1000)
+    patient = LimitSettings(first_byte_seconds=50, stall_seconds=50)
     async with running(fakes, tmp_path, policy="round_robin", limits=patient) as on:
         await many(on, 50)  # what is allocated once
         fakes[1].times = 25

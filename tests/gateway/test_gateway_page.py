@@ -1,4 +1,4 @@
-"""docs/gateway.md has a table of all settings. `python tests/gateway/test_gateway_page.py` writes it."""
+"""docs/gateway_reference.md has a table of all settings. `python tests/gateway/test_gateway_page.py` writes it."""
 
 import re
 from dataclasses import MISSING, fields, is_dataclass
@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.settings import GatewaySettings
 
-PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 
 
 def rows(schema, place=""):
@@ -22,8 +22,13 @@ def rows(schema, place=""):
             yield from rows(kind, f"{place}{column.name}.")
         else:
             default = column.default if column.default is not MISSING else column.default_factory()
-            shown = (f"unset: {about.unset}" if default is None else f"`{str(default).lower()}`"
-                     if isinstance(default, bool) else f"`{default}`")  # fmt: skip
+            shown = (
+                f"unset: {about.unset}"
+                if default is None
+                else f"`{str(default).lower()}`"
+                if isinstance(default, bool)
+                else f"`{default}`"
+            )
             yield f"| `{place}{column.name}` | {shown} | {about.unit} | {about.help} |"
             if column.name == "policy_options":
                 for name, policy in POLICIES.items():
@@ -38,7 +43,7 @@ def with_table(text):
 def test_the_page_has_every_setting():
     text = PAGE.read_text(encoding="utf-8")
     assert text == with_table(text), f"write it anew: python {Path(__file__).name}"
-    assert "| `limits.attempts` | `3` |" in text
+    assert "| `limits.at_once` | `4096` |" in text
 
 
 if __name__ == "__main__":

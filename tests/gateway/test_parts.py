@@ -9,16 +9,16 @@ import pytest
 from fake import Fake
 from running import running
 
-from selfspec_cli.gateway import asked as requests
-from selfspec_cli.gateway import continuation, events
-from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway import batching
+from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.batching import Batch
-from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
+from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.limits import Bucket
 from selfspec_cli.gateway.load import Counts, Load, between, read
 from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.replica import Replica, State
-from selfspec_cli.gateway.settings import BackendSettings, BatchSettings, LedgerSettings
+from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.settings import BackendSettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, MOST_LATE, Late, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
@@ -35,18 +35,21 @@ def chat(*parts, **more):
 def test_a_chat_with_a_picture_is_not_continued_by_token_ids():
     """The ids say only where the picture stood."""
     text, picture = {"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "data:x"}}
-    assert continuation.way(chat(text), vllm=True) == continuation.IDS
-    assert continuation.way(chat(text, picture), vllm=True) == continuation.NOT
-    assert continuation.way(chat(text, picture, temperature=0), vllm=True) == continuation.AGAIN
+    assert by_ids(chat(text), vllm=True)
+    assert not by_ids(chat(text, picture), vllm=True)
+    assert Answer(chat(text, picture)).next_way() is None
+    assert Answer(chat(text, picture, temperature=0)).next_way() is Way.again
 
 
 @pytest.mark.parametrize(
     ("prompt", "answers"), [("x", 1), ([1, 2], 1), (["x"], 1), ([[1, 2]], 1), (["x", "y"], 2), ([[1], [2]], 2)]
 )
 def test_one_answer_is_continued_and_several_are_not(prompt, answers):
-    asked = requests.read(requests.COMPLETIONS, json.dumps({"prompt": prompt, "n": None, "stream": True}).encode(), {})
-    assert asked.answers == answers
-    assert continuation.way(asked, vllm=True) == (continuation.IDS if answers == 1 else continuation.NOT)
+    body = json.dumps({"prompt": prompt, "n": None, "stream": True, "temperature": 0}).encode()
+    request = requests.read(requests.COMPLETIONS, body, {})
+    assert request.answers == answers
+    assert by_ids(request, vllm=True) == (answers == 1)
+    assert Answer(request).next_way() is (Way.again if answers == 1 else None)
 
 
 def test_a_limit_that_is_null_is_none():
@@ -60,8 +63,8 @@ def test_a_limit_that_is_null_is_none():
 
 
 async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not(tmp_path):
-    batch = BatchSettings(enough=100, deadline_seconds=30)
-    async with running([Fake("a", step=0.03)], tmp_path, batch=batch, backends={"a": {"priorities": True}}) as on:
+    priority = {"words": ["--", "--scheduling-policy=priority"]}
+    async with running([Fake("a", step=0.03)], tmp_path, backends={"a": priority}) as on:
         order = []
 
         async def one(name, **wishes):
@@ -83,7 +86,7 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
 
 
 async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp_path):
-    async with running([Fake("a"), Fake("b", step=0.03)], tmp_path, batch=BatchSettings(enough=100)) as on:
+    async with running([Fake("a"), Fake("b", step=0.03)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"backend": "b"}}))
         await until_begun(on, "b")
         await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
@@ -94,15 +97,15 @@ async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp
 async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_first():
     """The first one named a later deadline than the one that the second has by the settings."""
     one = Replica(BackendSettings(name="a"), state=State.up)
-    batch, went = Batch(BatchSettings(enough=100, deadline_seconds=30), lambda asked: [one]), []
+    batch, went = Batch(lambda asked: [one]), []
 
     async def wait(name, deadline):
-        asked = Asked("/v1/completions", {})
+        asked = Request("/v1/completions", {})
         asked.deadline = deadline and asked.began + deadline
         await batch.wait(asked)
         went.append(name)
 
-    number = one.begin(Asked("/v1/completions", {}))
+    number = one.begin(Request("/v1/completions", {}))
     waiting = [asyncio.ensure_future(wait("named", 300)), asyncio.ensure_future(wait("by the settings", None))]
     await asyncio.sleep(0)
     one.end(number, None)
@@ -118,7 +121,7 @@ async def until_begun(on, name):
 
 
 async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
-    async with running([Fake("a", step=0.1)], tmp_path, batch=BatchSettings(enough=100)) as on:
+    async with running([Fake("a", step=0.1)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT))
         await until_begun(on, "a")
         waiting = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"class": "batch"}}))
@@ -140,8 +143,11 @@ async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("enough", "deadline", "reason"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
-async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, enough, deadline, reason):
-    async with running([Fake("a", step=0.2)], tmp_path, batch=BatchSettings(enough=enough)) as on:
+async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(
+    tmp_path, monkeypatch, enough, deadline, reason
+):
+    monkeypatch.setattr(batching, "ENOUGH", enough)
+    async with running([Fake("a", step=0.2)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
         await asyncio.sleep(0.1)
         wishes = {"selfspec": {"class": "batch", "deadline_ms": deadline}}
@@ -212,8 +218,17 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
 def test_a_hit_costs_nothing_and_counts_for_all_routes():
     ledger = Ledger()
     for plain, route, cost in ((True, "a", 2.0), (True, "a", 2.0), (False, "a", 2.0), (False, "cache", None)):
-        ledger.add({"status": 200, "plain": plain, "route": route, "tokens": 1, "e2e_ms": 1.0, "cost": cost,
-                        "cache": "hit" if route == "cache" else "miss"})  # fmt: skip
+        ledger.add(
+            {
+                "status": 200,
+                "plain": plain,
+                "route": route,
+                "tokens": 1,
+                "e2e_ms": 1.0,
+                "cost": cost,
+                "cache": "hit" if route == "cache" else "miss",
+            }
+        )
     gains = {(one.route, one.of): one.gain for one in ledger.gains()}
     assert gains["all", "money"] == 2.0
     assert gains["cache", "money"] is None
@@ -267,7 +282,7 @@ def test_what_a_server_says_of_itself():
 
 def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others():
     one = Replica(BackendSettings(name="a"), state=State.up)
-    asked = Asked("/v1/completions", {"prompt": "x"})
+    asked = Request("/v1/completions", {"prompt": "x"})
     numbers = [one.begin(asked)]
     before = one.look()
     numbers += [one.begin(asked), one.begin(asked)]
@@ -283,7 +298,7 @@ def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others
 def test_the_time_of_a_machine_is_shared_by_the_requests_on_it():
     clock = {"at": 0.0}
     one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
-    asked = Asked("/v1/completions", {"prompt": "x"})
+    asked = Request("/v1/completions", {"prompt": "x"})
     first = one.begin(asked)
     clock["at"] = 2.0
     second = one.begin(asked)
@@ -299,7 +314,7 @@ def test_answers_of_several_choices_do_not_make_others_look_late():
     one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
 
     def stream(n, end=True):
-        number = one.begin(Asked("/v1/completions", {"prompt": "x", "n": n}))
+        number = one.begin(Request("/v1/completions", {"prompt": "x", "n": n}))
         one.first_token(number, 0.1)
         clock["at"] += 1.0
         one.came(number, 11 * n)
@@ -326,36 +341,6 @@ async def test_the_gateway_learns_from_what_it_measures(tmp_path):
 # ---- small parts -----------------------------------------------------------------------------------------------------
 
 
-def test_events_are_cut_where_they_end_wherever_the_parts_do():
-    raw = b'data: {"a": 1}\n\ndata: {"b": 2}\r\n\r\n: note\n\ndata: [DONE]\n\n'
-    for size in range(1, len(raw)):
-        frames, found = Frames(), []
-        for place in range(0, len(raw), size):
-            found += frames.feed(raw[place : place + size])
-        assert [one for one in found if one] == [b'data: {"a": 1}', b'data: {"b": 2}', b": note", b"data: [DONE]"], size
-        assert frames.rest == b""
-
-
-def test_token_ids_are_taken_out_and_text_is_left_alone():
-    kept = Kept(ids=True)
-    event = b'data: {"choices":[{"text":"say \\"token_ids\\":[1,2]","prompt_token_ids":[7, 8],"token_ids":[9]}]}'
-    wanted = event.replace(b"[7, 8]", b"null").replace(b"[9]", b"null")
-    assert kept.take(event) == wanted
-    assert (kept.prompt_ids(), kept.token_ids()) == ([7, 8], [9])
-    later = b'data: {"choices":[{"text":"x","prompt_token_ids":[7,8,9],"token_ids":[10,11]}]}'
-    kept.take(later)
-    assert (kept.prompt_ids(), kept.token_ids()) == ([7, 8], [9, 10, 11])
-    assert kept.only_text
-    kept.take(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}')
-    assert not kept.only_text
-
-
-@pytest.mark.parametrize("event", [b"<html>", b"data: {broken", b'data: {"error": {"message": "x"}}', b"data: 7"])
-def test_what_is_no_event_of_an_answer_is_broken(event):
-    with pytest.raises(BrokenStream):
-        events.check(event)
-
-
 def test_a_bucket_fills_as_time_goes():
     clock = {"at": 0.0}
     bucket = Bucket(60, now=lambda: clock["at"])
@@ -369,7 +354,7 @@ def test_a_bucket_fills_as_time_goes():
     assert bucket.wait() > 190
 
 
-async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path):
+async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path, monkeypatch):
     from aiohttp import web
 
     posted = []
@@ -384,8 +369,9 @@ async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
     trace = "0af7651916cd43dd8448eb211c80319c"
-    async with running([Fake("a")], tmp_path, tracing=address) as on:
+    async with running([Fake("a")], tmp_path) as on:
         await on.stream(PROMPT, traceparent=f"00-{trace}-b7ad6b7169203331-01")
         await on.settled()
         assert trace in on.fakes["a"].headers[-1]["traceparent"]

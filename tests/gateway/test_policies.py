@@ -179,8 +179,10 @@ def test_least_time_loses_where_times_have_another_reason():
 
 def test_the_cheapest_within_the_limits_costs_less_and_keeps_them():
     def servers():
-        return [Server("dear", step=0.01, settings={"price_out": 10.0}),
-                Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0})]  # fmt: skip
+        return [
+            Server("dear", step=0.01, settings={"price_out": 10.0}),
+            Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0}),
+        ]
 
     requests = plain(rate=2.5, count=500)
     slo = SloSettings(ttft_ms=1000, tpot_ms=60)
@@ -256,13 +258,6 @@ def test_quality_loses_where_nobody_judges():
     ours, turn = both("quality", servers, requests)
     assert ours.routes["large"] == 0
     assert ours.mean() > turn.mean()
-
-
-def test_quality_without_trust_in_its_prior_begins_with_it_all_the_same():
-    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    chooser = chooser_of("quality", trust=0.0)
-    choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
-    assert (choice.order[0].name, choice.reason) == ("small", "cheapest_good")
 
 
 def cascaded(sure_of_hard, right_of_hard):

@@ -17,7 +17,7 @@ from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import BackendKind
 from selfspec_cli.gateway.replica import State
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 
 SERVER = Path(__file__).parents[2] / "experiments" / "gateway" / "overhead.py"
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
@@ -50,8 +50,9 @@ async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wi
     backend = {"name": "a", "kind": "local", "url": fake.url}
     file = tmp_path / "gateway.yaml"
     file.write_text(json.dumps({"port": port, "results_dir": str(tmp_path), "backends": [backend]}))
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", str(file),
-                                                   stderr=asyncio.subprocess.PIPE)  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "selfspec_cli", "gateway", str(file), stderr=asyncio.subprocess.PIPE
+    )
     url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as session:
         await until_up(session, url)
@@ -74,8 +75,9 @@ async def test_a_free_port_is_said_with_its_number(tmp_path):
     backend = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1", f"results_dir={tmp_path}", "port=0"]
     file = tmp_path / "gateway.yaml"
     file.write_text("{}")
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", str(file), *backend,
-                                                   stderr=asyncio.subprocess.PIPE)  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "selfspec_cli", "gateway", str(file), *backend, stderr=asyncio.subprocess.PIPE
+    )
     said = ""
     while "/v1" not in said.partition("listening on ")[2]:
         said += (await process.stderr.read(4096)).decode()
@@ -88,21 +90,65 @@ async def test_a_free_port_is_said_with_its_number(tmp_path):
 
 
 @pytest.mark.slow
+async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
+    fake, other = Fake("a", step=0.03), Fake("b")
+    for one in (fake, other):
+        await one.start()
+    port, file = free_port(), tmp_path / "gateway.yaml"
+    settings = {
+        "port": port,
+        "results_dir": str(tmp_path),
+        "backends": [{"name": "a", "kind": "local", "url": fake.url}],
+    }
+    file.write_text(json.dumps(settings))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "selfspec_cli", "gateway", str(file), stderr=asyncio.subprocess.PIPE
+    )
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as session:
+        await until_up(session, url)
+        async with session.post(f"{url}/v1/completions", json=PROMPT) as response:
+            raw = await response.content.readany()
+            file.write_text("policy: fixd")
+            process.send_signal(signal.SIGHUP)
+            settings["backends"] = [{"name": "b", "kind": "local", "url": other.url}]
+            said = b""
+            while b"stay as they were" not in said:
+                said += await process.stderr.read(4096)
+            file.write_text(json.dumps(settings))
+            process.send_signal(signal.SIGHUP)
+            raw += await response.read()
+        while b"were reloaded" not in said:
+            said += await process.stderr.read(4096)
+        await until_up(session, url)
+        async with session.post(f"{url}/v1/completions", json=PROMPT | {"stream": False}) as response:
+            assert response.headers["x-selfspec-backend"] == "b"
+    parts = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts) == answer("once", 40)
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
+    for one in (fake, other):
+        await one.stop()
+
+
+@pytest.mark.slow
 async def test_a_port_that_is_taken_is_bad_input(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         words = ["two_servers", f"port={port}", "backends.0.words=[]", "backends.1.words=[]", f"results_dir={tmp_path}"]
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", *words,
-                                                       stderr=asyncio.subprocess.PIPE)  # fmt: skip
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "selfspec_cli", "gateway", *words, stderr=asyncio.subprocess.PIPE
+        )
         _, logged = await process.communicate()
     assert process.returncode == 2
     assert f"port={port}" in logged.decode()
 
 
 def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "serve", lambda settings, say: pytest.fail("servers were started"))
+    monkeypatch.setattr(server, "serve", lambda *given: pytest.fail("servers were started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["two_servers", "host=127.0.0.1", f"port={port}", f"results_dir={tmp_path}"]
@@ -126,11 +172,10 @@ def command(settings, port):
 async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_own(tmp_path, monkeypatch):
     kind = BackendKind("tiny", "a server without a model", lambda settings: None, command)
     monkeypatch.setitem(BACKENDS._found, "tiny", kind)
-    quick = LimitSettings(poll_seconds=0.1)
 
     def made(**more):
         backend = BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
-        return server.made(GatewaySettings(backends=[backend], limits=quick, results_dir=str(tmp_path)))
+        return server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
 
     first = made()
     async with server.opened(first) as supervisor:
@@ -151,12 +196,16 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
 
 
 async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
-    kind = BackendKind("tiny", "no server", lambda settings: None, lambda settings, port: [
-        sys.executable, "-c", "raise SystemExit('no luck')", "--port", str(port)])  # fmt: skip
+    kind = BackendKind(
+        "tiny",
+        "no server",
+        lambda settings: None,
+        lambda settings, port: [sys.executable, "-c", "raise SystemExit('no luck')", "--port", str(port)],
+    )
     monkeypatch.setitem(BACKENDS._found, "tiny", kind)
     backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
-    quick, said = LimitSettings(poll_seconds=0.1), []
-    gateway = server.made(GatewaySettings(backends=[backend], limits=quick, results_dir=str(tmp_path)))
+    said = []
+    gateway = server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
     async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
         async with asyncio.timeout(30):

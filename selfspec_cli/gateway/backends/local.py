@@ -2,5 +2,6 @@
 
 from selfspec_cli.gateway.backends.base import BackendKind, check_serve, serve_command
 
-BACKEND = BackendKind("local", "a vLLM server started by `selfspec serve WORDS`, or adopted at url", check_serve,
-                      serve_command)  # fmt: skip
+BACKEND = BackendKind(
+    "local", "a vLLM server started by `selfspec serve WORDS`, or adopted at url", check_serve, serve_command
+)

@@ -1,7 +1,8 @@
 """Replicas of one kind behind vllm-router, which is started here; the gateway sees one backend.
 
 The router has no /metrics of vLLM's, so what is known of it is what the gateway measures. It is a program of an
-environment of its own (`pip install vllm-router`): the first of `options` may name it as program=PATH.
+environment of its own (`pip install vllm-router`): `words` may name it as program=PATH. They also hold the addresses of
+the replicas, and options of the router.
 """
 
 import shutil
@@ -12,28 +13,35 @@ from selfspec_cli.gateway.settings import BackendSettings
 
 
 def _program(settings: BackendSettings) -> str:
-    named = [word.removeprefix("program=") for word in settings.options if word.startswith("program=")]
+    named = [word.removeprefix("program=") for word in settings.words if word.startswith("program=")]
     return named[0] if named else "vllm-router"
+
+
+def _replicas(settings: BackendSettings) -> list[str]:
+    return [word for word in settings.words if word.startswith(("http://", "https://"))]
 
 
 def check(settings: BackendSettings) -> None:
     """Raises ConfigError where there is neither an address, nor a router and replicas."""
-    check_use(settings, "replicas", "options", "environment")
-    for place, url in enumerate(settings.replicas):
-        need_address(settings, f"replicas.{place}", url)
+    check_use(settings, "words", "environment")
+    for url in _replicas(settings):
+        need_address(settings, "words", url)
     if settings.url is not None:
         return need_address(settings, "url", settings.url)
-    if not settings.replicas:
-        raise ConfigError(f"backend {settings.name}: give replicas: [http://HOST:PORT, ...], or url of a router")
+    if not _replicas(settings):
+        raise ConfigError(f"backend {settings.name}: give words: [http://HOST:PORT, ...], or url of a router")
     if shutil.which(_program(settings)) is None:
-        raise ConfigError(f"backend {settings.name}: there is no program {_program(settings)!r}: pip install "
-                          "vllm-router in an environment of its own, and options: [program=PATH]")  # fmt: skip
+        raise ConfigError(
+            f"backend {settings.name}: there is no program {_program(settings)!r}: pip install "
+            "vllm-router in an environment of its own, and add program=PATH to words"
+        )
 
 
 def command(settings: BackendSettings, port: int) -> list[str] | None:
     """vllm-router over the replicas."""
-    more = [word for word in settings.options if not word.startswith("program=")]
-    return [_program(settings), "--worker-urls", *settings.replicas, "--host", "127.0.0.1", "--port", str(port), *more]
+    replicas = _replicas(settings)
+    more = [word for word in settings.words if word not in replicas and not word.startswith("program=")]
+    return [_program(settings), "--worker-urls", *replicas, "--host", "127.0.0.1", "--port", str(port), *more]
 
 
 BACKEND = BackendKind("pool", "replicas of one kind behind vllm-router", check, command)

@@ -13,9 +13,16 @@ def check(settings: BackendSettings) -> None:
     check_serve(settings)
     named = [word for word in settings.words if word.startswith(("model=", "model.quantization=", "model.path="))]
     if settings.url is None and not named:
-        raise ConfigError(f"backend {settings.name}: words say nothing of fewer bits: give model.quantization=fp8, or "
-                          "model=FOLDER of a quantised checkpoint")  # fmt: skip
+        raise ConfigError(
+            f"backend {settings.name}: words say nothing of fewer bits: give model.quantization=fp8, or "
+            "model=FOLDER of a quantised checkpoint"
+        )
 
 
-BACKEND = BackendKind("quantised", "the same model in fewer bits, started by `selfspec serve WORDS` or adopted at url",
-                      check, serve_command, changes_weights=True)  # fmt: skip
+BACKEND = BackendKind(
+    "quantised",
+    "the same model in fewer bits, started by `selfspec serve WORDS` or adopted at url",
+    check,
+    serve_command,
+    changes_weights=True,
+)

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
+from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address, without_v1
 from selfspec_cli.gateway.events import BrokenStream
+from selfspec_cli.gateway.request import CHAT, COMPLETIONS
 from selfspec_cli.gateway.settings import BackendSettings
 
-REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-          "remote_host": None, "remote_port": None}  # fmt: skip
+REMOTE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 _OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "n", "vllm_xargs")
 
 
@@ -32,7 +38,7 @@ async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]
     Raises:
         BackendFailed, BrokenStream, Refused: it did not.
     """
-    if "input" in body:  # an embedding is prefill alone
+    if path not in (CHAT, COMPLETIONS):  # an embedding is prefill alone
         return body
     first = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
     first |= {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}
@@ -40,11 +46,11 @@ async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]
         first["max_completion_tokens"] = 1
     base = without_v1(replica.settings.prefill)
     async with upstream.post(replica, path, first, {}, base=base) as response:
-        raw = b"".join([part async for part in upstream.parts(response)])
+        raw = await upstream.whole(response, upstream.limits.first_byte_seconds)
     try:
-        where = orjson.loads(raw).get("kv_transfer_params")
-    except (orjson.JSONDecodeError, AttributeError) as error:
-        raise BrokenStream(f"what came from the server that prefills is no answer: {raw[:80]!r}") from error
+        where = packed.loads(raw).get("kv_transfer_params")
+    except (ValueError, AttributeError) as error:
+        raise BrokenStream("what came from the server that prefills is no answer") from error
     return {**body, "kv_transfer_params": where} if where else body
 
 

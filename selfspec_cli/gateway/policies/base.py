@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import SloSettings
 
 
@@ -28,7 +28,6 @@ class Choice:
 class Ended:
     """How a request ended, or how its answer was judged: quality, 0 to 1. tokens: of the answer."""
 
-    replica: Replica
     tokens: int | None = None
     seconds: float | None = None
     cost: float | None = None
@@ -38,12 +37,12 @@ class Ended:
 class Chooser:
     """Routes requests; made once for a gateway, so that it may remember."""
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
         """replicas: those that serve the model and take requests now, in the order of the settings; not empty."""
         raise NotImplementedError
 
-    def learn(self, asked: Asked, ended: Ended) -> None:
-        """A request ended well, or its answer was judged."""
+    def learn(self, request: Request, replica: Replica, ended: Ended) -> None:
+        """A request that this backend answered ended well, or its answer was judged."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The cheapest backend first; where it was not sure of its answer, the next dearer one is asked.
+"""The cheapest backend first; where it was not sure of its answer, the next dearer one is request.
 
 Sure: the geometric mean of the probabilities of the answer's tokens, as the backend gives them (`logprobs`), is at
 least `sure`. The dearest backend's answer is always taken; where it fails, the last one that came. A stream cannot be
@@ -16,26 +16,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.gateway.asked import EMBEDDINGS, Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import EMBEDDINGS, Request
 
 
 @dataclass(frozen=True)
 class Options:
     """When an answer is taken."""
 
-    sure: float = knob(0.7, help="least mean probability of the tokens of an answer that is taken", unit="fraction",
-                       low=0, high=1)  # fmt: skip
+    sure: float = knob(
+        0.7, help="least mean probability of the tokens of an answer that is taken", unit="fraction", low=0, high=1
+    )
 
 
 class _Cascade(Chooser):
     def __init__(self, sure: float) -> None:
         self.sure = sure
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
-        cheap_first = sorted(replicas, key=lambda one: one.price(asked, one.predict(asked)))
-        if asked.stream or asked.endpoint == EMBEDDINGS or asked.body.get("tools") or asked.answers != 1:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
+        cheap_first = sorted(replicas, key=lambda one: one.price(request, one.predict(request)))
+        if request.stream or request.endpoint == EMBEDDINGS or request.body.get("tools") or request.answers != 1:
             return Choice(tuple(reversed(cheap_first)), "dearest")
         return Choice(tuple(cheap_first), "cascade", sure=self.sure)
 

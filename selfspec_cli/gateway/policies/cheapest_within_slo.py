@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.policies.least_time import by_time
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import SloSettings
 
 
@@ -18,15 +18,15 @@ class _Cheapest(Chooser):
     def __init__(self, slo: SloSettings) -> None:
         self.ttft, self.tpot = slo.ttft_ms / 1000, slo.tpot_ms / 1000
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
-        fastest = by_time(asked, replicas)
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
+        fastest = by_time(request, replicas)
         if fastest.reason != "least_time":
             return fastest
         fits = []
         for replica in fastest.order:
-            expected = replica.predict(asked)
+            expected = replica.predict(request)
             if expected is not None and expected.ttft <= self.ttft and expected.tpot <= self.tpot:
-                fits.append((replica.price(asked, expected), expected.e2e, replica))
+                fits.append((replica.price(request, expected), expected.e2e, replica))
         if not fits:
             return Choice(fastest.order, "slo_missed")
         _, _, best = min(fits, key=lambda one: one[:2])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Request
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Fixed(Chooser):
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
         order = sorted(replicas, key=lambda replica: replica.name != self.backend)
         return Choice(tuple(order), "first" if not self.backend or order[0].name == self.backend else "next")
 

@@ -3,7 +3,7 @@
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
 what a round of drafting costs and brings (`timing`). Of a vLLM server the first times are those of the requests that
 warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once. Later one request
-in `explore` goes to the backend that was asked longest ago, because what changed there is seen in no other way.
+in EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way.
 
 A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
 that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
@@ -21,29 +21,20 @@ prompt (a neighbour on its machine), it follows what was true a few requests ago
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy, fewest_first
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import FEW
 
 MARGIN = 0.2
+EXPLORE = 500  # one request in so many goes to the backend that was asked longest ago
 
 
-@dataclass(frozen=True)
-class Options:
-    """How often backends are asked that are not expected to be the fastest."""
-
-    explore: int = knob(500, help="one request in so many goes to the backend that was asked longest ago; 0: none",
-                        unit="requests", low=0)  # fmt: skip
-
-
-def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
+def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
     """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
     requests than a prediction needs are on their way there."""
-    known = {replica.name: replica.predict(asked) for replica in replicas}
+    known = {replica.name: replica.predict(request) for replica in replicas}
     new = [one for one in fewest_first(replicas) if known[one.name] is None and len(one.flights) < FEW]
     if new:
         rest = [one for one in replicas if one is not new[0]]
@@ -52,7 +43,7 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
     if not estimated:
         return Choice(tuple(fewest_first(replicas)), "fewest")
 
-    idle = {one.name: alone.e2e for one in estimated if (alone := one.predict(asked, alone=True))}
+    idle = {one.name: alone.e2e for one in estimated if (alone := one.predict(request, alone=True))}
     fastest = min(estimated, key=lambda one: idle[one.name])
 
     def order(replica: Replica) -> tuple[bool, float]:
@@ -63,22 +54,21 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
         e2e = own.e2e if replica is fastest else own.e2e * replica.late()
         if e2e > best.e2e * (1.0 - MARGIN * slower):
             return replica is not fastest, e2e
-        return False, e2e + replica.slows(asked)
+        return False, e2e + replica.slows(request)
 
     ordered = sorted(replicas, key=order)
     return Choice(tuple(ordered), "least_time")
 
 
 class _LeastTime(Chooser):
-    def __init__(self, explore: int) -> None:
-        self.explore = explore
+    def __init__(self) -> None:
         self.count = 0
         self.asked_at: dict[str, int] = {}
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
         self.count += 1
-        choice = by_time(asked, replicas)
-        if self.explore and self.count % self.explore == 0 and choice.reason == "least_time":
+        choice = by_time(request, replicas)
+        if self.count % EXPLORE == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
             rest = [one for one in choice.order if one is not oldest]
             choice = Choice((oldest, *rest), "explore")
@@ -89,6 +79,5 @@ class _LeastTime(Chooser):
 POLICY = Policy(
     "least_time",
     "the backend at which a request adds least time, its own and others', by load, prompt, prefix cache and drafts",
-    lambda options, slo: _LeastTime(options.explore),
-    Options,
+    lambda options, slo: _LeastTime(),
 )

@@ -1,8 +1,8 @@
 """The cheapest backend whose answers to similar requests were good enough.
 
 A request is a vector of its hashed character trigrams. The quality that a backend is expected to have is the mean of
-what was judged (by clients, at /gateway/feedback) of the `neighbours` most similar requests that it answered, weighted
-by similarity, with `trust` judgements of the value `prior` mixed in. Of the backends that reach `enough` the cheapest
+what was judged (by clients, at /gateway/feedback) of the NEIGHBOURS most similar requests that it answered, weighted
+by similarity, with TRUST judgements of the value PRIOR mixed in. Of the backends that reach `enough` the cheapest
 is chosen; where none does, the best.
 
 It loses to round robin where nobody judges answers: it then knows prices alone.
@@ -16,13 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended, Policy
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Request
 
 SIZE = 256
 KEPT = 2000  # judgements of each backend
 SHARP = 4  # power of a similarity: texts that have only their language in common have about a half
+NEIGHBOURS = 10  # most similar requests whose judgements count
+PRIOR, TRUST = (
+    0.8,
+    1.0,
+)  # quality of a backend of which nothing is known, and how many judgements that weighs as much as
 LONGEST = 2000  # characters of a request that are looked at, half of them at each end
 
 Vector = dict[int, float]
@@ -50,9 +55,6 @@ def similarity(one: Vector, other: Vector) -> float:
 class Options:
     """What is expected of a backend."""
 
-    neighbours: int = knob(10, help="most similar requests whose judgements count", unit="requests", low=1)
-    trust: float = knob(1.0, help="judgements that the prior weighs as much as", unit="judgements", low=0)
-    prior: float = knob(0.8, help="quality of a backend of which nothing is known", unit="fraction", low=0, high=1)
     enough: float = knob(0.7, help="quality of which the cheapest backend is taken", unit="fraction", low=0, high=1)
 
 
@@ -65,18 +67,19 @@ class _Quality(Chooser):
         """The quality, 0 to 1, of this backend's answer."""
         known = self.judged.get(replica.name, ())
         near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[
-            : self.options.neighbours
+            :NEIGHBOURS
         ]
-        trust, weight = self.options.trust, sum(alike for alike, _ in near)
-        if not trust + weight:  # without trust in the prior, and nothing is like it
-            return self.options.prior
-        return (trust * self.options.prior + sum(alike * quality for alike, quality in near)) / (trust + weight)
+        weight = sum(alike for alike, _ in near)
+        return (TRUST * PRIOR + sum(alike * quality for alike, quality in near)) / (TRUST + weight)
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
-        vector = features(asked.text)
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
+        vector = features(request.text)
         found = [(replica, self.expected(vector, replica)) for replica in replicas]
-        good = [(replica.price(asked, replica.predict(asked)), -quality, place)
-                for place, (replica, quality) in enumerate(found) if quality >= self.options.enough]  # fmt: skip
+        good = [
+            (replica.price(request, replica.predict(request)), -quality, place)
+            for place, (replica, quality) in enumerate(found)
+            if quality >= self.options.enough
+        ]
         if good:
             best = replicas[min(good)[2]]
             reason = "cheapest_good"
@@ -85,10 +88,10 @@ class _Quality(Chooser):
             reason = "best"
         return Choice((best, *(one for one in replicas if one is not best)), reason)
 
-    def learn(self, asked: Asked, ended: Ended) -> None:
+    def learn(self, request: Request, replica: Replica, ended: Ended) -> None:
         if ended.quality is not None:
-            known = self.judged.setdefault(ended.replica.name, deque(maxlen=KEPT))
-            known.append((features(asked.text), ended.quality))
+            known = self.judged.setdefault(replica.name, deque(maxlen=KEPT))
+            known.append((features(request.text), ended.quality))
 
 
 POLICY = Policy(

@@ -10,41 +10,31 @@ those to generate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
-
-
-@dataclass(frozen=True)
-class Options:
-    """When a backend is saturated."""
-
-    prefill_rate: float = knob(0.0, help="what a backend prefills in a second; 0: the greatest rate that was seen",
-                               unit="tokens/s", low=0)  # fmt: skip
+from selfspec_cli.gateway.request import Request
 
 
 class _Sticky(Chooser):
-    def __init__(self, rate: float, seconds: float) -> None:
-        self.rate, self.seconds = rate, seconds
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
         def waiting(replica: Replica) -> float:
-            return replica.ahead() + replica.uncached(asked)
+            return replica.ahead() + replica.uncached(request)
 
         def saturated(replica: Replica) -> bool:
-            rate = self.rate or replica.timing.prefill_rate
+            rate = replica.timing.prefill_rate
             if replica.ahead() == 0:
                 return False
             return rate is None or waiting(replica) > rate * self.seconds  # no rate yet: one prompt at a time
 
-        warm = sorted(replicas, key=lambda one: (-one.cached_share(asked), one.ahead(), one.running()))
+        warm = sorted(replicas, key=lambda one: (-one.cached_share(request), one.ahead(), one.running()))
         free = [one for one in warm if not saturated(one)]
         if free:
             rest = [one for one in warm if one is not free[0]]
-            reason = "cold" if free[0].cached_share(asked) == 0 else "warm" if free[0] is warm[0] else "next_warm"
+            reason = "cold" if free[0].cached_share(request) == 0 else "warm" if free[0] is warm[0] else "next_warm"
             return Choice((free[0], *rest), reason)
         return Choice(tuple(sorted(replicas, key=waiting)), "saturated")
 
@@ -52,6 +42,5 @@ class _Sticky(Chooser):
 POLICY = Policy(
     "sticky_until_saturated",
     "the backend with most of the prompt in its prefix cache, until more tokens wait there than slo.ttft_ms allows",
-    lambda options, slo: _Sticky(options.prefill_rate, slo.ttft_ms / 1000),
-    Options,
+    lambda options, slo: _Sticky(slo.ttft_ms / 1000),
 )

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
+from selfspec_cli.gateway import packed
+from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Parser, read, written
+from selfspec_cli.gateway.packed import dumps
 
-_DATA = b"data: "
-_DONE = b"data: [DONE]\n\n"
 Document = dict[str, Any]
 
 
@@ -29,29 +29,26 @@ def document(chunks: list[bytes]) -> Document:
     """
     raw = b"".join(chunks)
     try:
-        whole = raw.lstrip().startswith(b"{")
-        answer = orjson.loads(raw) if whole else _assembled(_events(raw))
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        answer = packed.loads(raw) if raw.lstrip().startswith(b"{") else _assembled(_events(raw))
+    except (ValueError, KeyError, TypeError, AttributeError, BrokenStream) as error:
         raise Incomplete(f"the answer is not in OpenAI's form: {error}") from error
     choices = answer.get("choices")
-    if "error" in answer or not choices or any(choice.get("finish_reason") is None for choice in choices):
+    if answer.get("error") or not choices or any(choice.get("finish_reason") is None for choice in choices):
         raise Incomplete("the answer is an error or has no end")
     return answer
 
 
 def _events(raw: bytes) -> list[Document]:
-    payloads = [
-        line[len(_DATA) :].strip() for line in raw.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(_DATA)
-    ]
-    if not payloads or payloads[-1] != b"[DONE]":
+    events = Parser().feed(raw)
+    if not events or events[-1].data != DONE:
         raise Incomplete("the stream has no end")
-    return [orjson.loads(payload) for payload in payloads[:-1]]
+    return [read(event) for event in events[:-1]]
 
 
 def _assembled(events: list[Document]) -> Document:
     """One document of the parts: texts joined, lists of logprobs joined, the last value of everything else."""
-    if not events or any("error" in event for event in events):
-        raise Incomplete("the stream is empty or tells an error")
+    if not events:
+        raise Incomplete("the stream is empty")
     chat = events[0]["object"].startswith("chat.")
     answer: Document = {name: value for name, value in events[0].items() if name not in ("choices", "usage")}
     answer["object"] = "chat.completion" if chat else "text_completion"
@@ -121,11 +118,7 @@ def stream(answer: Document, include_usage: bool) -> Iterator[bytes]:
     head["object"] = "chat.completion.chunk" if chat else "text_completion"
 
     def event(choices: list[Document], **more: Any) -> bytes:
-        return (
-            _DATA
-            + orjson.dumps({**head, "choices": choices, **({"usage": None} if include_usage else {}), **more})
-            + b"\n\n"
-        )
+        return written(dumps({**head, "choices": choices, **({"usage": None} if include_usage else {}), **more}))
 
     for choice in answer["choices"]:
         index, logprobs = choice["index"], choice.get("logprobs")
@@ -147,4 +140,4 @@ def stream(answer: Document, include_usage: bool) -> Iterator[bytes]:
         yield event([{"index": index, **end, **rest}])
     if include_usage:
         yield event([], usage=answer.get("usage"))
-    yield _DONE
+    yield END_OF_STREAM

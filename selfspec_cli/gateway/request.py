@@ -9,15 +9,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import orjson
-
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.errors import bad_request
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+RESPONSES = "/v1/responses"
+NEEDED: dict[str, tuple[str, ...]] = {
+    CHAT: ("messages",),
+    COMPLETIONS: ("prompt", "prompt_embeds"),
+    EMBEDDINGS: ("input",),
+    RESPONSES: ("input", "prompt"),
+    "/v1/rerank": ("query",),
+    "/v2/rerank": ("query",),
+    "/rerank": ("query",),
+    "/v1/score": ("text_1", "queries", "query"),
+}
+"""Endpoints of models, and of each the fields of the body one of which has to be there."""
+STREAMED = (CHAT, COMPLETIONS, RESPONSES)
 CLASSES = ("interactive", "batch")
-CACHE_WISHES = ("none", "exact", "meaning")
+CACHE_WISHES = ("none", "exact")
 OWN = "selfspec"  # of the body: what is meant for the gateway
 OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds something to
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
@@ -28,7 +39,7 @@ EXPECTED = 128  # tokens of an answer before any was seen
 
 
 @dataclass
-class Asked:
+class Request:
     """A request. body: without what is meant for the gateway. prompt_tokens: an estimate from the characters, exact
     for token ids. blocks: hashes of the prompt's beginnings, BLOCK characters further each. expected_tokens: of the
     answer. deadline: monotonic seconds, of class batch. text: what was asked, for hashes and logs."""
@@ -58,7 +69,7 @@ class Asked:
     @property
     def stream(self) -> bool:
         """Whether the answer is wanted in parts."""
-        return bool(self.body.get("stream"))
+        return bool(self.body.get("stream")) and self.endpoint in STREAMED
 
     @cached_property
     def answers(self) -> int:
@@ -70,7 +81,7 @@ class Asked:
     @property
     def most_tokens(self) -> int | None:
         """Limit of the answer that the client set."""
-        limit = self.body.get("max_completion_tokens")
+        limit = self.body.get("max_output_tokens" if self.endpoint == RESPONSES else "max_completion_tokens")
         limit = self.body.get("max_tokens") if limit is None else limit
         return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -80,11 +91,11 @@ class Asked:
         return self.body.get("temperature") == 0
 
 
-def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Asked:
+def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     """A request out of its body and headers; raises GatewayError (400) for one that no backend could answer."""
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        body = packed.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
@@ -98,26 +109,26 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Asked:
     for name in OBJECTS:
         if not isinstance(body.get(name) or {}, dict):
             raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)
-    try:
-        orjson.dumps(body)
-    except TypeError as error:  # lists in lists in lists: more of them can be read than written
-        raise bad_request(f"the body cannot be handed on: {error}") from error
-    needed = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}[endpoint]
-    if needed not in body and not (endpoint == COMPLETIONS and "prompt_embeds" in body):
-        raise bad_request(f"{needed} is missing", needed)
+    needed = next((name for name in NEEDED[endpoint] if name in body), None)
+    if needed is None:
+        raise bad_request(f"{NEEDED[endpoint][0]} is missing", NEEDED[endpoint][0])
     own = body.pop(OWN, None) or {}
-    asked = Asked(endpoint, body, id=_request_id(headers.get("x-request-id", "")))
-    _wishes(asked, own, headers)
-    _measure(asked, body.get(needed))
-    return asked
+    request = Request(endpoint, body, id=headers.get("x-request-id", ""))
+    _wishes(request, own, headers)
+    try:
+        _measure(request, body[needed])
+    except ValueError as error:
+        raise bad_request(f"the body cannot be handed on: {error}") from error
+    return request
 
 
-def _request_id(given: str) -> str:
+def request_id(given: str) -> str:
+    """The id that a client gave, if it can be one; otherwise a new one."""
     fits = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
     return given if fits else f"gw-{uuid.uuid4().hex}"
 
 
-def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
+def _wishes(request: Request, own: Any, headers: Mapping[str, str]) -> None:
     """What the client says by `selfspec` in the body, and by X-Selfspec-... headers, which win."""
     if not isinstance(own, dict):
         raise bad_request(f"{OWN}={own!r}: a JSON object is needed", OWN)
@@ -129,15 +140,15 @@ def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
         if name not in WISHES:
             raise bad_request(closest(name, WISHES, "wish"), OWN)
         if name == "class":
-            asked.kind = _word(value, CLASSES, name)
+            request.kind = _word(value, CLASSES, name)
         elif name == "cache":
-            asked.cache = _word(value, CACHE_WISHES, name)
+            request.cache = _word(value, CACHE_WISHES, name)
         elif name == "priority":
-            asked.priority = _whole(value, name)
+            request.priority = _whole(value, name)
         elif name == "deadline_ms":
-            asked.deadline = asked.began + _milliseconds(value, name) / 1000
+            request.deadline = request.began + _milliseconds(value, name) / 1000
         else:
-            setattr(asked, name, str(value))
+            setattr(request, name, str(value))
 
 
 def _word(value: Any, allowed: tuple[str, ...], name: str) -> str:
@@ -163,18 +174,18 @@ def _milliseconds(value: Any, name: str) -> float:
     return found
 
 
-def _measure(asked: Asked, content: Any) -> None:
+def _measure(request: Request, content: Any) -> None:
     """How long the prompt is, and hashes of its beginnings."""
-    ids = content if asked.endpoint == COMPLETIONS and isinstance(content, list) else []
+    ids = content if request.endpoint == COMPLETIONS and isinstance(content, list) else []
+    request.text = content if isinstance(content, str) else packed.dumps(content).decode()
     if ids and all(isinstance(one, int) for one in ids):
-        asked.prompt_tokens, asked.prompt_chars = float(len(ids)), 0
-        asked.text = " ".join(map(str, ids))
+        request.prompt_tokens = float(len(ids))
     else:
-        asked.text = content if isinstance(content, str) else orjson.dumps(content).decode()
-        asked.prompt_chars = len(asked.text)
-        asked.prompt_tokens = asked.prompt_chars / 4
-    found, before = [], hash((asked.endpoint, asked.model))
-    for place in range(0, min(len(asked.text), 64 * BLOCK), BLOCK):
-        before = hash((before, asked.text[place : place + BLOCK]))
+        request.prompt_chars = len(request.text)
+        request.prompt_tokens = request.prompt_chars / 4
+    found, before = [], hash((request.endpoint, request.model))
+    for place in range(0, min(len(request.text), 64 * BLOCK), BLOCK):
+        before = hash((before, request.text[place : place + BLOCK]))
         found.append(before)
-    asked.blocks = tuple(found)
+    request.blocks = tuple(found)
+    _ = request.answers  # counted here, where a long prompt holds up nobody

@@ -4,28 +4,54 @@ import json
 
 import pytest
 
-from selfspec_cli.gateway.cache import replay
+from selfspec_cli.gateway import replay
 
 CHAT = {
-    "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
     "choices": [
-        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Hello you"},
-         "logprobs": {"content": [{"token": "Hello", "logprob": -0.1, "top_logprobs": []},
-                                   {"token": " you", "logprob": -0.2, "top_logprobs": []}]}},
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "Hello you"},
+            "logprobs": {
+                "content": [
+                    {"token": "Hello", "logprob": -0.1, "top_logprobs": []},
+                    {"token": " you", "logprob": -0.2, "top_logprobs": []},
+                ]
+            },
+        },
         {"index": 1, "finish_reason": "length", "message": {"role": "assistant", "content": "Hé"}},
     ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
-}  # fmt: skip
+}
 CALL = {
-    "id": "chatcmpl-2", "object": "chat.completion", "created": 1, "model": "m",
-    "choices": [{"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "content": "",
-        "tool_calls": [ {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}}],
-}  # fmt: skip
+    "id": "chatcmpl-2",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "tool_calls",
+            "message": {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+            },
+        }
+    ],
+}
 TEXT = {
-    "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m",
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "m",
     "choices": [{"index": 0, "text": "a\n\nb", "finish_reason": "stop", "stop_reason": 7}],
     "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("answer", [CHAT, CALL, TEXT])

@@ -1,0 +1,227 @@
+"""Failures are weighed by cause: one client, and one request, never take the others down."""
+
+import asyncio
+import errno
+import json
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake import Fake
+from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
+from running import QUICK, running
+
+from selfspec_cli.gateway import breaker, supervisor
+from selfspec_cli.gateway.breaker import Breaker
+from selfspec_cli.gateway.replica import State
+from selfspec_cli.gateway.upstream import address
+
+
+class Poisoned(Fake):
+    """Answers 500 to prompts with the word poison, whole or as an error in the stream."""
+
+    async def complete(self, request):
+        body = json.loads(await request.read())
+        if "poison" not in str(body.get("prompt")):
+            return await super().complete(request)
+        self.asked.append(body)
+        return web.json_response({"error": {"message": "engine failed on: poison"}}, status=500)
+
+
+async def test_a_request_on_which_every_backend_fails_opens_no_breaker(tmp_path):
+    fakes = [Poisoned(name) for name in "abc"]
+    async with running(fakes, tmp_path, policy="round_robin", keys=TENANTS) as on:
+        for _ in range(6):
+            for more in ({}, {"stream": True}):
+                assert (await on.post(PROMPT | {"prompt": "poison"} | more, **ANN))[0] == 500
+        assert all(one.breaker.open_until == 0 for one in on.gateway.replicas)
+        assert (await on.post(PROMPT, **BOB))[0] == 200
+        assert not any("poison" in str(row["error"]) for row in await on.rows())
+
+
+async def test_a_backend_that_fails_where_others_answer_is_left_alone(tmp_path):
+    async with running([Fake("a", refuse=500), Fake("b")], tmp_path) as on:
+        for _ in range(8):
+            assert (await on.post(PROMPT))[0] == 200
+        assert len(on.fakes["a"].asked) == breaker.LEAST_FAILURES
+
+
+async def test_when_every_breaker_is_open_requests_are_sent_all_the_same(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path) as on:
+        for one in on.gateway.replicas:
+            for _ in range(5):
+                one.breaker.failed()
+            assert not one.sound()
+        assert (await on.post(PROMPT))[0] == 200
+        assert (await on.get("/health"))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_backend_that_is_left_alone_is_asked_where_all_others_fail(tmp_path, stream):
+    """It may be well again; the client has nobody else."""
+    faults = {"die_after": 2} if stream else {"refuse": 500}
+    async with running([Fake("a", **faults), Fake("b", **faults), Fake("c")], tmp_path) as on:
+        for _ in range(5):
+            on.gateway.replicas[2].breaker.failed()
+        if stream:
+            assert (await on.stream(PROMPT)).text == WANTED
+        else:
+            assert (await on.post(PROMPT))[0] == 200
+
+
+def test_a_breaker_opens_by_the_share_of_failures_and_lets_several_requests_try():
+    clock = {"at": 0.0}
+    one = Breaker(lambda: clock["at"])
+    for number in range(40):
+        one.succeeded() if number % 4 else one.failed()
+    assert one.allows()  # a quarter
+    for _ in range(25):
+        one.failed()
+    assert not one.allows()
+    clock["at"] += breaker.OPEN_SECONDS
+    one.probing = breaker.PROBES - 1
+    assert one.allows()
+    one.probing += 1
+    assert not one.allows()
+    one.failed()
+    one.probing = 0
+    assert not one.allows()
+    clock["at"] += breaker.OPEN_SECONDS
+    one.succeeded()
+    assert one.allows()
+    for _ in range(breaker.LEAST_FAILURES - 1):
+        one.failed()
+    assert one.allows()
+    clock["at"] += breaker.WINDOW_SECONDS + 1
+    one.failed()
+    assert one.allows(), "those before are forgotten"
+
+
+async def test_a_long_answer_in_one_piece_is_generated_once(tmp_path):
+    """It takes longer than the first event of a stream may."""
+    quick = replace(QUICK, first_byte_seconds=0.2)
+    async with running([Fake("a", first=0.6), Fake("b", first=0.6)], tmp_path, limits=quick) as on:
+        assert (await on.post(PROMPT))[0] == 200
+        assert [len(fake.asked) for fake in on.fakes.values()] == [1, 0]
+
+
+async def test_a_request_that_takes_too_long_as_a_whole_ends_and_is_nobodys_failure(tmp_path):
+    quick = replace(QUICK, request_seconds=0.5)
+    async with running([Fake("a", step=0.2), Fake("b")], tmp_path, limits=quick) as on:
+        status, found, _ = await on.post(PROMPT)
+        assert (status, found["error"]["type"]) == (504, "timeout")
+        stream = await on.stream(PROMPT)
+        assert stream.events[-1]["error"]["code"] == 504
+        assert on.fakes["b"].asked == []
+        assert on.gateway.replicas[0].breaker.open_until == 0
+        await until(lambda: on.fakes["a"].running == 0)
+
+
+class Lists(Fake):
+    """Has no /v1/models."""
+
+    async def models(self, request):
+        return web.Response(status=404)
+
+
+async def test_a_backend_without_a_list_of_models_serves_the_one_that_is_named(tmp_path):
+    more = {"kinds": {"a": "openai"}, "backends": {"a": {"model": "toy"}}}
+    async with running([Lists("a")], tmp_path, **more) as on:
+        assert (await on.post(PROMPT))[0] == 200
+
+
+async def test_a_backend_of_others_is_looked_at_while_it_is_up(tmp_path):
+    async with running([Fake("a")], tmp_path, kinds={"a": "openai"}) as on:
+        await on.fakes["a"].stop()
+        await until(lambda: on.gateway.replicas[0].state is State.down)
+        await on.fakes["a"].start()
+
+
+@pytest.mark.parametrize(
+    ("base", "wanted"),
+    [
+        ("http://h:1", "http://h:1/v1/completions"),
+        ("http://h/v1/", "http://h/v1/completions"),
+        ("https://h/v1beta/openai", "https://h/v1beta/openai/completions"),
+        ("https://h/openai/deployments/x?api-version=3", "https://h/openai/deployments/x/completions?api-version=3"),
+    ],
+)
+def test_addresses_of_other_forms(base, wanted):
+    assert address(base, "/v1/completions") == wanted
+
+
+async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
+    full = {"a": {"at_once": 1}}
+    patient = replace(QUICK, queue_seconds=20)
+    async with running([Fake("a", step=0.02)], tmp_path, backends=full, keys=TENANTS, limits=patient) as on:
+        order = []
+
+        async def one(name):
+            assert (await on.post(PROMPT, Authorization=f"Bearer {name}"))[0] == 200
+            order.append(name)
+
+        first = asyncio.ensure_future(one("ann"))
+        await until(lambda: on.fakes["a"].running == 1)
+        waiting = [asyncio.ensure_future(one("ann")) for _ in range(4)]
+        await until(lambda: len(on.gateway.places) == 4)
+        other = asyncio.ensure_future(one("bob"))
+        await until(lambda: len(on.gateway.places) == 5)
+        assert 'queue{class="interactive"} 5.0' in await (await on.session.get(on.url + "/metrics")).text()
+        await asyncio.gather(first, other, *waiting)
+        assert order.index("bob") <= 2
+        assert not on.gateway.places.waiting
+
+
+async def test_a_place_that_does_not_come_is_a_503_with_a_time(tmp_path):
+    async with running([Fake("a", step=0.2)], tmp_path, backends={"a": {"at_once": 1}}) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT))
+        await until(lambda: on.fakes["a"].running == 1)
+        status, found, headers = await on.post(PROMPT)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "full" in found["error"]["message"]
+        assert not on.gateway.places.waiting
+        assert (await busy)[0] == 200
+
+
+class Busy(Fake):
+    """Asks to be left alone."""
+
+    async def complete(self, request):
+        if self.refuse is None:
+            return await super().complete(request)
+        self.asked.append({})
+        return web.json_response({}, status=self.refuse, headers={"Retry-After": "7"})
+
+
+async def test_retry_after_is_honoured_and_handed_on(tmp_path):
+    async with running([Busy("a"), Busy("b")], tmp_path) as on:
+        on.fakes["a"].refuse = 429
+        for _ in range(3):
+            assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "b"
+        assert len(on.fakes["a"].asked) == 1
+        on.fakes["b"].refuse = 429
+        status, found, headers = await on.post(PROMPT)
+        assert (status, headers["retry-after"], found["error"]["backend"]) == (429, "7", "b")
+        status, _, headers = await on.post(PROMPT)
+        assert (status, int(headers["retry-after"]) >= 5) == (503, True)
+        assert len(on.fakes["b"].asked) == 4
+
+
+async def test_too_many_files_are_the_gateways_own_matter(tmp_path, monkeypatch):
+    async with running([Fake("a")], tmp_path) as on:
+        key = aiohttp.client_reqrep.ConnectionKey("h", 1, False, True, None, None, None)
+
+        async def full(*given, **more):
+            raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
+
+        for session in on.gateway.upstream._sessions.values():
+            monkeypatch.setattr(session, "request", full)
+        for _ in range(5):
+            await asyncio.sleep(supervisor.POLL_SECONDS)  # looks fail too
+            status, found, headers = await on.post(PROMPT)
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert "file descriptors" in found["error"]["message"]
+        monkeypatch.undo()
+        assert on.gateway.replicas[0].breaker.open_until == 0
+        assert (await on.post(PROMPT))[0] == 200

@@ -1,0 +1,170 @@
+"""Memory, keys, heads, connections and the control endpoints: what comes before a request."""
+
+import asyncio
+import json
+import shutil
+import ssl
+import subprocess
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from fake import Fake, answer
+from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
+from running import QUICK, running
+
+from selfspec_cli.gateway import core, doors, server
+from selfspec_cli.gateway.replica import State
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings
+
+
+async def talk(on, raw, wait=5):
+    """What a raw client gets until the connection is closed, or nothing more comes."""
+    reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
+    writer.write(raw)
+    found = b""
+    try:
+        async with asyncio.timeout(wait):
+            while part := await reader.read(65536):
+                found += part
+    except (TimeoutError, ConnectionError):
+        pass
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/gateway/feedback", "/nothing"])
+async def test_the_key_is_looked_at_before_the_body(tmp_path, path):
+    async with running([Fake("a")], tmp_path, keys=TENANTS) as on:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 30000000\r\n\r\n"
+        assert (await talk(on, head.encode(), 2)).startswith(b"HTTP/1.1 401")
+        assert on.gateway.memory.held == 0
+
+
+async def test_heads_that_are_too_large_or_too_slow_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(doors, "HEAD_SECONDS", 0.3)
+    async with running([Fake("a")], tmp_path) as on:
+        large = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"x-a: " + b"y" * 200_000 + b"\r\n\r\n"
+        assert (await talk(on, large)).startswith(b"HTTP/1.1 431")
+        endless = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000))
+        assert (await talk(on, endless)).startswith(b"HTTP/1.1 431")
+        assert await talk(on, b"GET /health HTTP/1.1\r\nHo") == b""  # closed, long before the five seconds of `talk`
+        assert await talk(on, b"") == b""
+        kept = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert (await talk(on, kept + kept, 1)).count(b"HTTP/1.1 200") == 2
+        assert (await on.stream(PROMPT | {"max_tokens": 300})).text == answer("once upon", 300)
+
+
+async def test_connections_beyond_the_limit_are_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "most_connections", lambda: 3)
+    async with running([Fake("a")], tmp_path) as on:
+        host, port = on.url.removeprefix("http://").split(":")
+        open_ones = [await asyncio.open_connection(host, port) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert (await talk(on, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 503")
+        for _, writer in open_ones:
+            writer.close()
+        await asyncio.sleep(0.1)
+        assert (await on.post(PROMPT))[0] == 200
+
+
+async def test_bodies_that_do_not_fit_together_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(core, "BODIES", 2)
+    small = replace(QUICK, body_mib=0.1)
+    async with running([Fake("a", first=0.5)], tmp_path, limits=small) as on:
+        body = PROMPT | {"prompt": "x" * 90_000, "max_tokens": 1}
+        found = await asyncio.gather(*(on.post(body) for _ in range(5)))
+        assert sorted(status for status, _, _ in found) == [200, 200, 503, 503, 503]
+        await on.settled()
+        assert on.gateway.memory.held == 0
+        assert (await on.post(PROMPT))[0] == 200
+
+
+async def test_a_long_body_of_token_ids_is_read_and_streams_go_on(tmp_path):
+    patient = replace(QUICK, stall_seconds=30)
+    async with running([Fake("a", step=0.01)], tmp_path, limits=patient) as on:
+        long = asyncio.ensure_future(on.post(PROMPT | {"prompt": [5] * 400_000, "max_tokens": 0}))
+        assert (await on.stream(PROMPT)).text == WANTED
+        assert (await long)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost:1"}, 200),
+        ({"Origin": "https://app.example"}, 200),
+        ({}, 200),
+    ],
+)
+async def test_control_endpoints_answer_no_page_of_others(tmp_path, headers, status):
+    async with running([Fake("a")], tmp_path, origins=["https://app.example"]) as on:
+        async with on.session.post(on.url + "/gateway/backends/a/drain", headers=headers) as response:
+            assert response.status == status
+        assert on.gateway.replicas[0].draining == (status == 200)
+
+
+async def test_files_are_the_owners_alone(tmp_path):
+    from selfspec_cli.gateway.settings import CacheSettings
+
+    async with running([Fake("a")], tmp_path, cache=CacheSettings(mib=1)) as on:
+        await on.post(PROMPT)
+        await on.rows()
+        for file in (tmp_path / "gateway").iterdir():
+            assert file.stat().st_mode & 0o077 == 0, file
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "SECRET", "model": "SECRET"}', b'{"stream": "SECRET"}', b"SECRET"])
+async def test_no_error_in_the_log_quotes_the_request(tmp_path, body):
+    async with running([Fake("a", refuse=422)], tmp_path) as on:
+        await on.post(body)
+        await on.post(PROMPT)
+        assert "SECRET" not in json.dumps(await on.rows())
+
+
+async def test_a_key_has_models_and_money(tmp_path):
+    ann = replace(TENANTS[0], models=["toy"], money_per_day=20.0)
+    backends = {"a": {"price_out": 1e6, "serves": ["other"]}}
+    async with running([Fake("a")], tmp_path, keys=[ann, TENANTS[1]], backends=backends) as on:
+        status, found, _ = await on.post(PROMPT | {"model": "other"}, **ANN)
+        assert (status, found["error"]["param"]) == (403, "model")
+        assert [one["id"] for one in json.loads((await on.get("/v1/models", **ANN))[1])["data"]] == ["toy"]
+        statuses = [(await on.post(PROMPT, **ANN))[0] for _ in range(4)]
+        assert statuses == [200, 200, 200, 429]  # eight tokens cost eight
+        _, found, headers = await on.post(PROMPT, **ANN)
+        assert (found["error"]["code"], int(headers["retry-after"]) > 0) == ("insufficient_quota", True)
+        assert (await on.post(PROMPT | {"model": "other"}, **BOB))[0] == 200
+
+
+async def test_settings_are_reloaded_without_losing_a_stream(tmp_path):
+    old, new = Fake("a", step=0.03), Fake("b")
+    await new.start()
+    async with running([old], tmp_path, keys=TENANTS) as on:
+        stream = asyncio.ensure_future(on.stream(PROMPT | {"max_tokens": 30}, **ANN))
+        await until(lambda: old.running == 1)
+        backends = [BackendSettings(name="b", kind="local", url=new.url)]
+        settings = GatewaySettings(backends=backends, keys=TENANTS[:1], ledger=LedgerSettings(0.0), limits=QUICK)
+        known = on.gateway.keys.tenant("Bearer ann")
+        await server.reload(on.gateway, on.looking, settings)
+        await until(lambda: on.gateway.replicas[0].state is State.up)
+        assert on.gateway.keys.tenant("Bearer ann") is known
+        assert (await on.post(PROMPT, **BOB))[0] == 401
+        assert (await on.post(PROMPT, **ANN))[2]["x-selfspec-backend"] == "b"
+        assert (await stream).text == answer("once upon", 30)
+    await new.stop()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+async def test_tls_by_a_certificate_and_its_key(tmp_path):
+    files = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
+    words = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(["openssl", "req", *words], check=True, capture_output=True)
+    async with running([Fake("a")], tmp_path, tls=files) as on:
+        url = on.url.replace("http://", "https://") + "/v1/completions"
+        trusted = ssl.create_default_context(cafile=files[0])
+        trusted.check_hostname = False
+        async with on.session.post(url, json=PROMPT, ssl=trusted) as response:
+            assert (await response.json())["choices"][0]["text"] == WANTED
+        with pytest.raises(aiohttp.ClientError):
+            await on.post(PROMPT)

@@ -1,0 +1,123 @@
+"""Server-sent events: the parser against the standard's own algorithm, and what is no part of an answer."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec_cli.gateway.continuation import Answer, Way
+from selfspec_cli.gateway.events import BrokenStream, Event, Parser, read, written
+from selfspec_cli.gateway.packed import dumps, loads
+from selfspec_cli.gateway.request import COMPLETIONS, Request
+
+
+def by_the_standard(raw):
+    """WHATWG HTML, 9.2.6, line by line over the whole stream."""
+    lines = raw.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    found, data, name = [], [], ""
+    for line in lines[:-1]:  # what has no end is never dispatched
+        if not line:
+            if data:
+                found.append(Event(b"\n".join(data), name))
+            data, name = [], ""
+        elif not line.startswith(b":"):
+            field, _, value = line.partition(b":")
+            value = value[1:] if value.startswith(b" ") else value
+            if field == b"data":
+                data.append(value)
+            elif field == b"event":
+                name = value.decode(errors="replace")
+    return found
+
+
+PIECES = st.sampled_from(
+    [
+        b"data",
+        b"event",
+        b"id",
+        b"retry",
+        b":",
+        b": ",
+        b" ",
+        b"\n",
+        b"\r",
+        b"\r\n",
+        b"\n\n",
+        b"{}",
+        b"data: x\n\n",
+        b"\xef\xbb\xbf",
+        b"\xff",
+        b"x",
+        b"[DONE]",
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=40).map(b"".join), st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_the_parser_does_what_the_standard_says_wherever_the_stream_is_cut(raw, sizes):
+    parser, found, place, turn = Parser(), [], 0, 0
+    while place < len(raw):
+        size = sizes[turn % len(sizes)]
+        found += parser.feed(raw[place : place + size])
+        place, turn = place + size, turn + 1
+    assert found == by_the_standard(raw)
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9), max_size=4), st.sampled_from(["", "a"])
+)
+def test_what_is_written_is_read_again(value, name):
+    assert Parser().feed(written(json.dumps(value, indent=1).encode(), name)) == [
+        Event(json.dumps(value, indent=1).replace("\n", " ").encode(), name)
+    ]
+
+
+def test_an_event_that_does_not_end_is_given_up():
+    parser = Parser()
+    for _ in range(60):
+        parser.feed(b"data: " + b"x" * 2**16)
+    with pytest.raises(BrokenStream, match="4 MiB"):
+        parser.feed(b"x" * 2**19)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Event(b"<html>"),
+        Event(b"{broken"),
+        Event(b"7"),
+        Event(b"[1]"),
+        Event(b'{"message": "x"}', "error"),
+        Event(b'{"error":{"message":"x"}}'),
+        Event(b'{ "id": 1, "error" : "x"}'),
+        Event(b'{"object":"error","message":"x"}'),
+        Event(b'{"type":"error","message":"x"}'),
+    ],
+)
+def test_what_is_no_event_of_an_answer_is_broken(event):
+    with pytest.raises(BrokenStream):
+        read(event)
+
+
+def test_an_answer_that_only_names_errors_is_one():
+    assert read(Event(b'{"error": null, "choices": []}')) == {"error": None, "choices": []}
+    assert read(Event(b'{"choices": [{"text": "\\"error\\": 1"}]}'))
+
+
+def test_token_ids_are_taken_out_and_text_is_left_alone():
+    answer = Answer(Request(COMPLETIONS, {"prompt": "x"}), ids=True)
+    data = b'{"choices":[{"text":"say \\"token_ids\\":[1,2]","prompt_token_ids":[7, 8],"token_ids":[9]}]}'
+    made, ends = answer.take(Event(data))
+    assert (made, ends) == (written(data.replace(b"[7, 8]", b"null").replace(b"[9]", b"null")), False)
+    answer.take(Event(b'{"choices":[{"text":"x","prompt_token_ids":[7,8,9],"token_ids":[10,11]}]}'))
+    assert (answer.prompt_ids, answer.token_ids) == ([7, 8], [9, 10, 11])
+    assert answer.next_way() is Way.ids
+    answer.take(Event(b'{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}'))
+    assert answer.next_way() is None
+
+
+@given(st.integers(), st.text())
+def test_integers_of_any_size_and_all_text_come_through(number, text):
+    raw = json.dumps({"seed": number, "text": text}).encode()
+    assert json.loads(dumps(loads(raw))) == {"seed": number, "text": text}

@@ -1,0 +1,133 @@
+"""Streams in every form of the standard, and every form of an error in one."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from fake import WORDS, Fake, text_of, warms
+from hostile import PROMPT, WANTED
+from running import QUICK, running
+
+
+class Odd(Fake):
+    """Writes its events in a form of its own; from event `at` on what `instead` is."""
+
+    write = staticmethod(lambda data: b"data: " + data + b"\n\n")
+    at, instead = None, b""
+
+    async def stream(self, request, body):
+        if warms(body):
+            return await super().stream(request, body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        ids, tokens = self.plan(body)
+        head = {"id": "x", "object": "text_completion", "created": 1, "model": self.model}
+        for place, token in enumerate(tokens):
+            if place == self.at:
+                await response.write(self.instead)
+                return response
+            choice = {"index": 0, "text": WORDS[token], "finish_reason": "length" if place + 1 == len(tokens) else None}
+            if body.get("return_token_ids"):
+                choice |= {"token_ids": [token], "prompt_token_ids": None if place else ids}
+            await response.write(self.write(json.dumps({**head, "choices": [choice]}).encode()))
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
+        await response.write(self.write(json.dumps({**head, "choices": [], "usage": usage}).encode()))
+        await response.write(self.write(b"[DONE]"))
+        return response
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda data: b"id: 7\nevent: message\nretry: 10\ndata: " + data + b"\n\n",
+        lambda data: b": a comment\ndata: " + data + b"\n\n",
+        lambda data: b": a ping\n\ndata:" + data + b"\n\n",
+        lambda data: b"data: " + data + b"\r\n\r\n",
+        lambda data: b"data: " + data + b"\r\r",
+        lambda data: b"data: " + data.replace(b", ", b",\ndata: ") + b"\n\n",
+        lambda data: b"data:  \t" + data + b"\n\n\n\n",
+        lambda data: b"data: " + data + b"\nid\n\n",
+    ],
+)
+async def test_events_in_every_form_of_the_standard_come_through(tmp_path, form):
+    fake = Odd("a")
+    fake.write = form
+    async with running([fake], tmp_path) as on:
+        stream = await on.stream(PROMPT | {"stream_options": {"include_usage": True}})
+        assert stream.text == WANTED
+        assert stream.events[-1]["usage"]["completion_tokens"] == 8
+        assert (await on.rows())[0]["tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        b'event: error\ndata: {"message": "no"}\n\n',
+        b'data: {  "error": "no"}\n\n',
+        b'data: {"id": "x", "error": {"message": "no"}}\n\n',
+        b'data: {"object": "error", "message": "no"}\n\n',
+        b"data: [DONE]\n\n",
+        b"data: oh dear\n\n",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("at", [0, 3])
+async def test_every_error_in_a_stream_is_continued_elsewhere_or_told_once(tmp_path, instead, at):
+    fake = Odd("a")
+    fake.at, fake.instead = at, instead
+    async with running([fake, Fake("b")], tmp_path) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+        on.gateway.replicas[1].draining = True
+        if at == 0:
+            assert (await on.post(PROMPT | {"stream": True}))[0] == 502
+        else:
+            *parts, last = (await on.stream(PROMPT)).events
+            assert "error" in last and all("error" not in part for part in parts)
+            assert text_of(answer_ids()[:3]) == "".join(part["choices"][0]["text"] for part in parts)
+
+
+def answer_ids():
+    from fake import encode, generated
+
+    return generated(encode("once upon"), 8)
+
+
+async def test_an_error_that_is_null_is_none(tmp_path):
+    fake = Odd("a")
+    fake.write = lambda data: b"data: " + data.replace(b'{"id"', b'{"error": null, "id"', 1) + b"\n\n"
+    async with running([fake], tmp_path) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+
+
+@pytest.mark.parametrize("at", [0, 3])
+async def test_pings_alone_are_no_life(tmp_path, at):
+    class Pings(Odd):
+        async def stream(self, request, body):
+            response = await super().stream(request, body)
+            while not warms(body):
+                await response.write(b": ping\n\n")
+                await asyncio.sleep(0.05)
+            return response
+
+    fake = Pings("a")
+    fake.at = at
+    quick = replace(QUICK, first_byte_seconds=0.4)
+    async with running([fake, Fake("b")], tmp_path, limits=quick) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+
+
+async def test_a_backend_that_only_pings_when_it_is_warmed_up_is_not_waited_for_for_ever(tmp_path):
+    class Pings(Fake):
+        async def stream(self, request, body):
+            if not warms(body):
+                return await super().stream(request, body)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            while True:
+                await response.write(b": ping\n\n")
+                await asyncio.sleep(0.05)
+
+    async with running([Pings("a")], tmp_path, limits=replace(QUICK, first_byte_seconds=0.3)) as on:
+        assert (await on.stream(PROMPT)).text == WANTED

@@ -39,7 +39,7 @@ begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
 side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser part-v2 nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -60,9 +60,9 @@ quick-tests: $(INSTALLED)
 # Parts of one process each run beside each other, the others on all cores.
 test: $(INSTALLED) programs
 	$(begin)
-	@$(side_by_side) part-lint part-contract part-gpu part-browser
+	@$(side_by_side) part-lint part-contract part-v2 part-gpu part-browser
 	$(call tests,unit,tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
-	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
+	$(call tests,engine,tests/engine --ignore=tests/engine/v2 $(BY_FILE) --durations=20)
 	$(summary)
 
 part-lint: $(INSTALLED)
@@ -70,6 +70,10 @@ part-lint: $(INSTALLED)
 
 part-contract part-gpu part-browser: part-%: $(INSTALLED)
 	$(call tests,$*,tests/$*)
+
+# The V2 model runner in Triton's interpreter, which needs a process of its own (tests/engine/v2/conftest.py).
+part-v2: $(INSTALLED)
+	$(call tests,v2,tests/engine/v2 --durations=10)
 
 # Every gate over every prompt of every architecture, 4,096 seeds, and the tests that are marked nightly.
 nightly: export SELFSPEC_FULL = 1

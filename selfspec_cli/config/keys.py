@@ -40,8 +40,13 @@ _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 def baseline_of(cfg: RunConfig) -> RunConfig:
     """The baseline that `cfg` is compared with: same model, workload, engine and seed; nothing of how to draft."""
     drafting = {item.name: getattr(_DEFAULT, item.name) for item in fields(DraftSettings)}
-    others = {"method": Method.baseline, "runner": _DEFAULT.runner, "speculative": {}}
-    return replace(cfg, **drafting | others)
+    others = {"method": Method.baseline, "speculative": {}}
+    return replace(cfg, runner=cfg.runner if _interpreted(cfg) else _DEFAULT.runner, **drafting | others)
+
+
+def _interpreted(cfg: RunConfig) -> bool:
+    """Whether kernels run in Triton's interpreter, in all engines of a process and many times slower."""
+    return cfg.runner is Runner.v2 and device_of(cfg) == "cpu"
 
 
 def step_options(cfg: RunConfig) -> dict[str, str]:
@@ -54,7 +59,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     """Only those method knobs that can change what this run does; a knob that has no effect is not in it."""
     settings: dict[str, Any] = {"method": str(cfg.method)}
     if cfg.method is Method.baseline:
-        return settings
+        return settings | ({"runner": str(cfg.runner)} if _interpreted(cfg) else {})
     if cfg.method is Method.vllm:
         settings |= {speculative.KEY: speculative.settings_of(cfg)}
     else:

@@ -46,7 +46,7 @@ EARLY_EXIT = tuple(Method(name) for name in METHODS)
 
 
 class Runner(StrEnum):
-    """Which of vLLM's model runners drafts: its own choice, or the one named (CUDA only)."""
+    """Which of vLLM's model runners drafts: its own choice, or the one named. V2 on a CPU is for tests: slow."""
 
     auto = "auto"
     v1 = "v1"
@@ -279,7 +279,9 @@ class RunConfig(DraftSettings):
         help="of method vllm: how vLLM itself is to draft, as its speculative_config in JSON, or a named choice",
         methods=(Method.vllm,),
     )
-    runner: Runner = knob(Runner.auto, help="which of vLLM's model runners drafts (CUDA only)", choices=tuple(Runner))
+    runner: Runner = knob(
+        Runner.auto, help="which of vLLM's model runners drafts; v2 on a CPU is for tests (slow)", choices=tuple(Runner)
+    )
     seed: int = knob(0, help="of prompts and of sampling", low=0)
     repeats: int = knob(5, help="timed repeats", low=3)
     warmup: int = knob(1, help="repeats thrown away first", low=0)

@@ -28,6 +28,7 @@ from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
 from selfspec_cli.engine.processes import how_they_start
 from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
 MIB = 2**20
@@ -262,6 +263,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         # vLLM 0.32 saves ahead-of-time artifacts on the CPU that it then fails to load; PyTorch's own cache works, and
         # an engine that was compiled before starts in a quarter of the time.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+        if cfg.runner is Runner.v2:
+            interpret_kernels()
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", how_they_start())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     llm = None

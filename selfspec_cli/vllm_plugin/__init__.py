@@ -10,6 +10,7 @@ rope.py           positions of a draft step where the model counts them in sever
 strict.py         setting `strict`: what would be warned of is an error
 described.py      what the log says that an engine does
 compile_cache.py  a second start on a CPU compiles nothing
+interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
 refusals.py       what early exit cannot do, refused by name before an engine starts
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the draft: a view of the target with some of its layers; shared weights, no copy unless asked for

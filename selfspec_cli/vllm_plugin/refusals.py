@@ -17,23 +17,26 @@ if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, EngineArgs, ModelConfig
 
 
-def require_runner(device: str, v2: bool | None) -> None:
+def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> None:
     """Raises SettingsError for a model runner of vLLM's without early exit on such a device ("cpu", "cuda", ...).
 
-    v2: whether it is the V2 runner; None where vLLM chooses.
+    v2: whether it is the V2 runner; None where vLLM chooses. has_triton: whether vLLM found a backend of Triton's, with
+    which a CPU has early exit on both runners.
     """
     needed = "V2" if device == "cuda" else "V1"
-    if v2 is not None and v2 != (needed == "V2"):
-        raise SettingsError(
-            f"early exit on {device} needs vLLM's {needed} model runner; unset VLLM_USE_V2_MODEL_RUNNER={int(v2)}"
-        )
+    if v2 is None or v2 == (needed == "V2") or (device == "cpu" and has_triton):
+        return
+    why = " without a Triton backend for CPUs" if device == "cpu" else ""
+    raise SettingsError(
+        f"early exit on {device} needs vLLM's {needed} model runner{why}; unset VLLM_USE_V2_MODEL_RUNNER={int(v2)}"
+    )
 
 
 def refuse_runner() -> None:
     """The runner that the environment asks for; one that vLLM falls back to is refused when the worker starts."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform, envs
+    from selfspec_cli.vllm_plugin.vllm_names import HAS_TRITON, current_platform, envs
 
-    require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER)
+    require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER, HAS_TRITON)
 
 
 NO_TARGETS = {

@@ -29,7 +29,7 @@ MODULES = {
     "vllm.logger": "init_logger",
     "vllm.platforms": "current_platform",
     "vllm.third_party": "pynvml",
-    "vllm.triton_utils": "dispatcher",
+    "vllm.triton_utils": "HAS_TRITON dispatcher",
     "vllm.utils": "torch_utils",
     "vllm.utils.torch_utils": "_USE_LAYERNAME",
     "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",

@@ -89,7 +89,7 @@ def unused_key() -> Any:
 
 
 def runner(device: str, v2: bool) -> Callable[[], Any]:
-    return lambda: refusals.require_runner(device, v2)
+    return lambda: refusals.require_runner(device, v2, has_triton=False)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -201,7 +201,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "The engine": (
         Row("CPU", YES, "V1 model runner; vLLM's own sampling beside speculation is mended there", LOSSLESS, "-"),
-        Row("V2 model runner on a CPU", REFUSED, "early exit on CPUs is written for V1",
+        Row("V2 model runner on a CPU", REFUSED, "vLLM's needs a Triton backend for CPUs; tests run it in Triton's "
+            "interpreter (`engine=cpu runner=v2`)",
             refusal=runner("cpu", True), instead="unset VLLM_USE_V2_MODEL_RUNNER=1", gpu="-"),
         Row("V1 model runner on a GPU", REFUSED, "early exit on CUDA is written for V2",
             refusal=runner("cuda", False), instead="unset VLLM_USE_V2_MODEL_RUNNER=0"),

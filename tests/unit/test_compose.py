@@ -613,3 +613,14 @@ def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(
     (tmp_path / "trained.yaml").write_text(yaml.safe_dump(before))
     with pytest.raises(ConfigError, match=r"trained.yaml: head.kl asks for what there is no longer"):
         load_config(tmp_path / "trained.yaml")
+
+
+def test_the_embedded_model_may_be_a_package_of_its_own(tmp_path, monkeypatch):
+    """As in an install without a checkout."""
+    monkeypatch.setattr(paths, "experiments_dir", lambda: tmp_path / "no_checkout")
+    with pytest.raises(ConfigError, match="selfspec-reference-model"):
+        paths.model_path(RunConfig().model)
+    (tmp_path / "selfspec_reference_model" / "model").mkdir(parents=True)
+    (tmp_path / "selfspec_reference_model" / "model" / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert paths.model_path(RunConfig().model) == str(tmp_path / "selfspec_reference_model" / "model")

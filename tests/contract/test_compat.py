@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import pkgutil
+import re
 import subprocess
 import sys
 import types
@@ -334,3 +335,11 @@ def made_by_selfspec(value: object) -> bool:
     if not hasattr(function, "__code__"):
         return str(getattr(function, "__module__", "")).startswith("selfspec_cli")
     return "selfspec_cli" in Path(function.__code__.co_filename).parts
+
+
+def test_the_page_says_of_every_replaced_name_when_it_could_go_and_of_no_other():
+    page = (Path(__file__).parents[2] / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    table = page.partition("| replaced name | with the patch |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall("`([^`]+)`", row.split("|")[1])]
+    short = [".".join(re.split("[.:]", target)[-2:]) for target in TARGETS]
+    assert sorted(named) == sorted(short)

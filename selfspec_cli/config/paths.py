@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -33,8 +34,12 @@ def experiments_dir() -> Path:
 
 
 def reference_model_dir() -> Path:
-    """The embedded reference model: config.json, tokenizer.json and safetensors."""
-    return experiments_dir() / "reference_model" / "model"
+    """The embedded reference model: config.json, tokenizer.json and safetensors. A package of its own brings it where
+    there is no checkout (packaging/reference_model)."""
+    here = experiments_dir() / "reference_model" / "model"
+    found = None if here.is_dir() else importlib.util.find_spec("selfspec_reference_model")
+    places = [] if found is None else list(found.submodule_search_locations or ())
+    return Path(places[0]) / "model" if places else here
 
 
 def plain_model_dir() -> Path:
@@ -66,7 +71,8 @@ def model_path(model: ModelConfig) -> str:
         ConfigError: the path can only be a folder, and it is not there or holds no config.json.
     """
     if model.path == REFERENCE:
-        return str(_folder(reference_model_dir(), "the embedded reference model"))
+        missing = f"model={REFERENCE} comes with the repository, or with the package selfspec-reference-model"
+        return str(_folder(reference_model_dir(), f"{missing} (pip install ./packaging/reference_model in a checkout)"))
     if model.path == PLAIN:
         return str(_folder(plain_model_dir(), f"model={PLAIN} comes with the repository, not with the package"))
     if model.path.startswith(SHAPE):

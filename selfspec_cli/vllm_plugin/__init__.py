@@ -3,8 +3,9 @@
 detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
 patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
 vllm_names.py     every name of vLLM that is imported (data)
-releases/         the table of supported releases, and a module for each that says what differs in it; versions.py says
-                  which one is installed
+releases/         the table of supported releases, and a module for each that says what differs in it; seams.py is all
+                  that is used of vLLM, and admission.py looks for it in a release that nobody has tried, by its source
+                  (source.py); versions.py says which one is installed
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
 strict.py         setting `strict`: what would be warned of is an error
@@ -52,7 +53,8 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
 
     It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
-    raises: beside a vLLM that selfspec does not know it logs one line, and only a request for early exit is refused.
+    raises: beside a vLLM that nobody has tried it waits for a request for early exit, which is taken if all that is
+    used is there, and refused with what moved if it is not.
     """
     try:
         from selfspec_cli.vllm_plugin import compat

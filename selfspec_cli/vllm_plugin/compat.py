@@ -11,10 +11,11 @@ import importlib
 import logging
 import pkgutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.vllm_plugin import versions
-from selfspec_cli.vllm_plugin.detection import refuse_on_request
+from selfspec_cli.vllm_plugin.detection import answer_on_request
 from selfspec_cli.vllm_plugin.patches import PATCHES, Patch, Stage
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -22,7 +23,8 @@ _ENTRANCES = ("create_engine_config", "create_speculative_config")
 """Methods of EngineArgs that every engine is built through, the most lasting name first."""
 
 _applied: set[str] = set()
-_refused: str | None = None  # why early exit cannot be had in this process
+_entrances: list[tuple[Any, str, Any]] = []
+"""What `_answer_requests` replaced: class, name, and vLLM's own method."""
 
 
 def check() -> list[tuple[str, bool, str]]:
@@ -45,23 +47,39 @@ def register() -> None:
 
     vLLM calls this in each process after it has imported what the process works with, so a module that is missing is
     one that is not used here, or that `hooks.early_exit_on_request` patches when early exit is asked for. Where early
-    exit cannot be had, one line is logged and only a request for early exit is answered. Never raises.
+    exit cannot be had, or nobody has tried it, only a request for early exit is answered. Never raises.
     """
-    global _refused
     try:
-        _refused = versions.refusal()
-        if _refused is None:
+        reason = versions.refusal()
+        if reason is None:
             return apply("config", imported_only=True)
+        answer, said = _admit, ""  # an untried release is compared when early exit is asked for
+        if versions.installed() is None:
+            answer, said = (lambda: reason), reason
     except Exception as error:
-        _refused = f"selfspec {versions.own_version()} could not prepare vLLM for it: {error}"
+        said = f"selfspec {versions.own_version()} could not prepare vLLM for it: {error}"
+        answer = lambda: said  # noqa: E731 - like the one above
     try:
-        _answer_requests(_refused)
+        _answer_requests(answer, said)
     except Exception as error:  # then vLLM itself refuses the method, by its own words
-        _logger().warning("selfspec stays out of the way: %s (%s)", _refused, error)
+        _logger().warning("selfspec stays out of the way: %s (%s)", said, error)
 
 
-def _answer_requests(reason: str) -> None:
-    """Log that early exit cannot be had, and make a request for it raise RuntimeError with `reason`."""
+def _admit() -> str | None:
+    """Compare this release, and prepare vLLM for early exit if it has all that is used; else say what has moved."""
+    from selfspec_cli.vllm_plugin.releases import admission
+
+    reason = admission.admit()
+    if reason is None:
+        while _entrances:
+            setattr(*_entrances.pop())
+        apply("config")
+        _logger().warning("%s", versions.untried())
+    return reason
+
+
+def _answer_requests(answer: Callable[[], str | None], said: str) -> None:
+    """Make a request for early exit get `answer`; log `said` if early exit cannot be had whatever is asked for."""
     module, _, name = _ENGINE_ARGS.partition(":")
     owner = getattr(sys.modules.get(module), name, None)
     if owner is None:
@@ -70,10 +88,12 @@ def _answer_requests(reason: str) -> None:
         return
     entrance = next((each for each in _ENTRANCES if each in vars(owner)), None)
     if entrance is not None:
-        setattr(owner, entrance, refuse_on_request(getattr(owner, entrance), reason))
+        original = getattr(owner, entrance)
+        _entrances.append((owner, entrance, original))
+        setattr(owner, entrance, answer_on_request(original, answer))
     _applied.add(_ENGINE_ARGS)
-    # vLLM loads its plugins before it sets up its log, and Python drops what is less than a warning until then.
-    _logger().warning("no early exit here: %s", reason)
+    if said:  # vLLM loads its plugins before it sets up its log, and Python drops what is less than a warning till then
+        _logger().warning("no early exit here: %s", said)
 
 
 def apply(stage: Stage, imported_only: bool = False) -> None:

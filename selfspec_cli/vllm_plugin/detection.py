@@ -75,17 +75,21 @@ def _mapping(value: Any) -> dict[str, Any]:
     return {str(key).replace("-", "_"): item for key, item in found.items()} if isinstance(found, Mapping) else {}
 
 
-def refuse_on_request(original: Function, reason: str) -> Function:
-    """Replacement for a method of `EngineArgs` on a vLLM with which early exit cannot be had.
+def answer_on_request(original: Function, answer: Callable[[], str | None]) -> Function:
+    """Replacement for a method of `EngineArgs` on a vLLM that is not known.
 
-    It raises RuntimeError with `reason` where early exit is asked for, and passes everything else on.
+    Where early exit is asked for, `answer` says why it cannot be had (RuntimeError), or puts what belongs there in the
+    place of this method; everything else is passed on.
     """
 
     @functools.wraps(original)
-    def refuse_or_create(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def answer_and_create(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = request_in(self)
-        if asked is not None:
+        if asked is None:
+            return original(self, *args, **kwargs)
+        reason = answer()
+        if reason is not None:
             raise RuntimeError(f"early exit is asked for ({asked}): {reason}")
-        return original(self, *args, **kwargs)
+        return getattr(self, original.__name__)(*args, **kwargs)  # what is in place now
 
-    return refuse_or_create
+    return answer_and_create

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -43,25 +44,28 @@ def interpret_kernels() -> None:
     os.environ[SWITCH] = "1"
     from triton.backends import backends
 
-    behave_like_a_device()
     launch_quickly()
+    behave_like_a_device()  # after the interpreter has put its own functions in place
     backends["cpu"] = SimpleNamespace(driver=_AlwaysActive, compiler=None)
 
 
 def behave_like_a_device() -> None:
-    """Mend two places in which Triton's interpreter (3.9.0) raises an error where a device goes on.
+    """Mend what Triton's interpreter (3.9.0) does otherwise than a device, or not at all.
 
-    A comparison keeps the type of what it compared, so a scalar one is broadcast to numbers, which are no mask. And
-    there is no place of the largest element among NaN alone: rows that do no work have length 0, and attention over
-    nothing is NaN on a CPU. NumPy's warnings of such numbers go too.
+    - A comparison keeps the type of what it compared, so a scalar one is broadcast to numbers, which are no mask.
+    - There is no place of the largest element among NaN alone: rows that do no work have length 0, and attention over
+      nothing is NaN on a CPU. NumPy's warnings of such numbers go too.
+    - `tl.range` counts in Python's integers, which kernels cannot cast.
+    - Functions of libdevice return nothing; log1p is the one that vLLM's sampling calls.
     """
     import numpy as np
     from triton import language
+    from triton.language.extra import libdevice
     from triton.runtime import interpreter
 
     splat, min_max = interpreter.InterpreterBuilder.create_splat, interpreter.ReduceOps.min_max
     values = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
-    run = interpreter.GridExecutor.__call__
+    run, count = interpreter.GridExecutor.__call__, language.range
 
     def splat_truth(self: Any, kind: Any, value: Any) -> Any:
         truth = value.data.dtype == np.bool_
@@ -79,9 +83,17 @@ def behave_like_a_device() -> None:
         with np.errstate(all="ignore"):
             return run(self, *args, **kwargs)
 
+    def count_in_tensors(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for number in count(*args, **kwargs):
+            yield language.tensor(
+                interpreter.TensorHandle(np.array([number], np.int32), language.int32), language.int32
+            )
+
     interpreter.InterpreterBuilder.create_splat = splat_truth
     interpreter.ReduceOps.min_max = among_nan
     interpreter.GridExecutor.__call__ = without_warnings
+    language.range = count_in_tensors
+    libdevice.log1p = lambda value: language.log(1.0 + value)
 
 
 def launch_quickly() -> None:

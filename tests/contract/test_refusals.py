@@ -73,3 +73,14 @@ def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_f
     )  # fmt: skip
     speculator.EarlyExitSpeculator.set_attn(ours, None, None, None, None, None)
     assert ours.state.max_model_len == 100
+
+
+def test_a_process_that_imported_vllm_without_triton_cannot_have_the_v2_runner_of_a_cpu_any_more():
+    """vLLM looks for a backend once; other tests have it imported here."""
+    import vllm.triton_utils
+
+    from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
+
+    assert not vllm.triton_utils.HAS_TRITON
+    with pytest.raises(SettingsError, match="needs a process that has not imported vLLM or Triton"):
+        interpret_kernels()

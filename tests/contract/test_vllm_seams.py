@@ -18,16 +18,24 @@ from typing import Any
 
 import pytest
 import torch
-from seams import ATTRIBUTES, FIELDS, LINEAR, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
 
 from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import compat, versions, vllm_names
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
+from selfspec_cli.vllm_plugin.releases.seams import (
+    ATTRIBUTES,
+    FIELDS,
+    LINEAR,
+    V1_RUNNER,
+    V2_RUNNER,
+    V2_SPECULATOR,
+    signatures,
+)
 
 pytestmark = pytest.mark.contract
 
 INSTALLED = versions.known((versions.installed() or ("vllm", "none"))[1])
-SIGNATURES = signatures(INSTALLED.release if INSTALLED else "0.32.0")
+SIGNATURES = signatures(INSTALLED or versions.SUPPORTED[0])
 
 
 @pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)

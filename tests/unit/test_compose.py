@@ -634,3 +634,14 @@ def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp
     file.write_text(yaml.safe_dump(old))
     with pytest.raises(ConfigError, match=r"engine\.nvtx asks for what there is no longer"):
         load_config(file)
+
+
+def test_the_embedded_model_may_be_a_package_of_its_own(tmp_path, monkeypatch):
+    """As in an install without a checkout."""
+    monkeypatch.setattr(paths, "experiments_dir", lambda: tmp_path / "no_checkout")
+    with pytest.raises(ConfigError, match="selfspec-reference-model"):
+        paths.model_path(RunConfig().model)
+    (tmp_path / "selfspec_reference_model" / "model").mkdir(parents=True)
+    (tmp_path / "selfspec_reference_model" / "model" / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert paths.model_path(RunConfig().model) == str(tmp_path / "selfspec_reference_model" / "model")

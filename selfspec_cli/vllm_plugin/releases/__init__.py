@@ -1,7 +1,9 @@
 """The table of supported releases of vLLM: one row, and one module that says what differs, for each.
 
-A release that is not listed here is unknown, patch releases too: vLLM moves the internals that early exit needs in
-those as well. Beside an unknown vLLM the plugin does nothing (see `selfspec_cli.vllm_plugin.register`).
+Beside a release that is not listed here the plugin does nothing (see `selfspec_cli.vllm_plugin.register`) until early
+exit is asked for. Then the release's source is compared with all that the plugin uses (seams.py, admission.py). One
+that has all of it is treated like the listed one that it agrees with, after a warning; another one is refused with the
+names that moved.
 """
 
 from __future__ import annotations

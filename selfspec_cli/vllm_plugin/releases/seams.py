@@ -1,4 +1,5 @@
-"""What the plugin relies on in vLLM, as data: names, signatures, fields and attributes, by release.
+"""What the plugin relies on in vLLM, as data: signatures, fields and attributes, as the oldest supported release has
+them. Names that are replaced are in patches.py, names that are imported in vllm_names.py.
 
 Signatures are compared whole, not only for what we pass: a new parameter of a method that we override is a question to
 answer, not a detail.
@@ -6,7 +7,7 @@ answer, not a detail.
 
 from __future__ import annotations
 
-from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin.releases.release import Release
 
 V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -296,8 +297,6 @@ ATTRIBUTES = {
 }
 
 
-def signatures(release: str) -> dict[str, list[str]]:
+def signatures(release: Release) -> dict[str, list[str]]:
     """Target -> its parameters in `release`; a target as that release has it."""
-    known = versions.known(release)
-    assert known is not None
-    return {known.place_of(target): words.split() for target, words in (SIGNATURES | known.signatures).items()}
+    return {release.place_of(target): words.split() for target, words in {**SIGNATURES, **release.signatures}.items()}

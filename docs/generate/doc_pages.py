@@ -16,11 +16,12 @@ from figure_cells import ROOT, at, data_of, names, table
 from figure_grid import by_arm, by_load
 from figure_hosts import hosts
 from figure_hosts import served as served_coder
+from figure_one_line import fixed_lengths, one_line, served_one_line
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
-from figure_readme import served, settings, speedups
+from figure_readme import rivals, served, settings
 from figure_sprint import conversations, in_short, milestones
 from figure_views import first_drafts
 from table import rivals_tables  # experiments/rivals, by figure_readme
@@ -121,7 +122,10 @@ def installs() -> str:
 
 
 WRITTEN = (
-    ("README.md", "speedups", speedups),
+    ("README.md", "one_line", one_line),
+    ("docs/load.md", "fixed_lengths", fixed_lengths),
+    ("docs/load.md", "served_one_line", served_one_line),
+    ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),
     ("docs/load.md", "served", served),
     ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),

@@ -1,4 +1,4 @@
-"""Tables of speedups, a short one for the README: a row is one setting, a cell the published point with its key."""
+"""Tables of speedups: a row is one setting, a cell the published point with its key."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ class Line:
     """One setting on one model and machine.
 
     runs: folders of points that measured it; the median of several is shown. keys: the key of its point by number of
-    requests. short: whether the README has it.
+    requests.
     """
 
     model: str
     setting: str
     runs: tuple[str, ...]
     keys: dict[int, str]
-    short: bool = False
 
 
 LINES: tuple[Line | str, ...] = (
@@ -52,14 +51,12 @@ LINES: tuple[Line | str, ...] = (
         "all 28 layers on 4-bit integers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8, 5 from 24)",
         (CODER,),
         {1: "0e23e75e1497", 4: "c5ecb9ac2813", 16: "188c16dab3fb", 32: "fd2b7ef9389e"},
-        True,
     ),
     Line(
         "the same; H100, a host on which plain decoding is slower",
         SAME,
         ("gpu/qwen_1.5b_table_h100",),
         {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"},
-        True,
     ),
     Line("the same, on chat questions; H200", SAME, (CODER,), {1: "e4cfdba9a519", 4: "eed149b4b8fc"}, True),
     Line(
@@ -86,7 +83,6 @@ LINES: tuple[Line | str, ...] = (
         "the same layers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8), and before them up to 16 tokens copied from the text itself (prompt lookup)",
         (EDITS,),
         {1: "dd63b3d43281", 8: "46d5f827973f"},
-        True,
     ),
     Line(SAME, "the same with the gate survival at 0.2", (EDITS,), {1: "599d111eda8f", 8: "21ea0d72c227"}),
     Line(SAME, "without prompt lookup, the same table", (EDITS,), {1: "7dc8569aa573", 8: "5d844e4a161f"}),
@@ -109,14 +105,12 @@ LINES: tuple[Line | str, ...] = (
         "first 3 of 24 layers, 4 drafts",
         ("gpu/widened",),
         {1: "e4209e624b23"},
-        True,
     ),
     Line(
         SAME,
         "the same on 8-bit integers",
         ("rivals/gpu",),
         {1: "c35d5ee6cd43", 8: "181688600f54", 32: "1c455bf81bc9"},
-        True,
     ),
     Line(
         SAME,
@@ -135,7 +129,6 @@ LINES: tuple[Line | str, ...] = (
         "all 30 layers on 8-bit integers, 4 drafts",
         ("gpu/smollm2/h100", "gpu/smollm2/four_bits_h100", "gpu/smollm2/slow_host_h100"),
         {1: "e7dd82f25482", 16: "744a3528e4e4"},
-        True,
     ),
     Line("the same; H200", SAME, ("gpu/smollm2/read_first_h200",), {1: "191ac9f30d30", 16: "49941cfd5486"}),
     Line(
@@ -143,7 +136,6 @@ LINES: tuple[Line | str, ...] = (
         "first 3 of 24 layers, 4 drafts, gate varH at 5",
         ("cpu",),
         {1: "fa36750527d0"},
-        True,
     ),
     SET,
     Line(
@@ -151,7 +143,6 @@ LINES: tuple[Line | str, ...] = (
         "first 8 of 32 layers, 3 drafts",
         ("gpu/gpu_8b", "gpu/gpu_8b_drafts"),
         {1: "a436e8aa29a6", 16: "31a60377f71c", 32: "eba6cffceab6", 128: "57b1caef957c"},
-        True,
     ),
     Line(
         SAME,
@@ -168,23 +159,16 @@ LINES: tuple[Line | str, ...] = (
 )
 
 
-def speedups() -> str:
-    """Write the README's table of speedups, and list where another method of vLLM was faster than early exit."""
-    parts, faster = [settings(short=True)], list(lost(at("rivals")))
-    if faster:
-        parts += [
-            "[Other methods of vLLM](docs/measurements.md#what-vllm-can-do-instead) were faster than every measured setting of early exit here:",
-            "\n".join(f"- {line}" for line in faster),
-        ]
-    return "\n\n".join(parts)
+def rivals() -> str:
+    """List where another method of vLLM was faster than every measured setting of self-speculation."""
+    return "\n".join(f"- {line}" for line in lost(at("rivals")))
 
 
-def settings(*, short: bool = False) -> str:
-    """Write a row per setting, with a column per number of requests; short: the rows of the README."""
+def settings() -> str:
+    """Write a row per setting, with a column per number of requests."""
     rows = [
         (line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *_cells(line))
         for line in LINES
-        if not short or isinstance(line, str) or line.short
     ]
     return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
 

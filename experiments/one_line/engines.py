@@ -37,8 +37,8 @@ def serve(arguments: dict[str, Any]) -> None:
     def chat(question: str) -> list[int]:
         if tokenizer.chat_template is None:
             return list(tokenizer.encode(question))
-        message = [{"role": "user", "content": question}]
-        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False))
+        asked_for = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return list(tokenizer.apply_chat_template([{"role": "user", "content": question}], **asked_for))
 
     def ask(job: dict[str, Any]) -> dict[str, Any]:
         set_arm(llm, job.get("arm"))
@@ -79,8 +79,12 @@ class Worker:
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--engine", json.dumps(arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environment,
+        )
 
     def started(self) -> float:
         return float(self._read('{"started"')["started"])
@@ -101,8 +105,12 @@ class Worker:
 
 def row(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     speeds = [answer["tokens"] / answer["seconds"] for answer in answers]
-    return {"arm": name, "tok_s": round(statistics.median(speeds), 1), "all": [round(s, 1) for s in speeds],
-            "steps": answers[-1]["steps"]}  # fmt: skip
+    return {
+        "arm": name,
+        "tok_s": round(statistics.median(speeds), 1),
+        "all": [round(s, 1) for s in speeds],
+        "steps": answers[-1]["steps"],
+    }
 
 
 def main() -> None:
@@ -120,8 +128,14 @@ def main() -> None:
     parser.add_argument("--llm", default="{}", help="more arguments of vLLM's LLM, in JSON")
     args = parser.parse_args()
     began = time.perf_counter()
-    common = {"model": args.model, "max_model_len": 4096, "gpu_memory_utilization": 0.4, "enable_prefix_caching": False,
-              "disable_log_stats": False, **json.loads(args.llm)}  # fmt: skip
+    common = {
+        "model": args.model,
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.4,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        **json.loads(args.llm),
+    }
     logs = args.out.parent
     drafting = Worker(common | {"speculative_config": {"method": "selfspec"}}, logs / "drafting.log")
     plain = Worker(common, logs / "plain.log")
@@ -140,18 +154,24 @@ def main() -> None:
                 for name, worker, arm in arms:
                     answers[name].append(worker.ask(job | {"arm": arm}))
             rows = [row(name, found) for name, found in answers.items()]
-            same = {name: sum(a == b for a, b in zip(found[0]["outputs"], answers["plain"][0]["outputs"], strict=True))
-                    for name, found in answers.items()}  # fmt: skip
+            same = {
+                name: sum(a == b for a, b in zip(found[0]["outputs"], answers["plain"][0]["outputs"], strict=True))
+                for name, found in answers.items()
+            }
             again = sum(a == b for a, b in zip(*(one["outputs"] for one in answers["plain"][:2]), strict=True))
-            document["cells"].append({"batch": batch, "prompts": prompts, "rows": rows, "same_as_plain": same,
-                                      "plain_as_itself": again})  # fmt: skip
+            document["cells"].append(
+                {"batch": batch, "prompts": prompts, "rows": rows, "same_as_plain": same, "plain_as_itself": again}
+            )
             args.out.write_text(json.dumps(document, indent=1))
             speed = {one["arm"]: one["tok_s"] for one in rows}
             best = max((value, name) for name, value in speed.items() if name not in (RULE, "plain"))
-            print(f"{batch:4d} {prompts:7s} plain {speed['plain']:8.0f}  rule {speed[RULE]:8.0f} "
-                  f"{speed[RULE] / speed['plain']:.2f}x  best fixed {best[1]} {best[0]:8.0f}, rule {speed[RULE] / best[0]:.2f} "
-                  f"of it  {rows[1]['steps']}  same {same[RULE]} of {len(answers['plain'][0]['outputs'])} "
-                  f"(plain again {again})", flush=True)  # fmt: skip
+            print(
+                f"{batch:4d} {prompts:7s} plain {speed['plain']:8.0f}  rule {speed[RULE]:8.0f} "
+                f"{speed[RULE] / speed['plain']:.2f}x  best fixed {best[1]} {best[0]:8.0f}, "
+                f"rule {speed[RULE] / best[0]:.2f} of it  {rows[1]['steps']}  "
+                f"same {same[RULE]} of {len(answers['plain'][0]['outputs'])} (plain again {again})",
+                flush=True,
+            )
     print(document["started"], f"{time.perf_counter() - began:.0f} s", flush=True)
     os._exit(0)
 

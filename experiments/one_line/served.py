@@ -3,9 +3,9 @@
     python experiments/one_line/served.py MODEL OUT.json --clients 1,8,32,64,128 --seconds-each 8
 
 Both servers run at once; while one is asked, the other is idle. A closed loop keeps its number of requests running.
-Poisson arrivals come at shares of the greatest throughput that plain vLLM reached in a closed loop. Every request streams
-128 tokens of an answer to one of this project's own chat questions. Times are taken by the client: TTFT to the first
-part with text, TPOT over the rest of the answer.
+Poisson arrivals come at shares of the greatest throughput that plain vLLM reached in a closed loop. Every request
+streams 128 tokens of an answer to one of this project's own chat questions. Times are taken by the client: TTFT to the
+first part with text, TPOT over the rest of the answer.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ from selfspec_cli.vllm_plugin.v2.counting import _turn
 from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
 from selfspec_cli.vllm_plugin.v2.worth import _judge_confidence
 
-TYPES = {"worth": WORTH, "statistics": "*fp32", "drafted": "*i32", "num_sampled": "*i32",
+TYPES = {"worth": WORTH, "statistics": "*fp32", "counts": "*i64", "num_sampled": "*i32",
          "matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
          "own": "*fp32", "lengths": "*i32", "cost": "fp32", "logits": "*bf16", "draft_tokens": "*i64"}
 for kernel in (_look_up, _judge, _certain, _turn, _judge_confidence):
@@ -428,7 +428,7 @@ def test_the_kernels_of_free_drafts_compile_for_cuda(compiled):
     look_up, judge, certain, turn, confidence = (line.split() for line in compiled["MATCHING"].splitlines())
     assert look_up == ["0", "1"] and certain == turn == ["0", "0"]
     assert judge == ["0", "3"]  # two counters, and the rows that go on
-    assert confidence == ["0", "2"]  # tokens that stood, and that were judged
+    assert confidence == ["0", "4"]  # tokens that stood and that were judged, by confidence and by position
 
 
 def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction(compiled):

@@ -21,7 +21,7 @@ def exact_with_drafts(original: type[Any]) -> type[Any]:
     """Replacement for `ThinkingBudgetStateHolder`: plain decoding's states, token by token, over drafts too."""
     from selfspec_cli.vllm_plugin.vllm_names import process_dict_updates
 
-    class ExactWithDrafts(original):  # type: ignore[misc]
+    class ExactWithDrafts(original):
         """Keeps the state of each request after its committed tokens, as a plain engine has it."""
 
         def __init__(

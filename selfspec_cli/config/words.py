@@ -115,8 +115,7 @@ def _parse(text: str) -> Word:
         raise ConfigError(f"{text}: only key=value overrides can be used here")
     _check_sweep(override, text)
     sweep = override.is_sweep_override()
-    key = override.key_or_group
-    value = override.value()
+    key, value = override.key_or_group, override.value()
     if isinstance(value, RangeSweep):
         values: tuple[Any, ...] = _numbers(value)
         texts = [*map(str, values)]
@@ -125,8 +124,8 @@ def _parse(text: str) -> Word:
         values = tuple(map(_plain, found))
         texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
         # Of an interpolation without quotes Hydra would escape the braces.
-        refers = [isinstance(value, str) and "${" in value for value in values]
-        texts = [_in_quotes(value) if it else text for value, text, it in zip(values, texts, refers, strict=True)]
+        refers = [isinstance(one, str) and "${" in one for one in values]
+        texts = [_in_quotes(one) if it else text for one, text, it in zip(values, texts, refers, strict=True)]
     if key not in (EXPERIMENT, TUNED):
         type_of(key)
         option = option_of(key)

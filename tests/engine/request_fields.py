@@ -51,11 +51,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 OF_VLLM = {"output_kind", "skip_clone", "output_text_buffer_length"}
 """Fields that vLLM's own front end sets."""
 
-V2_FIELDS: dict[str, dict[str, Any]] = {
-    "prompt_logprob_token_ids": {"prompt_logprob_token_ids": [[5, 6]]},
-    "prompt_logprob_start": {"prompt_logprob_token_ids": [[5, 6]], "prompt_logprob_start": 1},
-}
-"""Of those that are refused on V1, what V2 serves."""
+V2_FIELDS = {"prompt_logprob_token_ids": 0, "prompt_logprob_start": 1}
+"""Of those that are refused on V1, what V2 serves -> the first place of the prompt whose scores are asked for."""
 NOTES = {
     "extra_args": "selfspec_k, selfspec_threshold, and what a custom logits processor reads",
     "prompt_logprob_start": "vLLM: with prompt_logprob_token_ids alone",

@@ -84,12 +84,14 @@ def test_the_exact_distribution():
     assert distribution.exact_p(sample(1, 3).tokens, impossible) == 0.0
 
 
-def test_temperature_top_k_and_top_p():
+def test_temperature_min_p_top_k_and_top_p():
     logs = np.log([0.5, 0.25, 0.15, 0.1])
     assert distribution.processed(logs, {"temperature": 1.0}) == pytest.approx([0.5, 0.25, 0.15, 0.1])
     assert distribution.processed(logs, {"top_k": 2}) == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert distribution.processed(logs, {"top_p": 0.8}) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
     assert distribution.processed(logs, {"top_p": 0.4}) == pytest.approx([1, 0, 0, 0])
+    assert distribution.processed(logs, {"min_p": 0.25}) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
+    assert distribution.processed(logs, {"min_p": 0.25, "temperature": 0.5}) == pytest.approx([0.8, 0.2, 0, 0])
     squared = np.array([0.25, 0.0625, 0.0225, 0.01])
     assert distribution.processed(logs, {"temperature": 0.5}) == pytest.approx(squared / squared.sum())
 

@@ -171,9 +171,11 @@ def exact_p(tokens: np.ndarray, probabilities: np.ndarray, tied: np.ndarray | No
 
 
 def processed(log_probabilities: Sequence[float], params: dict[str, Any]) -> np.ndarray:
-    """Probabilities [V] after temperature, top-k and top-p, in that order, as vLLM applies them."""
+    """Probabilities [V] after temperature, min-p, top-k and top-p, in that order, as vLLM applies them."""
     logits = np.asarray(log_probabilities, dtype=np.float64) / params.get("temperature", 1.0)
     order = np.argsort(-logits)
+    if params.get("min_p", 0.0) > 0:
+        logits[logits < logits.max() + np.log(params["min_p"])] = -np.inf
     if params.get("top_k", 0) > 0:
         logits[order[params["top_k"] :]] = -np.inf
     found = np.exp(logits - logits.max())

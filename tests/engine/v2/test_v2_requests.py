@@ -22,7 +22,9 @@ def asked(drafts: str = MODES[0]) -> list[Any]:
     """A request a field, of few tokens."""
     made = [request(name, drafts != MODES[2]) for name in FIELDS]
     more = {"extra_args": {"selfspec_k": 0}} if drafts == MODES[2] else {}
-    made += [greedy(TOKENS, **said, **more) for said in V2_FIELDS.values()]
+    for start in V2_FIELDS.values():
+        rows = [[5, 6]] * (len(PROMPTS["n"]) - 1 - start)
+        made.append(greedy(TOKENS, prompt_logprob_token_ids=rows, prompt_logprob_start=start or None, **more))
     for params in made:
         params.max_tokens = min(params.max_tokens, TOKENS)
     return made

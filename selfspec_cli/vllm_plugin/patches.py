@@ -267,4 +267,4 @@ CHANGES: tuple[Change, ...] = (
     Change("vllm:*", "observe.annotate, observe.watch, kernel_timing", "methods in named ranges, or counted, until the "
            "command ends", "profile"),
 )  # fmt: skip
-"""What patches and vLLM's own arguments leave open."""
+"""What patches and vLLM's own arguments leave open. tests/engine/v2/test_v2_boundary.py compares live engines."""

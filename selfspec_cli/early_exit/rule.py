@@ -45,10 +45,16 @@ MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows what changes."""
 FIRST_REQUESTS, MOST_REQUESTS = 40.0, 400.0
 """Requests for which the guess counts that all expected tokens come, and requests that count after it."""
-TIME_HALF_LIFE, ACCEPTANCE_HALF_LIFE = 20.0, 30.0
+TIME_HALF_LIFE, ACCEPTANCE_HALF_LIFE = 20.0, 3.0
 """Seconds after which what was seen counts half."""
 MEMORY = 500.0
 """Verified drafts of requests after which what was seen before counts for 1/e."""
+SURPRISE, LEFT_AFTER_SURPRISE = 4.0, 0.1
+"""Standard deviations by which verdicts contradict what was seen before, of which so much is left then."""
+TRIAL_SHARE = 0.004
+"""Of all time, what may be lost by trying drafts again while plain steps are the best choice."""
+TRIAL_DRAFTS = 64
+"""Verified first drafts that are enough for a trial: large batches need no DRAFTING_HELD steps."""
 FIRST_RATE, FIRST_TRIALS = 0.8, 4.0
 """What a position is taken to accept before anything is known, and for how many drafts that counts."""
 
@@ -112,6 +118,7 @@ class Acceptance:
     def add(self, judged: Sequence[int], stood: Sequence[int], now: float) -> None:
         """Drafts were verified. judged, stood: of each position from the first on."""
         share = MEMORY / (MEMORY + judged[0]) * self._left(now)
+        share *= LEFT_AFTER_SURPRISE if self._contradicted(judged[0], stood[0], now) else 1.0
         self.seen = now
         for position in range(self.k):
             self.stood[position] = self.stood[position] * share + stood[position]
@@ -126,6 +133,11 @@ class Acceptance:
             before = min(good / (good + bad), 0.995)
             rates.append(before if draw is None else draw.betavariate(good, max(bad, 0.01)))
         return list(accumulate(rates, mul))
+
+    def _contradicted(self, judged: int, stood: int, now: float) -> bool:
+        """Whether so many first drafts that stood are a surprise, as after a change of traffic."""
+        (rate,) = self.survival(now)[:1]
+        return (stood - judged * rate) ** 2 > SURPRISE**2 * (judged * rate * (1 - rate) + 1)
 
     def _left(self, now: float) -> float:
         return 0.5 ** ((now - self.seen) / ACCEPTANCE_HALF_LIFE)
@@ -221,11 +233,10 @@ class LengthRule:
         if held is not None and held[1]:
             self._held[load, most] = held[0], held[1] - 1
             return held[0]
-        bucket = context_bucket(context() if callable(context) else context)
-        choice = self._chosen(load, bucket, most)
-        steps = DRAFTING_HELD if choice.width else PLAIN_HELD
+        tokens = context() if callable(context) else context
+        self._buckets[load] = context_bucket(tokens)
+        choice, steps = self._chosen(load, tokens, most)
         self._held[load, most] = choice, steps - 1
-        self._buckets[load] = bucket
         return choice
 
     def stepped(self, requests: int, width: int, seconds: float) -> None:
@@ -251,16 +262,22 @@ class LengthRule:
         load = batch_size(requests)
         return load, self._buckets.get(load, 0), width
 
-    def _chosen(self, load: int, bucket: int, most: int) -> Choice:
+    def _chosen(self, load: int, context: float, most: int) -> tuple[Choice, int]:
+        """The choice, and the steps that it holds for."""
         now = self.clock()
-        kinds = {width: self._kind(load, bucket, width) for width in self.widths if width <= most}
+        kinds = {width: self._kind(load, context, width) for width in self.widths if width <= most}
         survival = self.acceptance.survival(now)
         means = {width: _tokens(survival, width, seen.share(now)) / seen.seconds for width, seen in kinds.items()}
         width = best = max(means, key=means.__getitem__)
+        trial_steps = max(2, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         self.choices += 1
         unseen = [one for one, seen in kinds.items() if not seen.weight and means[one] >= PLAUSIBLE * means[best]]
+        drafts = max((one for one in kinds if one), key=means.__getitem__, default=0)
+        loss = trial_steps * kinds[drafts].seconds * (1 - means[drafts] / means[best])
         if unseen:
             width = max(unseen, key=means.__getitem__)
+        elif not best and (now - self.acceptance.seen) * TRIAL_SHARE > loss:
+            width = drafts
         elif self.choices % TRIED_EVERY == 0:
             drawn = self.acceptance.survival(now, self._random)
             speeds = {one: _tokens(drawn, one, seen.share(now)) / seen.drawn(now, self._random)
@@ -268,24 +285,24 @@ class LengthRule:
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
         plain = kinds[min(kinds)].seconds
-        step = self._draft_step(load, bucket, plain)
-        return Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)
+        step = self.times.draft_step(load, context) * (1.0 if self.times.measured else plain)
+        choice = Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)
+        if not width:
+            return choice, PLAIN_HELD
+        return choice, DRAFTING_HELD if width == best else trial_steps
 
-    def _draft_step(self, load: int, bucket: int, plain: float) -> float:
-        seconds = self.times.draft_step(load, _context(bucket))
-        return seconds if self.times.measured else seconds * plain
-
-    def _kind(self, load: int, bucket: int, width: int) -> Seen:
+    def _kind(self, load: int, context: float, width: int) -> Seen:
         """What is known of a kind of step. What was never seen is predicted from the nearest kind that was: what that
         one took beyond the times at the start is taken to be the host's, which is the same."""
+        bucket = context_bucket(context)
         seen = self._seen.get((load, bucket, width))
         if seen is not None:
             return seen
-        own = self.times.step(load, width, _context(bucket))
+        own = self.times.step(load, width, context)
         if not self._seen:
             return Seen(own)
         near = min(self._seen, key=lambda key: _distance(key, load, bucket, width))
-        there = self.times.step(near[0], near[2], _context(near[1]))
+        there = self.times.step(near[0], near[2], context if near[1] == bucket else _context(near[1]))
         if not self.times.measured:
             return Seen(own * self._seen[near].seconds / there)
         return Seen(own + max(self._seen[near].seconds - there, 0.0))

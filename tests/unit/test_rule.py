@@ -1,0 +1,314 @@
+"""The rule of draft lengths on a simulated engine: its clock, step times and acceptance are all simulated and seeded.
+
+Device times of a small model on a large GPU are known at the start. True steps take longer, by what the host does, and
+never less than the host's floor, and they are noisy. The rule must find the best width by itself, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS, LengthRule, StepTimes, batch_size
+
+LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+HOST, FLOOR, NOISE = 0.2e-3, 2.0e-3, 0.04
+"""Seconds of the host in each step, the least that a step takes, and the relative deviation of a step's time."""
+KV_TOKEN = 12e-9
+"""Seconds to read the keys and values of a token of context."""
+
+
+def device_times(draft: float = 0.45e-3) -> StepTimes:
+    """draft: seconds of a draft step of one request."""
+    verify = {width: {n: 1.7e-3 + 4e-6 * n * (width + 1) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
+              for width in WIDTHS}  # fmt: skip
+    return StepTimes(verify, {n: draft + 12e-6 * n for n in REQUESTS}, KV_TOKEN)
+
+
+class Simulated:
+    """An engine with a clock of its own.
+
+    requests, context (tokens of each) and acceptance (of a draft whose predecessors stood; one for all requests, or of
+    each) may change between two runs. times: the truth, in which a context is not rounded to a bucket.
+    """
+
+    def __init__(self, requests: int = 1, acceptance: float | Sequence[float] = 0.8, *, known: StepTimes | None = None,
+                 times: StepTimes | None = None, seed: int = 0, widths: Sequence[int] = WIDTHS) -> None:  # fmt: skip
+        self.times = device_times() if times is None else times
+        self.now, self.requests, self.acceptance, self.context = 100.0, requests, acceptance, 500
+        self.rule = LengthRule(self.times if known is None else known, widths, lambda: self.now, seed)
+        self.draw = np.random.default_rng(seed)
+        self.widths, self.tried = Counter[int](), Counter[int]()  # steps of all choices, and of trials, by width
+        self._trying = False
+
+    def seconds(self, width: int) -> float:
+        """What a step takes in the mean."""
+        exact = self.times.step(self.requests, width, self.requests * self.context)
+        return max(exact + HOST, FLOOR)
+
+    def speed(self, width: int) -> float:
+        """Expected tokens a second of a fixed width."""
+        rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
+        tokens = self.requests + sum(float((rates**place).sum()) for place in range(1, width + 1))
+        return tokens / self.seconds(width)
+
+    def allowed(self) -> list[int]:
+        load = batch_size(self.requests)
+        return [width for width in self.rule.widths if not width or load * (width + 1) <= LARGEST_VERIFY]
+
+    def best(self) -> int:
+        return max(self.allowed(), key=self.speed)
+
+    def step(self, limit: int | None = None) -> int:
+        """One step; its width."""
+        choices, trials = self.rule.choices, self.rule.trials
+        width = self.rule.choose(self.requests, lambda: self.requests * self.context, limit).width
+        if self.rule.choices > choices:
+            self._trying = self.rule.trials > trials
+        seconds = self.seconds(width) * math.exp(NOISE * self.draw.standard_normal())
+        self.now += seconds
+        if width:
+            rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
+            stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
+            places = np.arange(self.rule.acceptance.k)
+            judged = ((places < width) & (places <= stood[:, None])).sum(0)
+            self.rule.judged(judged.tolist(), (places < stood[:, None]).sum(0).tolist())
+        self.rule.stepped(self.requests, width, seconds)
+        if width:
+            self.rule.brought(self.requests, width, float(stood.mean()))
+        self.widths[width] += 1
+        self.tried[width] += self._trying
+        return width
+
+    def run(self, seconds: float, limit: int | None = None) -> float:
+        """Run for so long; the speed, in shares of the best fixed width's. Of each step its expectation counts, so that
+        luck does not."""
+        self.widths.clear()
+        self.tried.clear()
+        until = self.now + seconds
+        while self.now < until:
+            self.step(limit)
+        tokens = sum(steps * self.speed(width) * self.seconds(width) for width, steps in self.widths.items())
+        time = sum(steps * self.seconds(width) for width, steps in self.widths.items())
+        return tokens / time / self.speed(self.best())
+
+    def lost_by_trials(self) -> float:
+        """Of the last run's time, the share that trials took beyond what the best width takes for their tokens."""
+        best, lost = self.speed(self.best()), 0.0
+        for width, steps in self.tried.items():
+            lost += steps * self.seconds(width) * (1 - self.speed(width) / best)
+        return lost / sum(steps * self.seconds(width) for width, steps in self.widths.items())
+
+
+# ---- steady traffic --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", [0.95, 0.8, 0.5, 0.1])
+@pytest.mark.parametrize("requests", LOADS)
+def test_steady_traffic_gets_nearly_the_best_width_soon(requests, acceptance):
+    engine = Simulated(requests, acceptance, seed=requests)
+    assert engine.run(1.0) > 0.9
+    assert engine.run(4.0) > (0.985 if engine.best() == 0 else 0.975)
+
+
+@pytest.mark.parametrize(("requests", "acceptance"), [(1, 0.95), (1, 0.1), (8, 0.8), (32, 0.5), (64, 0.95), (256, 0.1)])
+def test_trials_cost_less_than_a_hundredth_in_the_long_run(requests, acceptance):
+    engine = Simulated(requests, acceptance, seed=1)
+    engine.run(2.0)
+    assert engine.run(30.0) > (0.99 if engine.best() == 0 else 0.98)
+    assert 0 < engine.lost_by_trials() < 0.01
+
+
+def test_random_weights_of_which_no_draft_stands_decode_as_fast_as_plain_decoding():
+    for requests in (1, 8, 64, 256):
+        engine = Simulated(requests, 0.0, seed=2)
+        assert engine.run(10.0) > 0.99
+        assert engine.widths.most_common(1)[0][0] == 0
+
+
+def test_requests_that_differ_in_one_batch():
+    """Half of them accept 95 % of their drafts, the others 20 %."""
+    for requests in (2, 8, 32, 64):
+        engine = Simulated(requests, [0.95, 0.2] * (requests // 2), seed=3)
+        engine.run(1.0)
+        assert engine.run(5.0) > 0.97, requests
+
+
+# ---- traffic that changes --------------------------------------------------------------------------------------------
+
+
+def settled(engine: Simulated, **now: float) -> None:
+    """Traffic changes, and two seconds later the widths are within 3 % of the best one."""
+    for name, value in now.items():
+        setattr(engine, name, value)
+    engine.run(2.0)
+    assert engine.run(1.0) > 0.97, (now, engine.best(), engine.widths)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"acceptance": 0.2}, {"acceptance": 0.95}, {"acceptance": 0.2}],
+        [{"requests": 1}, {"requests": 64}, {"requests": 1}],
+        [{"requests": 3, "acceptance": 0.9}, {"requests": 100, "acceptance": 0.3}, {"requests": 3, "acceptance": 0.9}],
+        [{"context": 500, "requests": 32}, {"context": 16384}, {"context": 500}],
+        [{"context": 16384, "requests": 1, "acceptance": 0.6}, {"context": 500}, {"requests": 16, "context": 16384}],
+    ],
+    ids=["acceptance", "load", "both", "context", "more"],
+)
+def test_traffic_that_changes_gets_the_right_width_within_two_seconds(changes, seed):
+    engine = Simulated(seed=seed)
+    for change in [*changes, *changes]:
+        settled(engine, **change)
+
+
+def test_what_has_become_better_during_a_pause_is_tried_again():
+    """Nothing stood, so that plain decoding was chosen; half an hour later everything stands."""
+    engine = Simulated(4, 0.05, seed=5)
+    engine.run(20.0)
+    assert engine.best() == 0 < engine.rule.trials
+    engine.now += 1800
+    settled(engine, acceptance=0.95)
+
+
+def test_what_is_always_refused_is_tried_again_seldom_after_a_pause():
+    engine = Simulated(4, 0.05, seed=5)
+    engine.run(20.0)
+    engine.now += 1800
+    assert engine.run(2.0) > 0.985
+
+
+# ---- what the rule is told -------------------------------------------------------------------------------------------
+
+
+def test_a_limit_holds_for_every_step_and_the_best_below_it_is_found():
+    engine = Simulated(1, 0.95, seed=6)
+    for limit in (4, 0, 12, 3, 1):
+        engine.run(1.0, limit)
+        assert max(engine.widths) <= limit
+        allowed = [width for width in WIDTHS if width <= limit]
+        assert engine.widths.most_common(1)[0][0] == max(allowed, key=engine.speed) or limit == 12, limit
+
+
+def test_no_verify_pass_is_larger_than_its_largest_graph():
+    for requests in (*REQUESTS, 100, 300, 500, 800):
+        engine = Simulated(requests, 1.0, seed=7)
+        engine.run(0.5)
+        assert all(batch_size(requests) * (width + 1) <= LARGEST_VERIFY for width in engine.widths if width), requests
+
+
+def test_a_longest_draft_that_is_no_usual_width_is_chosen_too():
+    engine = Simulated(1, 1.0, seed=8, widths=(20, *WIDTHS))
+    engine.run(1.0)
+    assert engine.run(3.0) > 0.975 and engine.best() == 20 and engine.widths[20]
+
+
+@pytest.mark.parametrize("acceptance", [0.9, 0.1])
+@pytest.mark.parametrize("requests", [1, 4, 8])
+def test_an_engine_whose_times_were_not_measured_learns_them(requests, acceptance):
+    """As on a CPU: a draft step is assumed to take half of a plain step, and takes a fifth; a slot is not free."""
+    engine = Simulated(requests, acceptance, known=StepTimes.assumed(0.5), seed=9)
+    engine.run(2.0)
+    assert engine.run(8.0) > 0.97
+
+
+def test_times_that_were_measured_wrongly_are_corrected():
+    """On this host a draft step takes three times what the device's time says."""
+    engine = Simulated(8, 0.9, known=device_times(), times=device_times(1.6e-3), seed=10)
+    engine.run(2.0)
+    assert engine.run(8.0) > 0.97
+
+
+def test_the_same_seed_makes_the_same_choices():
+    def chosen(seed: int) -> list[int]:
+        engine = Simulated(8, 0.8, seed=11)
+        engine.rule = LengthRule(device_times(), WIDTHS, lambda: engine.now, seed)
+        return [engine.step() for _ in range(3000)]
+
+    first = chosen(0)
+    assert chosen(0) == first != chosen(1)
+
+
+# ---- what a choice says ----------------------------------------------------------------------------------------------
+
+
+def test_a_draft_step_is_worth_the_tokens_that_its_time_brings_at_the_engines_speed():
+    engine = Simulated(8, 0.9, seed=12)
+    engine.run(2.0)
+    choice = engine.rule.choose(8, 4000.0)
+    step = engine.times.draft_step(8, 4000)
+    assert choice.step_value == pytest.approx(step * engine.speed(engine.best()), rel=0.05)
+    assert choice.step_cost == pytest.approx(step / engine.seconds(0), rel=0.1)
+    assert choice.seconds == pytest.approx(engine.seconds(choice.width), rel=0.05)
+    assert choice.expected == pytest.approx(engine.speed(choice.width), rel=0.05)
+
+
+def test_contexts_are_counted_only_where_a_choice_is_due():
+    rule, counted = LengthRule(device_times(), clock=lambda: 1.0), []
+
+    def context() -> float:
+        counted.append(1)
+        return 100.0
+
+    for _ in range(80):
+        rule.choose(4, context)
+    assert len(counted) == rule.choices <= 20
+
+
+def test_drafts_that_end_before_their_width_count_for_the_tokens_that_come():
+    """Requests stop after their third draft, so that wider steps only have more places."""
+    engine = Simulated(1, 0.95, seed=13, times=dear_places())
+    short, brought = 3, engine.rule.brought
+    engine.rule.brought = lambda requests, width, accepted: brought(requests, width, min(accepted, short))
+    engine.run(4.0)
+    engine.run(1.0)
+    assert engine.widths.most_common(1)[0][0] in (3, 4), engine.widths
+
+
+def dear_places() -> StepTimes:
+    """A place more in a verify pass costs a tenth of a plain step, and a draft step next to nothing."""
+    return StepTimes({width: {1: 2e-3 * (1 + 0.1 * width)} for width in WIDTHS}, {1: 1e-5})
+
+
+# ---- its parts -------------------------------------------------------------------------------------------------------
+
+
+def test_times_between_and_beyond_those_that_are_known():
+    times = StepTimes({4: {1: 2.0, 8: 4.0}, 0: {1: 1.0, 8: 2.0}}, {1: 0.5, 8: 1.0}, kv_token=0.001, attended=100)
+    assert [times.verify_pass(n, 0) for n in (1, 2, 8, 16)] == [1.0, 2.0, 2.0, 4.0]
+    assert times.verify_pass(1, 3) == times.verify_pass(1, 4) == times.verify_pass(1, 9) == 2.0
+    assert times.draft_step(4, 300) == 1.3
+    assert times.draft_step(4, 4000) == 1.4  # a draft reads 100 tokens of each request at most
+    assert times.step(4, 2, 4000) == pytest.approx(4.0 + 4.0 + 2 * 1.4)
+
+
+def test_acceptance_is_by_position_and_what_was_not_judged_takes_after_the_one_before():
+    seen = LengthRule(device_times(), (4, 2, 0), lambda: 0.0).acceptance
+    seen.add([1000, 800, 0, 0], [800, 200, 0, 0], 0.0)
+    first, second, third, fourth = seen.survival(0.0)
+    assert first == pytest.approx(0.8, abs=0.01) and second / first == pytest.approx(0.25, abs=0.01)
+    assert third / second == pytest.approx(second / first) == pytest.approx(fourth / third)
+    later = seen.survival(3600.0)
+    assert later[0] == pytest.approx(0.8, abs=0.01) and later[1] / later[0] == pytest.approx(later[0], abs=0.01)
+
+
+def test_a_hiccup_of_the_host_moves_a_known_time_little():
+    engine = Simulated(1, 0.9, seed=14)
+    engine.run(2.0)
+    width = engine.widths.most_common(1)[0][0]
+    before = engine.rule.choose(1, 500.0)
+    for _ in range(8):
+        engine.rule.choose(1, 500.0)
+    engine.rule.stepped(1, width, 5.0)
+    (key,) = [key for key in engine.rule._seen if key[0] == 1 and key[2] == width and key[1] == 0]
+    assert engine.rule._seen[key].seconds < 1.05 * engine.seconds(width) and before.width in WIDTHS
+
+
+@pytest.mark.parametrize(("requests", "size"), [(1, 1), (3, 4), (17, 24), (256, 256), (257, 320), (700, 704)])
+def test_batch_sizes(requests, size):
+    assert batch_size(requests) == size

@@ -131,7 +131,7 @@ class Acceptance:
         for stood, failed in zip(self.stood, self.failed, strict=True):
             good, bad = stood * share + FIRST_TRIALS * before, failed * share + FIRST_TRIALS * (1 - before)
             before = min(good / (good + bad), 0.995)
-            rates.append(before if draw is None else draw.betavariate(good, max(bad, 0.01)))
+            rates.append(before if draw is None else draw.betavariate(max(good, 0.01), max(bad, 0.01)))
         return list(accumulate(rates, mul))
 
     def _contradicted(self, judged: int, stood: int, now: float) -> bool:

@@ -122,11 +122,13 @@ class WidthPlanner:
         assert self.rule is not None
         if f"{JUDGED}.0" not in totals:
             return
-        before, width = self._positions, self.widest
-        judged, stood = ([totals[f"{name}.{place}"] - before.get(f"{name}.{place}", 0) for place in range(width)]
-                         for name in (JUDGED, STOOD))  # fmt: skip
-        self._positions = dict(totals)
-        self.rule.judged(judged, stood)
+        known = {name: totals[name] for name in totals if name.startswith((f"{JUDGED}.", f"{STOOD}."))}
+        before, self._positions = self._positions, known
+        if any(known[name] < before.get(name, 0) for name in known):
+            before = {}  # the worker counts from zero again, as after its start
+        places = range(self.widest)
+        new = {name: known[name] - before.get(name, 0) for name in known}
+        self.rule.judged([new[f"{JUDGED}.{place}"] for place in places], [new[f"{STOOD}.{place}"] for place in places])
 
     def read(self, output: Any, now: float) -> None:
         """The tokens of a step were read at `now`, in seconds; its verdicts are in.

@@ -223,6 +223,7 @@ class LengthRule:
         self._seen: dict[tuple[int, int, int], Seen] = {}
         self._held: dict[tuple[int, int], tuple[Choice, int]] = {}  # by batch size and limit, with steps that are left
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
+        self._drafted = 0.0  # when a width above 0 was last chosen, in seconds: its verdicts come later
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
         """For the step of a batch that begins. context: tokens of all requests together, or a function that counts
@@ -276,7 +277,7 @@ class LengthRule:
         loss = trial_steps * kinds[drafts].seconds * (1 - means[drafts] / means[best])
         if unseen:
             width = max(unseen, key=means.__getitem__)
-        elif not best and (now - self.acceptance.seen) * TRIAL_SHARE > loss:
+        elif not best and (now - self._drafted) * TRIAL_SHARE > loss:
             width = drafts
         elif self.choices % TRIED_EVERY == 0:
             drawn = self.acceptance.survival(now, self._random)
@@ -284,6 +285,7 @@ class LengthRule:
                       for one, seen in kinds.items()}  # fmt: skip
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
+        self._drafted = now if width else self._drafted
         plain = kinds[min(kinds)].seconds
         step = self.times.draft_step(load, context) * (1.0 if self.times.measured else plain)
         choice = Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)

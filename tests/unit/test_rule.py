@@ -16,6 +16,8 @@ import pytest
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS, LengthRule, StepTimes, batch_size
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LATE = 0.05
+"""Seconds between two copies of the device's verdicts to the host, each of which is read when the next one begins."""
 HOST, FLOOR, NOISE = 0.2e-3, 2.0e-3, 0.04
 """Seconds of the host in each step, the least that a step takes, and the relative deviation of a step's time."""
 KV_TOKEN = 12e-9
@@ -44,6 +46,8 @@ class Simulated:
         self.draw = np.random.default_rng(seed)
         self.widths, self.tried = Counter[int](), Counter[int]()  # steps of all choices, and of trials, by width
         self._trying = False
+        self._copied = self.now
+        self._under_way = self._counted = np.zeros((2, self.rule.acceptance.k), int)  # judged and stood, by position
 
     def seconds(self, width: int) -> float:
         """What a step takes in the mean."""
@@ -76,7 +80,11 @@ class Simulated:
             stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
             places = np.arange(self.rule.acceptance.k)
             judged = ((places < width) & (places <= stood[:, None])).sum(0)
-            self.rule.judged(judged.tolist(), (places < stood[:, None]).sum(0).tolist())
+            self._counted = self._counted + [judged, (places < stood[:, None]).sum(0)]
+        if self.now - self._copied > LATE:
+            self.rule.judged(*self._under_way.tolist())
+            self._under_way, self._counted = self._counted, np.zeros_like(self._counted)
+            self._copied = self.now
         self.rule.stepped(self.requests, width, seconds)
         if width:
             self.rule.brought(self.requests, width, float(stood.mean()))

@@ -108,7 +108,7 @@ def drafting(request, talking, wanted):  # two engines of one process cannot liv
     more = (
         {}
         if request.param == "greedy"
-        else {"draft_sample_method": "probabilistic", "adaptive_length": True, "draft_cost": 0.3}
+        else {"draft_sample_method": "probabilistic", "gate": "auto"}
     )
     with live(talking, layer_skip(EXIT, K, **more), **ENGINE) as engine:
         yield engine

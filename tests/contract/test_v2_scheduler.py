@@ -107,6 +107,8 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
     monkeypatch.setattr(scheduler, "update_from_output", listening)
     serve(scheduler, crowd(12, extra=lambda number: {"selfspec_k": 0} if number == 3 else None))
     counted = {f"off.{reason}": number for reason, number in planner_of(scheduler).off.items() if number}
+    steps = {name: sums.pop(name) for name in list(sums) if name.startswith("steps_of_width.")}
+    assert steps == {f"steps_of_width.{width}": number for width, number in planner_of(scheduler).steps.items()}
     assert sums == counted
     assert set(counted) == {"off.load", "off.request"}
     assert set(lengths) == ({0, 2, 4} if worker else {4})

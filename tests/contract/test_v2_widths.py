@@ -560,7 +560,6 @@ def test_the_device_gets_another_table():
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 
-    budget = DraftBudget.of(LengthTable.fixed(4), None, 3)
+    budget = DraftBudget.of(LengthTable.fixed(4), 3)
     budget.set_table(LengthTable.parse("1:4 9:2 9@100:1", 4))
     assert budget.limits.cells.tolist() == [[1, 0, 4], [9, 0, 2], [9, 100, 1]]
-    assert budget.limits.cell_limits.isnan().tolist() == [True] * 3

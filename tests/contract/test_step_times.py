@@ -1,4 +1,4 @@
-"""What the graphs of an engine take: measured once, kept in a file, and read by a scheduler; with replays of arithmetic."""
+"""What the graphs of an engine take: measured once, kept in a file, and read by a scheduler; no graph is replayed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def engine(**changes):
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}), additional_config=None,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 24}), dtype="bfloat16"),
-        scheduler_config=SimpleNamespace(max_num_seqs=requests), parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         compilation_config=SimpleNamespace(cudagraph_mode="FULL"), attention_config=SimpleNamespace(backend=None),
     )  # fmt: skip
 

@@ -139,7 +139,10 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     core.model_executor.sample_tokens = sample_tokens
     add(core.scheduler, "one", 20, 200)
     steps_until(core, lambda: reader._orders[1, WIDTH].host is not None)
-    assert (reader._orders[1, WIDTH].host, reader._orders[1, WIDTH].device) == (2.0, 7.0)  # moments at which somebody looked: transport.py did, too
+    assert (reader._orders[1, WIDTH].host, reader._orders[1, WIDTH].device) == (
+        2.0,
+        7.0,
+    )  # moments at which somebody looked: transport.py did, too
     assert reader._orders[1, WIDTH].first
 
 

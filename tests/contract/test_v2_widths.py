@@ -432,7 +432,9 @@ def test_sizes_that_the_user_chose_are_kept():
 
 
 @pytest.mark.parametrize("limit", [1, 8, 100, 256, 1024])
-@pytest.mark.parametrize("spec", [{"num_speculative_tokens": 12}, {"num_speculative_tokens": 12, "free_drafts": 20}, {}])
+@pytest.mark.parametrize(
+    "spec", [{"num_speculative_tokens": 12}, {"num_speculative_tokens": 12, "free_drafts": 20}, {}]
+)
 def test_every_width_that_measured_times_may_choose_has_a_decode_graph(spec, limit):
     from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
     from selfspec_cli.vllm_plugin.v2.sizes import MOST, decode_sizes, reach, widths

@@ -11,7 +11,9 @@ from selfspec_cli.early_exit.draft_weights.base import WeightFacts
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 GIB = 2**30
-GPU = Target(WeightFacts("cuda", "bfloat16", "", capability=(9, 0)), 16, 28, 1.3e9, None, 120 * GIB, 140 * GIB, 256 * 151936)
+GPU = Target(
+    WeightFacts("cuda", "bfloat16", "", capability=(9, 0)), 16, 28, 1.3e9, None, 120 * GIB, 140 * GIB, 256 * 151936
+)
 CPU = replace(GPU, weights=WeightFacts("cpu", "float32", ""), left=None, memory=None)
 LENGTHS = {"gate": "auto", "num_speculative_tokens": 12, "free_drafts": 12}
 DRAWN = {"draft_sample_method": "probabilistic"}
@@ -36,7 +38,9 @@ def test_weights_of_eight_bits_may_have_copies_or_not_and_the_log_says_why():
     for quantization in ("fp8", "compressed-tensors"):
         target = replace(GPU, bits=8, weights=replace(GPU.weights, quantization=quantization))
         added, why = chosen(target)
-        assert added.get("draft_weights") == "int4" or (added["layer_skip"] == 1 and "copies cannot be made here" in why)
+        assert added.get("draft_weights") == "int4" or (
+            added["layer_skip"] == 1 and "copies cannot be made here" in why
+        )
 
 
 @pytest.mark.parametrize("quantization", ["awq", "gptq", "compressed-tensors"])
@@ -44,7 +48,9 @@ def test_weights_of_four_bits_have_no_cheaper_copies(quantization):
     target = replace(GPU, bits=4, weights=replace(GPU.weights, quantization=quantization))
     added, why = chosen(target)
     assert added == {"layer_skip": 1} | LENGTHS | DRAWN
-    assert why.startswith("the target's weights have 4 bits, and copies would be no cheaper, so drafts come from the text")
+    assert why.startswith(
+        "the target's weights have 4 bits, and copies would be no cheaper, so drafts come from the text"
+    )
 
 
 def test_copies_that_leave_too_little_for_the_cache_are_not_made():

@@ -74,7 +74,9 @@ def test_the_layers_that_draft_and_whether_drafts_are_verified():
 
 def test_a_draft_step_is_assumed_to_cost_its_share_of_layers_and_of_bits_and_the_widest_draft_has_places():
     assert read(layer_skip=6, skip_layers="0,2-3").assumed_draft_step(24) == (3 + 1) / 24
-    assert read(layer_skip=5, draft_weights="int4").assumed_draft_step(24) == pytest.approx(6 / 24 * 4.125 / 16, rel=0.1)
+    assert read(layer_skip=5, draft_weights="int4").assumed_draft_step(24) == pytest.approx(
+        6 / 24 * 4.125 / 16, rel=0.1
+    )
     free = read(layer_skip=5, num_speculative_tokens=4, free_drafts=12)
     assert (free.width, read(num_speculative_tokens=4, free_drafts=2).width) == (12, 4)
     assert ResolvedSettings.from_dict(free.to_dict()) == free
@@ -88,7 +90,9 @@ def test_measured_times_choose_under_gate_auto_and_say_when_free_drafts_end_a_ro
         assert ResolvedSettings.from_dict(settings.to_dict()) == settings
     free = read(free_drafts=4)
     assert (free.chooses_width, free.measures) == (False, True)
-    assert said(read, gate="auto", threshold=0.5).startswith("threshold = 0.5 is given but gate 'auto' has no threshold")
+    assert said(read, gate="auto", threshold=0.5).startswith(
+        "threshold = 0.5 is given but gate 'auto' has no threshold"
+    )
 
 
 def test_the_plain_name_of_the_method_is_that_of_the_sprint():

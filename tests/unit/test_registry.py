@@ -44,7 +44,18 @@ def gates(tmp_path, monkeypatch):
 
 
 def test_the_default_comes_first_then_ours_then_theirs(gates):
-    assert list(gates) == ["none", "adaedl", "auto", "calibrated", "entropy", "margin", "maxp", "survival", "varH", "new"]
+    assert list(gates) == [
+        "none",
+        "adaedl",
+        "auto",
+        "calibrated",
+        "entropy",
+        "margin",
+        "maxp",
+        "survival",
+        "varH",
+        "new",
+    ]
     assert gates["new"].statistic is gates["maxp"].statistic
 
 

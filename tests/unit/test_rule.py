@@ -80,7 +80,7 @@ class Simulated:
             stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
             places = np.arange(self.rule.acceptance.k)
             judged = ((places < width) & (places <= stood[:, None])).sum(0)
-            self._counted = self._counted + [judged, (places < stood[:, None]).sum(0)]
+            self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
         if self.now - self._copied > LATE:
             self.rule.judged(*self._under_way.tolist())
             self._under_way, self._counted = self._counted, np.zeros_like(self._counted)
@@ -150,7 +150,7 @@ def test_requests_that_differ_in_one_batch():
 
 
 def settled(engine: Simulated, **now: float) -> None:
-    """Traffic changes, and two seconds later the widths are within 3 % of the best one, but for the noise of a second."""
+    """Traffic changes, and two seconds later the widths are as fast as the best one, but for a second's noise."""
     for name, value in now.items():
         setattr(engine, name, value)
     engine.run(2.0)

@@ -33,8 +33,9 @@ LARGEST_VERIFY = 768
 SHORT_CONTEXT = 8192
 """Tokens of context of a whole batch below which attention takes no time of its own; beyond, each doubling does."""
 
-DRAFTING_HELD, PLAIN_HELD = 4, 8
-"""Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's."""
+DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 8, 2
+"""Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's; the last for what was
+never seen."""
 PLAUSIBLE = 0.75
 """A width that was never seen at a batch size is tried at once if it is predicted to reach this share of the best."""
 TRIED_EVERY = 4
@@ -51,7 +52,7 @@ MEMORY = 500.0
 """Verified drafts of requests after which what was seen before counts for 1/e."""
 SURPRISE, LEFT_AFTER_SURPRISE = 4.0, 0.1
 """Standard deviations by which verdicts contradict what was seen before, of which so much is left then."""
-TRIAL_SHARE = 0.004
+TRIAL_SHARE = 0.003
 """Of all time, what may be lost by trying drafts again while plain steps are the best choice."""
 TRIAL_DRAFTS = 64
 """Verified first drafts that are enough for a trial: large batches need no DRAFTING_HELD steps."""
@@ -115,14 +116,16 @@ class Acceptance:
     def __post_init__(self) -> None:
         self.stood, self.failed = [0.0] * self.k, [0.0] * self.k
 
-    def add(self, judged: Sequence[int], stood: Sequence[int], now: float) -> None:
-        """Drafts were verified. judged, stood: of each position from the first on."""
-        share = MEMORY / (MEMORY + judged[0]) * self._left(now)
-        share *= LEFT_AFTER_SURPRISE if self._contradicted(judged[0], stood[0], now) else 1.0
+    def add(self, judged: Sequence[int], stood: Sequence[int], now: float) -> bool:
+        """Drafts were verified; whether they contradict what was known. judged, stood: of each position from the first
+        on."""
+        surprise = self._contradicted(judged[0], stood[0], now)
+        share = MEMORY / (MEMORY + judged[0]) * self._left(now) * (LEFT_AFTER_SURPRISE if surprise else 1.0)
         self.seen = now
         for position in range(self.k):
             self.stood[position] = self.stood[position] * share + stood[position]
             self.failed[position] = self.failed[position] * share + judged[position] - stood[position]
+        return surprise
 
     def survival(self, now: float, draw: random.Random | None = None) -> list[float]:
         """s_1 ... s_k: drawn from what is known, or its means. A position that was not judged takes after the one
@@ -223,6 +226,8 @@ class LengthRule:
         self._seen: dict[tuple[int, int, int], Seen] = {}
         self._held: dict[tuple[int, int], tuple[Choice, int]] = {}  # by batch size and limit, with steps that are left
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
+        self._brought: list[list[tuple[Seen, int, float, int]]] = [[], []]  # before the last verdicts, and since
+        self._drafted = 0.0  # when a width above 0 was last chosen, in seconds: its verdicts come later
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
         """For the step of a batch that begins. context: tokens of all requests together, or a function that counts
@@ -250,13 +255,26 @@ class LengthRule:
     def brought(self, requests: int, width: int, accepted: float) -> None:
         """A verify pass of `width` drafts a request brought `accepted` of them, in the mean of its requests."""
         seen = self._seen.get(self._key(requests, width))
-        if seen is not None and width and self.acceptance.seen:
-            seen.brought(accepted / sum(self.acceptance.survival(self.clock())[:width]), requests)
+        if seen is not None and width:
+            self._brought[-1].append((seen, width, accepted, requests))
 
     def judged(self, judged: Sequence[int], stood: Sequence[int]) -> None:
-        """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them."""
-        if judged[0]:
-            self.acceptance.add(judged, stood, self.clock())
+        """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them.
+
+        What steps brought is compared with an acceptance that knows of it: verdicts may come a copy later. What was
+        learnt under another acceptance says nothing of drafts that end early.
+        """
+        if not judged[0]:
+            return
+        if self.acceptance.add(judged, stood, self.clock()):
+            for seen in self._seen.values():
+                seen.excess = seen.requests = 0.0
+            self._brought = [[], []]
+            return
+        survival = self.acceptance.survival(self.clock())
+        for seen, width, accepted, requests in self._brought.pop(0):
+            seen.brought(accepted / sum(survival[:width]), requests)
+        self._brought.append([])
 
     def _key(self, requests: int, width: int) -> tuple[int, int, int]:
         load = batch_size(requests)
@@ -269,14 +287,14 @@ class LengthRule:
         survival = self.acceptance.survival(now)
         means = {width: _tokens(survival, width, seen.share(now)) / seen.seconds for width, seen in kinds.items()}
         width = best = max(means, key=means.__getitem__)
-        trial_steps = max(2, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
+        trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         self.choices += 1
         unseen = [one for one, seen in kinds.items() if not seen.weight and means[one] >= PLAUSIBLE * means[best]]
         drafts = max((one for one in kinds if one), key=means.__getitem__, default=0)
         loss = trial_steps * kinds[drafts].seconds * (1 - means[drafts] / means[best])
         if unseen:
             width = max(unseen, key=means.__getitem__)
-        elif not best and (now - self.acceptance.seen) * TRIAL_SHARE > loss:
+        elif not best and (now - self._drafted) * TRIAL_SHARE > loss:
             width = drafts
         elif self.choices % TRIED_EVERY == 0:
             drawn = self.acceptance.survival(now, self._random)
@@ -284,11 +302,14 @@ class LengthRule:
                       for one, seen in kinds.items()}  # fmt: skip
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
+        self._drafted = now if width else self._drafted
         plain = kinds[min(kinds)].seconds
         step = self.times.draft_step(load, context) * (1.0 if self.times.measured else plain)
         choice = Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)
         if not width:
             return choice, PLAIN_HELD
+        if width in unseen:
+            return choice, LEAST_HELD
         return choice, DRAFTING_HELD if width == best else trial_steps
 
     def _kind(self, load: int, context: float, width: int) -> Seen:

@@ -23,11 +23,13 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Outcome, Setting
+from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits
 from selfspec_cli.stages.exits import Exit, OpenEngine
 from selfspec_cli.whole import written
 
+COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
 LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded
 LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at beside the default
@@ -87,7 +89,7 @@ def facts(cfgs: Sequence[RunConfig], longest: int = LONGEST, prompts: int = PROM
         "model": plan[0].model.path,
         "layers": [cfg.layer for cfg in plan],
         "exits": [exits.name_of(cfg) for cfg in plan],
-        "gates": list(GATES),
+        "gates": list(COMPARED),
         "k": f"1 to {longest}",
         "prompts": max(prompts, plan[0].workload.batch),
     }
@@ -131,7 +133,7 @@ def judge(found: Exit) -> Judgement:
     tau = break_even_tau(fit, costs, calibration)
     lengths = range(1, found.log.k + 1)
     best = []
-    for gate in GATES:
+    for gate in COMPARED:
         settings = replay.settings_for(fit, [gate], lengths, calibration)
         if gate == "calibrated":
             settings += [Setting(gate, tau, k) for k in lengths]

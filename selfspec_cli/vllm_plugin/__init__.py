@@ -7,6 +7,7 @@ releases/         the table of supported releases, and a module for each that sa
                   that is used of vLLM, and admission.py looks for it in a release that nobody has tried, by its source
                   (source.py); versions.py says which one is installed
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
+target_facts.py   the configured target and this machine, for the choice of what drafts (early_exit/defaults.py)
 rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
 strict.py         setting `strict`: what would be warned of is an error
 described.py      what the log says that an engine does
@@ -29,7 +30,8 @@ exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
-                  lengths.py: how long each is drafted for; free_drafts.py: drafts that cost no pass;
+                  lengths.py: how long each is drafted for; worth.py: whether another draft step is worth its time;
+                  free_drafts.py: drafts that cost no pass;
                   sampling.py: how it samples
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 live_gate.py      the gate of a running engine

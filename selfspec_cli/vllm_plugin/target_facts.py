@@ -57,9 +57,10 @@ def bits_of(method: str | None, config: Mapping[str, Any] | None) -> float:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The whole numbers of a description; those of activations and of the KV cache say nothing of weights."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value)
+            yield from () if "activations" in key or "cache" in key else _numbers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield key, value
 

@@ -170,10 +170,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("greedy decoding", YES, "the baseline's tokens; on a GPU in vLLM's batch-invariant mode", LOSSLESS, CASES),
         Row("sampling, seeds", YES, "the baseline's distribution; a seed gives the same sample again, and another one "
             "than without drafts", "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
-        Row("a seed again, with draft lengths that change", YES, "with adaptive_length on the CPU a seed gives the "
-            "same sample whatever ran before. It may give another one where the load or other requests change the "
-            "draft length: with a length_table or bandit, and with adaptive_length on CUDA, where a request begins at "
-            "what is usual", FAULTS + "test_a_seed_gives_the_same_sample_again"),
+        Row("a seed again, with draft lengths that change", YES, "a seed may give another sample where the load, "
+            "other requests or measured times change the draft length: with a length_table, and with gate auto, which "
+            "is the default", FAULTS + "test_a_seed_gives_the_same_sample_again"),
         Row("drafts drawn at the request's temperature", YES, "`draft_sample_method: probabilistic`; from the "
             "request's own seed where it has one",
             "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
@@ -227,7 +226,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted", CASES),
         Row("drafts from a request's own text (free_drafts)", YES, "before the model's own drafts, on both runners; "
             "greedy and sampled, with every gate", "engine/test_free_drafts.py::"
-            "test_with_a_table_adaptive_length_copies_a_window_and_preemption", CASES),
+            "test_with_a_table_gate_auto_copies_a_window_and_preemption", CASES),
         Row("weights replaced in a live engine (reload_weights, weight transfer)", YES, "copies and a draft "
             "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",

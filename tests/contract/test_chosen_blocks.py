@@ -209,7 +209,7 @@ def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     context = SimpleNamespace(begin=lambda ends, rejected: passed.append((ends - 1 - rejected).tolist()))
     proposer = SimpleNamespace(
         runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)), free=None,
-        lengths=SimpleNamespace(verdict=lambda *_: None), recorder=None, draft_length=3, _context=context,
+        lengths=SimpleNamespace(verdict=lambda *_: None), recorder=None, draft_length=3, _context=context, worth=None,
         _weights=SimpleNamespace(stale=False), _start=stop, _sampled=[[5], [7, 8, 9], []], _verified=[3, 2, 0],
     )  # fmt: skip
     common = SimpleNamespace(query_start_loc=torch.tensor([0, 4, 7, 15, 15]))

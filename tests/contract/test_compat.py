@@ -282,7 +282,7 @@ def test_no_vllm_at_all_is_named_with_what_to_install(version):
 def test_the_hooks_know_the_methods_and_keys_that_users_write():
     from selfspec_cli.early_exit import settings
 
-    assert tuple(detection.METHODS) == tuple(settings.METHODS)
+    assert tuple(detection.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
 
 
 def test_worker_patches_wait_for_an_engine_that_asks(monkeypatch):

@@ -82,7 +82,7 @@ def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_not
     assert at_first["draft_cost",] == (1 + 1) / 4
     assert {name for name, number in at_first.items() if number} == {("draft_length",), ("draft_cost",)}
     assert {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"} == {"load", "context", "request",
-                                                                                          "acceptance"}  # fmt: skip
+                                                                                          "cost"}  # fmt: skip
     assert [name[1] for name in at_first if name[0] == "draft_rounds_by_length_total"] == ["1", "2", "3"]
     assert [name[1] for name in at_first if name[0] == "draft_tokens_per_pos_total"] == ["0", "1", "2"]
 

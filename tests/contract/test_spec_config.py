@@ -126,7 +126,7 @@ def test_the_draft_is_configured_as_its_target_is(arguments, path, tmp_path):
     )
     config = args.create_engine_config()
     target, draft = config.model_config, config.speculative_config.draft_model_config
-    assert settings_of(config).layer == 3
+    assert (settings_of(config).layer, settings_of(config).draft_weights) == (6, "int4")  # copies of all layers
     assert draft.hf_config.to_dict() == target.hf_config.to_dict()
     assert target.hf_config.num_hidden_layers == 6
     for name in ("revision", "code_revision", "tokenizer", "trust_remote_code", "max_model_len"):

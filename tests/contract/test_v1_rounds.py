@@ -147,6 +147,7 @@ def test_the_gate_is_asked_after_every_step_but_the_last(bad):
     proposer = SimpleNamespace(
         head=Sevens(),
         recorder=None,
+        worth=None,
         counters=DraftCounters(3),
         gate=SimpleNamespace(decide=decide),
         _forward=lambda state: torch.ones(2, 4),

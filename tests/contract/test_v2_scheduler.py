@@ -51,7 +51,7 @@ def serve(scheduler, requests, rate=0.7, late=1):
     {},
     {"length_table": "1:4 3:2 5:0"},
     {"length_table": "1:4 1@60:1 4:0 4@80:4"},
-    {"length_table": "1:4 6:2", "adaptive_length": True, "draft_cost": 0.2},
+    {"length_table": "1:4 6:2", "gate": "auto"},
 ], ids=str)  # fmt: skip
 def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchronous, blocks, spec):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
@@ -59,7 +59,7 @@ def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchro
     runner, done = serve(scheduler, requests)
     assert done == {name: most for name, _, most, _ in requests}
     seen = {width for _, widths in runner.lengths for width in widths}
-    assert seen <= {K, 2, 1, 0} and K in seen
+    assert seen <= {K, 3, 2, 1, 0} and K in seen
     assert scheduler.requests == {}
 
 
@@ -107,6 +107,8 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
     monkeypatch.setattr(scheduler, "update_from_output", listening)
     serve(scheduler, crowd(12, extra=lambda number: {"selfspec_k": 0} if number == 3 else None))
     counted = {f"off.{reason}": number for reason, number in planner_of(scheduler).off.items() if number}
+    steps = {name: sums.pop(name) for name in list(sums) if name.startswith("steps_of_width.")}
+    assert steps == {f"steps_of_width.{width}": number for width, number in planner_of(scheduler).steps.items()}
     assert sums == counted
     assert set(counted) == {"off.load", "off.request"}
     assert set(lengths) == ({0, 2, 4} if worker else {4})
@@ -140,13 +142,3 @@ def test_where_all_opt_out_every_step_is_plain(make):
     runner, done = serve(make(), requests)
     assert done == {name: most for name, _, most, _ in requests}
     assert {width for _, widths in runner.lengths for width in widths} == {0}
-
-
-def test_without_acceptance_steps_become_plain_and_with_it_they_are_not(make):
-    requests = [(f"r{number}", 20, 150, None) for number in range(4)]
-    runner, _ = serve(make(adaptive_length=True, draft_cost=0.3), requests, rate=0.0)
-    plain = [widths == {0} for _, widths in runner.lengths]
-    assert not plain[0]
-    assert sum(plain[40:]) > 0.9 * len(plain[40:])
-    runner, _ = serve(make(adaptive_length=True, draft_cost=0.3), requests, rate=0.9)
-    assert not any(widths == {0} for load, widths in runner.lengths if load == 4)

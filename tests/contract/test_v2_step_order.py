@@ -15,6 +15,9 @@ from v2_queue import engine_of
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
 
+WIDTH = 4
+"""Draft slots of a step."""
+
 
 def run(core, requests=(), every=3):
     """Steps until all have ended; a request arrives every few steps. Tokens of each."""
@@ -135,9 +138,12 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
 
     core.model_executor.sample_tokens = sample_tokens
     add(core.scheduler, "one", 20, 200)
-    steps_until(core, lambda: reader._orders[1].host is not None)
-    assert (reader._orders[1].host, reader._orders[1].device) == (1.0, 7.0)  # moments at which somebody looked
-    assert reader._orders[1].first
+    steps_until(core, lambda: reader._orders[1, WIDTH].host is not None)
+    assert (reader._orders[1, WIDTH].host, reader._orders[1, WIDTH].device) == (
+        2.0,
+        7.0,
+    )  # moments at which somebody looked: transport.py did, too
+    assert reader._orders[1, WIDTH].first
 
 
 def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
@@ -198,7 +204,7 @@ def test_a_step_that_fails_leaves_the_scheduler_as_it_was(make):
     assert "has_requests" not in vars(core.scheduler)
 
 
-def step_of(requests, tokens=5, new=(), width=4):
+def step_of(requests, tokens=5, new=(), width=WIDTH):
     return SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), tokens), scheduled_new_reqs=list(new),
         total_num_scheduled_tokens=requests * tokens, num_spec_tokens_to_schedule=width,
@@ -229,17 +235,17 @@ def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(read
     from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
 
     took(reader, 1.0, SAMPLES - 1)
-    assert not reader._orders[2].first
+    assert not reader._orders[2, WIDTH].first
     took(reader, 1.0, 1)
-    assert reader._orders[2].first
+    assert reader._orders[2, WIDTH].first
     took(reader, 2.1, SAMPLES)  # within the margin
-    assert reader._orders[2].first
+    assert reader._orders[2, WIDTH].first
     took(reader, 2.3, SAMPLES)
-    assert not reader._orders[2].first
+    assert not reader._orders[2, WIDTH].first
     took(reader, 1.9, SAMPLES)
-    assert not reader._orders[2].first
+    assert not reader._orders[2, WIDTH].first
     took(reader, 1.7, SAMPLES)
-    assert reader._orders[2].first
+    assert reader._orders[2, WIDTH].first
 
 
 def test_a_few_slow_steps_change_nothing(reader):
@@ -247,7 +253,7 @@ def test_a_few_slow_steps_change_nothing(reader):
 
     took(reader, 1.0, SAMPLES - 4)
     took(reader, 500.0, 4)
-    assert reader._orders[2].first
+    assert reader._orders[2, WIDTH].first
 
 
 def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
@@ -269,7 +275,16 @@ def test_loads_have_orders_of_their_own(reader):
 
     took(reader, 1.0, SAMPLES)
     took(reader, 3.0, SAMPLES, step_of(8))
-    assert [reader._orders[load].first for load in (2, 4)] == [True, False]
+    assert [reader._orders[load, WIDTH].first for load in (2, 4)] == [True, False]
+
+
+def test_widths_have_orders_of_their_own(reader):
+    """Gate `auto` changes the width, and a shorter loop may be too short to hide the host."""
+    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
+
+    took(reader, 1.0, SAMPLES)
+    took(reader, 3.0, SAMPLES, step_of(3, 3, width=2))
+    assert [reader._orders[2, width].first for width in (WIDTH, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def settings(**spec):
 def planner(**spec):
     from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 
-    return WidthPlanner(settings(**spec))
+    return WidthPlanner(settings(**spec), 24)
 
 
 def step(requests, new=(), finished=(), tokens=1):
@@ -81,10 +81,10 @@ def test_steps_without_drafts_are_counted_by_what_switched_them_off():
     off, no_drafts = plan.off, {"selfspec_k": 0}
     requests = running(a=10, b=150, c=10) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
     plan.width(step(dict.fromkeys("abc"), new=[("c", no_drafts)]), requests)
-    assert off == {"load": 0, "context": 1, "request": 1, "acceptance": 0}
-    assert plan.landed() == {"off": off, "in_force": 4}
+    assert off == {"load": 0, "context": 1, "request": 1, "cost": 0}
+    assert plan.landed() == {"off": off, "in_force": 4, "steps_of_width": {4: 1}}
     plan.width(step(requests), requests)  # the fourth is inside its prefill
-    assert off == {"load": 3, "context": 1, "request": 1, "acceptance": 0}
+    assert off == {"load": 3, "context": 1, "request": 1, "cost": 0}
     assert plan.landed()["in_force"] == 0
 
 
@@ -99,16 +99,32 @@ def test_where_the_load_alone_decides_a_prefill_is_told_by_its_many_tokens():
     assert plan.off["load"] == 5
 
 
-def test_a_batch_that_acceptance_keeps_from_drafting_is_counted_but_for_whom_something_else_does():
-    plan = planner(adaptive_length=True, draft_cost=0.5)
+def refuse(plan, requests, steps=400):
+    """Verdicts come in of which none stands, and every draft step costs as much as a plain step."""
+    now = 0.0
+    plan.rule.clock = lambda: now
+    planned = []
+    for _ in range(steps):
+        output = step(requests)
+        width = plan.width(output, requests)
+        if width:
+            plan.rule.judged([len(requests)] + [0] * (plan.rule.acceptance.k - 1), [0] * plan.rule.acceptance.k)
+        now += 0.01 * (1 + width)
+        plan.rule.stepped(len(requests), width, 0.01 * (1 + width))
+        planned.append(width)
+    return planned
+
+
+def test_a_batch_that_drafts_cost_is_counted_but_for_whom_something_else_switches_off():
+    plan = planner(gate="auto")
     requests = running(a=10, b=10, c=10)
     plan.width(step(requests, new=[("c", {"selfspec_k": 0})]), requests)
-    for _ in range(200):
-        for name in "ab":
-            plan.switch.verdict(name, 0)
+    refuse(plan, requests)
+    while plan.width(step(requests), requests):
+        pass
     plan.off.update(dict.fromkeys(plan.off, 0))
     assert plan.width(step(requests), requests) == 0
-    assert plan.off == {"load": 0, "context": 0, "request": 1, "acceptance": 2}
+    assert plan.off == {"load": 0, "context": 0, "request": 1, "cost": 2}
     requests["d"] = SimpleNamespace(num_computed_tokens=0, num_tokens=64)
     ends_its_prefill = step(requests, new=[("d", {"selfspec_k": 0})])
     ends_its_prefill.num_scheduled_tokens |= {"a": 64, "b": 64, "d": 64}
@@ -136,15 +152,70 @@ def test_a_wish_that_came_past_the_check_counts_for_nothing(caplog):
 
 
 def test_without_acceptance_nothing_is_planned():
-    plan, requests = planner(adaptive_length=True), running(a=10, b=10)
-    planned = []
-    for _ in range(100):
-        planned.append(plan.width(step(requests), requests))
-        if planned[-1]:
-            for name in requests:
-                plan.switch.verdict(name, 0)
-    assert planned[0] == K
-    assert planned.count(0) > 75
+    plan, requests = planner(gate="auto"), running(a=10, b=10)
+    planned = refuse(plan, requests)
+    assert planned[0] > 0
+    assert planned[50:].count(0) > 0.9 * len(planned[50:])
+    assert plan.steps[0] == planned.count(0) and plan.landed()["steps_of_width"] == dict(plan.steps)
+
+
+def test_a_gate_that_is_set_on_the_live_engine_gives_the_table_back_its_widths():
+    plan, requests = planner(gate="auto", length_table="3:2"), running(a=10, b=10)
+    refuse(plan, requests)
+    plan.chooses_width = False
+    assert plan.width(step(requests), requests) == K
+    requests |= running(c=10)
+    assert plan.width(step(requests), requests) == 2
+    plan.chooses_width = True
+    assert {plan.width(step(requests), requests) for _ in range(40)} <= {0, 2}
+
+
+def test_the_times_that_the_engine_measured_are_read_with_the_first_step():
+    from selfspec_cli.early_exit.rule import StepTimes
+    from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
+
+    times, asked = StepTimes({4: {1: 1.0}, 0: {1: 1.0}}, {1: 9.0}), []
+    plan = WidthPlanner(settings(gate="auto"), 24, lambda: asked.append(1) or times)
+    assert not plan.rule.times.measured and not asked
+    requests = running(a=10)
+    assert [plan.width(step(requests), requests) for _ in range(3)] == [0, 0, 0]  # a draft step is far too dear
+    assert plan.rule.times is times and len(asked) == 1
+
+
+def decoded(plan, names, drafts, prefill=()):
+    """A step that was scheduled for `names` with so many drafts each, as `read` takes it."""
+    scheduled = dict.fromkeys(names, 1 + drafts) | dict.fromkeys(prefill, 64)
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()), scheduled_new_reqs=[],
+        scheduled_spec_decode_tokens={name: [0] * drafts for name in names} if drafts else {},
+    )  # fmt: skip
+
+
+def test_only_decode_steps_after_one_of_as_many_requests_say_what_a_step_takes():
+    plan, taken, brought = planner(gate="auto"), [], []
+    plan.rule.stepped = lambda *step: taken.append(step)
+    plan.rule.brought = lambda *step: brought.append(step)
+    plan.read(decoded(plan, "ab", 4), 1.0)  # the first
+    plan.verdict(3)
+    plan.verdict(2)
+    plan.read(decoded(plan, "ab", 4), 1.5)
+    plan.read(decoded(plan, "ab", 0), 1.75)
+    plan.read(decoded(plan, "abc", 0), 2.0)  # another number of requests
+    plan.read(decoded(plan, "ab", 0, prefill="c"), 3.0)
+    plan.read(decoded(plan, "abc", 0), 3.25)  # after a prefill
+    plan.read(decoded(plan, "abc", 0), 3.5)
+    assert taken == [(2, 4, 0.5), (2, 0, 0.25), (3, 0, 0.25)]
+    assert brought == [(2, 4, 2.5)]
+
+
+def test_totals_by_position_are_joined_with_those_before():
+    plan, heard = planner(gate="auto"), []
+    plan.rule.judged = lambda judged, stood: heard.append((judged, stood))
+    for judged, stood in (([4, 3, 0, 0], [3, 1, 0, 0]), ([9, 5, 1, 0], [5, 2, 1, 0])):
+        totals = {f"judged_at.{place}": number for place, number in enumerate(judged)}
+        plan.counted(totals | {f"stood_at.{place}": number for place, number in enumerate(stood)})
+    plan.counted({"rounds": 7})
+    assert heard == [([4, 3, 0, 0], [3, 1, 0, 0]), ([5, 2, 1, 0], [2, 1, 1, 0])]
 
 
 # ---- what the scheduler does with it ---------------------------------------------------------------------------------
@@ -159,7 +230,8 @@ class Scheduler:
         from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 
         config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
-        self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None)
+        model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=24))
+        self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None, model_config=model)
         self.scheduler_config = SimpleNamespace(max_num_seqs=8)
         self.requests, self.dynamic_sd_lookup, self.handed = running(a=10), None, []
 
@@ -201,11 +273,11 @@ def test_other_schedulers_are_left_alone():
 def test_verdicts_reach_the_planner_of_their_scheduler():
     from selfspec_cli.vllm_plugin.v2.widths import hear_verdicts, planner_of
 
-    one, other = Scheduler(adaptive_length=True), Scheduler(adaptive_length=True)
+    one, other = Scheduler(gate="auto"), Scheduler(gate="auto")
     hear = hear_verdicts(Scheduler.make_spec_decoding_stats)
     assert hear(one, None, num_draft_tokens=4, num_accepted_tokens=3, num_invalid=None, request_id="a") == "a"
-    assert planner_of(one).switch._gained.keys() == {"a"}
-    assert not planner_of(other).switch._gained
+    assert planner_of(one)._accepted == [1, 3]
+    assert planner_of(other)._accepted == [0, 0]
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -359,6 +431,29 @@ def test_sizes_that_the_user_chose_are_kept():
     assert {one.num_tokens for one in found if not one.uniform_token_count} == {1, 8, 16}
 
 
+@pytest.mark.parametrize("limit", [1, 8, 100, 256, 1024])
+@pytest.mark.parametrize(
+    "spec", [{"num_speculative_tokens": 12}, {"num_speculative_tokens": 12, "free_drafts": 20}, {}]
+)
+def test_every_width_that_measured_times_may_choose_has_a_decode_graph(spec, limit):
+    from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
+    from selfspec_cli.vllm_plugin.v2.sizes import MOST, decode_sizes, reach, widths
+
+    found = settings(gate="auto", **spec)
+    assert widths(found)[0] == found.width and widths(found)[-1] == 0
+    captured = {width: decode_sizes(found, width, limit) for width in widths(found)}
+    assert max(size for sizes in captured.values() for size in sizes) == reach(found, limit)
+    assert all(size <= LARGEST_VERIFY for width, sizes in captured.items() if width for size in sizes)
+    free = StepTimes({width: {1: 1.0} for width in widths(found)}, {1: 0.0})
+    for requests in range(1, min(limit, MOST) + 1):
+        rule = LengthRule(free, widths(found), lambda: 0.0)  # the wider the better, and all are tried
+        chosen = {rule.choose(requests).width for _ in range(60)}
+        for width in chosen:
+            assert any(size >= requests * (width + 1) for size in captured[width]), (requests, width)
+            if width:
+                assert batch_size(requests) * (width + 1) <= LARGEST_VERIFY
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
@@ -467,7 +562,6 @@ def test_the_device_gets_another_table():
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 
-    budget = DraftBudget.of(LengthTable.fixed(4), None, 3)
+    budget = DraftBudget.of(LengthTable.fixed(4), 3)
     budget.set_table(LengthTable.parse("1:4 9:2 9@100:1", 4))
     assert budget.limits.cells.tolist() == [[1, 0, 4], [9, 0, 2], [9, 100, 1]]
-    assert budget.limits.cell_limits.isnan().tolist() == [True] * 3

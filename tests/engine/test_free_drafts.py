@@ -80,8 +80,8 @@ def seen(engine: Live) -> dict[bool, set[int]]:
     return found
 
 
-def test_with_a_table_adaptive_length_copies_a_window_and_preemption(model_dir, plain):
-    spec = layer_skip(LAYERS, K, free_drafts=FREE, draft_weights="int8", adaptive_length=True, draft_cost=0.3,
+def test_with_a_table_gate_auto_copies_a_window_and_preemption(model_dir, plain):
+    spec = layer_skip(LAYERS, K, free_drafts=FREE, draft_weights="int8", gate="auto",
                       length_table="1:3 6:2", draft_window=32)  # fmt: skip
     small = {"kv_cache_memory_bytes": 24 * 2**16, "max_model_len": 384}
     with live(model_dir("llama"), spec, **small) as engine:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, programs.needs("prometheus", "promtool")]
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 CODE = "def read_lines(path):\n"
 K, MANY, LONG = 4, 3, 150
-SETTINGS = ["layer=3", f"k={K}", "gate=margin", "adaptive_length=true", "draft_cost=0.3",
+SETTINGS = ["layer=3", f"k={K}", "gate=auto",
             f"length_table={MANY}:0 1@{LONG}:0"]  # fmt: skip
 WINDOW = "10m"  # of a rate; Grafana puts in one that fits its own zoom
 
@@ -40,7 +40,7 @@ def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path
     with prometheus(server, tmp_path) as ask:
         before = metric(server, "generation_tokens_total")
         assert metric(server, "selfspec_draft_length") == K
-        assert metric(server, "selfspec_draft_cost") == 0.3
+        assert metric(server, "selfspec_draft_cost") > 0
         assert metric(server, "selfspec_draft_rounds_total") == 0  # the series is there before the first request
 
         tokens = complete(server, CODE, 48)
@@ -56,7 +56,7 @@ def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path
         assert off(server, "load") > 0
         for seed in range(4):
             complete(server, CODE, 40, temperature=2.0, seed=seed)  # what nobody would guess
-        assert off(server, "acceptance") > 0
+        assert off(server, "cost") > 0
         assert metric(server, "generation_tokens_total") > before
 
         drafted = metric(server, "selfspec_draft_tokens_per_pos_total")

@@ -116,11 +116,7 @@ BIASES = (0.0, 4.0)
 
 @pytest.fixture(scope="module", params=["greedy", "probabilistic"])
 def drafting(request, talking, wanted):  # two engines of one process cannot live at the same time
-    more = (
-        {}
-        if request.param == "greedy"
-        else {"draft_sample_method": "probabilistic", "adaptive_length": True, "draft_cost": 0.3}
-    )
+    more = {} if request.param == "greedy" else {"draft_sample_method": "probabilistic", "gate": "auto"}
     with live(talking, layer_skip(EXIT, K, **more), logits_processors=[avoid_the_last()], **ENGINE) as engine:
         yield engine
 

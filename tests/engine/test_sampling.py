@@ -204,7 +204,7 @@ def test_drafting_keeps_the_distribution(model_dir, plain, exact, logits, report
 def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, method):
     """The prompt holds each token several times, so that drafts are copied from it, alone and behind the model's own. A
     verifier that takes them for drawn ones accepts them too often, which the reference finds."""
-    spec = layer_skip(EXIT, 3, free_drafts=5, draft_cost=0.4, draft_sample_method=method)
+    spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()

@@ -404,7 +404,7 @@ def fp8_keys(**engine: Any) -> Iterator[Case]:
 
 
 def ranks(**engine: Any) -> Iterator[Case]:
-    """What tensor-parallel ranks have to do alike: end the loop by gates and by acceptance, on copies of their shares,
+    """What tensor-parallel ranks have to do alike: end the loop by gates and by its worth, on copies of their shares,
     and with experts that are divided among them. Those that share a plain engine are neighbours."""
     if engine.get("tensor_parallel_size", 1) == 1:
         return
@@ -412,7 +412,7 @@ def ranks(**engine: Any) -> Iterator[Case]:
     yield Case("llama", *MIDDLE, engine={**engine}, spec=gate)
     yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
     yield Case("llama", LAYERS, 4, engine={**engine}, spec={"draft_weights": "int8", **gate})
-    yield Case("llama", *MIDDLE, engine={**engine}, spec={**gate, "adaptive_length": True, "draft_cost": 0.3})
+    yield Case("llama", *MIDDLE, engine={**engine}, spec={"gate": "auto"})
     yield Case("qwen3_moe", *MIDDLE, engine={**engine, "enable_expert_parallel": True}, spec=gate)
     yield Case("mixtral", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
     yield Case("llama", LAYERS, 4, engine={**engine, **COMPILED}, spec={**copies, **gate})
@@ -447,17 +447,17 @@ TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
 
 
 def lengths(**engine: Any) -> Iterator[Case]:
-    """Draft lengths by load, context, request and acceptance; the widths of verify passes change on the way."""
+    """Draft lengths by load, context, request and measured times; the widths of verify passes change on the way."""
     small = {"kv_cache_memory_bytes": 24 * 2**20}
-    table, adaptive = {"length_table": TABLE}, {"adaptive_length": True, "draft_cost": 0.3}
+    table, auto = {"length_table": TABLE}, {"gate": "auto"}
     for more in ({}, small, COMPILED, {"async_scheduling": False}, {"enforce_eager": True}):
         yield Case("llama", *MIDDLE, engine={**engine, **more}, spec=table)
     for requests in ("own", "opted_out"):
         yield Case("llama", *MIDDLE, requests, engine={**engine})
-        yield Case("llama", *MIDDLE, requests, engine={**engine, **small}, spec={**table, **adaptive})
-    gate = {"gate": "maxp", "tau": 0.3, "length_table": "1:5 4:3/0.1 10:5/0.6"}
+        yield Case("llama", *MIDDLE, requests, engine={**engine, **small}, spec={**table, **auto})
+    gate = {"gate": "maxp", "tau": 0.3, "length_table": "1:5 4:3 10:5"}
     yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=gate)
-    yield Case("qwen3", 1, 5, engine={**engine}, spec={"adaptive_length": True, "draft_cost": 0.6})
+    yield Case("qwen3", 1, 5, engine={**engine}, spec=auto)
     yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
 
 
@@ -469,7 +469,7 @@ def free_drafts(**engine: Any) -> Iterator[Case]:
     for spec in (
         {"free_drafts": 3},
         {"gate": "maxp", "tau": 0.3, **free},
-        {"length_table": TABLE, "adaptive_length": True, "draft_cost": 0.3, **free},
+        {"length_table": TABLE, "gate": "auto", **free},
         {"draft_window": 32, **free},
     ):
         yield Case("llama", *MIDDLE, "repeated", engine={**engine}, spec=spec)
@@ -892,7 +892,7 @@ if pytest is not None:
         "spec",
         [
             {},
-            {"length_table": TABLE, "adaptive_length": True},
+            {"length_table": TABLE, "gate": "auto"},
             {"draft_window": 32},
             {"draft_context": "blocks:64"},
             {"free_drafts": 12},
@@ -983,7 +983,7 @@ def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:
     widths, waits = {}, {}
     if not shared and not only:
         widths = replayed(Case("llama", *MIDDLE, spec={"length_table": TABLE}))
-        waits = watched(Case("llama", *MIDDLE, spec={"length_table": TABLE, "adaptive_length": True}))
+        waits = watched(Case("llama", *MIDDLE, spec={"length_table": TABLE, "gate": "auto"}))
         print(f"    {widths} {waits}", flush=True)
     good = not {"NONE 1", "NONE 3", "NONE 6"} & widths.keys() and not waits.get("allocations")
     chosen = (case for case in lengths(**shared) if wanted(case, only))

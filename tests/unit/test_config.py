@@ -27,7 +27,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.record.tables import identity
 
-KINDS = [kind for kind in GATES if kind not in ("none", "calibrated")]
+KINDS = [kind for kind in GATES if kind not in ("none", "auto", "calibrated")]
 VARH = GateConfig(kind="varH")
 MAXP = GateConfig(kind="maxp")
 GPU = EngineConfig(name="h100", device="cuda")

@@ -16,8 +16,9 @@ from selfspec_cli.load_patterns import PATTERNS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "selfspec_cli"
 
-# Words that other files may know: what nothing is chosen by, and the one gate that maps another's statistic.
-NEUTRAL = {"none", "calibrated", "shared", "lens", "full"}
+# Words that other files may know: what nothing is chosen by, the one gate that maps another's statistic, and a value of
+# other settings, too.
+NEUTRAL = {"none", "calibrated", "shared", "lens", "full", "auto"}
 REGISTRIES = {
     "gates": (GATES, "GATE", "early_exit/gates"),
     "heads": (HEADS, "HEAD", "early_exit/heads"),
@@ -40,9 +41,12 @@ def literals(file: Path) -> set[str]:
 def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
     home = PACKAGE / REGISTRIES[folder][2]
     mentions = [file for file in PACKAGE.rglob("*.py") if name in literals(file) and home not in file.parents]
-    # `fit-lsq` is a command of its own, and old .pt heads are lsq; the first sprint's thresholds were these gates'.
+    # `fit-lsq` is a command of its own, and old .pt heads are lsq; the first sprint's thresholds were these gates'. The
+    # greatest probability is what gate `auto` learns from, and copies of either width are what drafts by default.
     others = {
-        "maxp": {"old_words.py"},
+        "maxp": {"old_words.py", "worth.py"},
+        "int4": {"defaults.py", "target_facts.py"},
+        "int8": {"defaults.py"},
         "varH": {"old_words.py"},
         "lsq": {"fit.py", "head_metadata.py", "head_files.py"},
         "window": {"ppl.py", "trace.py", "window.py"},

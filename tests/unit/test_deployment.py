@@ -56,8 +56,7 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     found = made(cfg, tmp_path)
     assert found.speculative_config == {
         "method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": 6, "gate": "margin", "threshold": 0.2,
-        "draft_weights": "shared", "adaptive_length": False, "free_drafts": 0, "bandit": False,
-        "read_first": True, "strict": False,
+        "draft_weights": "shared", "free_drafts": 0, "read_first": True, "strict": False,
     }  # fmt: skip
     settings = ResolvedSettings.from_user(found.speculative_config, 8)
     assert (settings.layer, settings.k, settings.gate.kind, settings.threshold) == (2, 6, "margin", 0.2)

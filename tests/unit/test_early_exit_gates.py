@@ -112,7 +112,7 @@ def test_some_rows_of_a_distribution(logits):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
-@pytest.mark.parametrize("name", [n for n in GATES if n != "none"])
+@pytest.mark.parametrize("name", [n for n in GATES if n not in ("none", "auto")])
 def test_nan_closes_the_gate_of_that_request_only(name, bad):
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
     if bad == "all -inf":
@@ -151,10 +151,11 @@ def test_tau_zero_is_always_open(logits):
     assert GATES["maxp"].rule(0.0).is_open(statistic("maxp", logits)).all()
 
 
-def test_gate_none_compares_nothing():
-    rule = GATES["none"].rule()
-    assert rule.feature is None
-    assert rule.is_open(torch.full((3,), math.nan)).all()
+def test_gates_none_and_auto_compare_nothing():
+    for name in ("none", "auto"):
+        rule = GATES[name].rule()
+        assert rule.feature is None
+        assert rule.is_open(torch.full((3,), math.nan)).all()
 
 
 def test_an_unknown_gate_is_answered_with_the_nearest():
@@ -163,9 +164,9 @@ def test_an_unknown_gate_is_answered_with_the_nearest():
 
 
 def test_the_registry_holds_every_module_of_the_folder():
-    built_in = ["none", "adaedl", "calibrated", "entropy", "margin", "maxp", "survival", "varH"]
+    built_in = ["none", "adaedl", "auto", "calibrated", "entropy", "margin", "maxp", "survival", "varH"]
     assert list(GATES)[: len(built_in)] == built_in
-    assert features() == tuple(name for name in GATES if name not in ("none", "calibrated"))
+    assert features() == tuple(name for name in GATES if name not in ("none", "auto", "calibrated"))
     assert len({gate.colour for gate in GATES.values()}) == len(GATES)
 
 
@@ -286,7 +287,8 @@ def test_what_gates_may_be_asked_for():
     """Thresholds that are allowed, defaults and keys: what users rely on without naming it."""
     tau = ("tau", "at_least", 0.0, 1.0)
     assert {name: (gate.key, gate.direction, gate.low, gate.high, gate.default) for name, gate in GATES.items()} == {
-        "none": (None, "at_least", 0.0, 0.0, None), "maxp": (*tau, 0.35), "margin": (*tau, 0.3),
+        "none": (None, "at_least", 0.0, 0.0, None), "auto": (None, "at_least", 0.0, 0.0, None),
+        "maxp": (*tau, 0.35), "margin": (*tau, 0.3),
         "survival": (*tau, 0.3), "adaedl": (*tau, 0.4), "calibrated": (*tau, 0.5),
         "varH": ("tau_v", "at_most", 0.0, math.inf, 5.0), "entropy": ("threshold", "at_most", 0.0, math.inf, 2.0),
     }  # fmt: skip

@@ -1,7 +1,6 @@
 """What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
 
 import pytest
-from selfspec_cli.early_exit.acceptance import Ladder
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
@@ -73,30 +72,31 @@ def test_the_layers_that_draft_and_whether_drafts_are_verified():
     assert read(method="skip").verify is False
 
 
-def test_the_cost_of_a_draft_is_its_layers_and_the_head():
-    assert read(layer_skip=6, skip_layers="0,2-3").cost_of_a_draft(24) == (3 + 1) / 24
-    assert read(layer_skip=6, draft_cost=0.5).cost_of_a_draft(24) == 0.5
-    assert read().draft_cost is None
-
-
-def test_a_draft_costs_the_share_of_layers_and_of_bits_and_the_widest_draft_has_places():
-    assert read(layer_skip=5, draft_weights="int4").cost_of_a_draft(24) == pytest.approx(6 / 24 * 4.125 / 16, rel=0.1)
+def test_a_draft_step_is_assumed_to_cost_its_share_of_layers_and_of_bits_and_the_widest_draft_has_places():
+    assert read(layer_skip=6, skip_layers="0,2-3").assumed_draft_step(24) == (3 + 1) / 24
+    assert read(layer_skip=5, draft_weights="int4").assumed_draft_step(24) == pytest.approx(
+        6 / 24 * 4.125 / 16, rel=0.1
+    )
     free = read(layer_skip=5, num_speculative_tokens=4, free_drafts=12)
-    assert (free.width, read(num_speculative_tokens=4, free_drafts=2).width, free.draft_cost) == (12, 4, 6 / 24)
+    assert (free.width, read(num_speculative_tokens=4, free_drafts=2).width) == (12, 4)
     assert ResolvedSettings.from_dict(free.to_dict()) == free
 
 
-@pytest.mark.parametrize("chooser", ["adaptive_length", "bandit"])
-def test_what_chooses_lengths_knows_what_a_draft_costs(chooser):
-    spec = {chooser: True, "layer_skip": 6, "num_speculative_tokens": 7}
-    settings = read(**spec, skip_layers="0,2-3")
-    assert settings.draft_cost == 4 / 24
-    assert settings.ladder == (Ladder.of(7, 4 / 24) if chooser == "adaptive_length" else None)
-    assert read(**spec, draft_cost=0.75).draft_cost == 0.75
-    assert ResolvedSettings.from_dict(settings.to_dict()) == settings
-    assert said(travelled, **{chooser: True}) == "draft setting 'draft_cost' is missing"
-    assert travelled(**{chooser: True}, draft_cost=0.5).draft_cost == 0.5
-    assert read().ladder is None
+def test_measured_times_choose_under_gate_auto_and_say_when_free_drafts_end_a_round():
+    choosing = {"none": (False, False), "maxp": (False, False), "auto": (True, True)}
+    for gate, expected in choosing.items():
+        settings = read(gate=gate)
+        assert (settings.chooses_width, settings.measures) == expected
+        assert ResolvedSettings.from_dict(settings.to_dict()) == settings
+    free = read(free_drafts=4)
+    assert (free.chooses_width, free.measures) == (False, True)
+    assert said(read, gate="auto", threshold=0.5).startswith(
+        "threshold = 0.5 is given but gate 'auto' has no threshold"
+    )
+
+
+def test_the_plain_name_of_the_method_is_that_of_the_sprint():
+    assert read(method="selfspec", layer_skip=3) == read(method="layer_skip", layer_skip=3)
 
 
 def test_a_table_of_lengths_is_kept_in_its_own_spelling():
@@ -106,8 +106,7 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
     assert read(length_table="9:0 3:2").table == LengthTable.parse("3:2 9:0", 5)
     assert read(**{PER_BATCH: [[1, 2, 9], [3, 4, 2]]}).length_table == "1:5 3:2"
     assert travelled(length_table="3:2").length_table == "1:5 3:2"
-    assert travelled(length_table="3:2/0.40", gate={"kind": "maxp"}).length_table == "1:5 3:2/0.4"
-    assert checked_table(None, 5, "none") is None
+    assert checked_table(None, 5) is None
 
 
 def test_the_threshold_in_force():
@@ -149,8 +148,7 @@ def test_every_key_that_a_speculative_config_gets():
     assert to_spec(settings) == {
         "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
         "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
-        "draft_window": 64, "length_table": None, "adaptive_length": False, "free_drafts": 0, "bandit": False,
-        "draft_cost": None, "read_first": True, "strict": False,
+        "draft_window": 64, "length_table": None, "free_drafts": 0, "read_first": True, "strict": False,
     }  # fmt: skip
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
         "method": "skip", "layer_skip": 3, "head_path": "a"
@@ -181,9 +179,7 @@ def test_the_keys_that_are_vllms_own():
         ("draft_weights_path", "w", "none"),
         ("skip_layers", "2", "none"),
         ("length_table", "3:2", None),
-        ("adaptive_length", True, False),
         ("free_drafts", 8, 0),
-        ("bandit", True, False),
         ("draft_context", "window:64", "full"),
         ("read_first", False, True),
         ("strict", True, False),
@@ -201,20 +197,14 @@ def test_of_what_method_skip_does_not_use(key, value, idle):
     [
         ({"draft_weights_path": "w"}, "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the "
          "kind of copies that it holds"),
-        ({"adaptive_length": True, "bandit": True},
-         "adaptive_length and bandit both choose how much to draft; give one of them"),
         ({"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
          f"length_table and {PER_BATCH} mean the same setting; give one"),
-        ({"length_table": "3:2/1.4", "gate": "maxp"}, "the threshold of length_table entry 3:2/1.4 = 1.4 is out of "
-         "range for gate 'maxp'; allowed: from 0 to 1"),
         ({"skip_layers": "7", "layer_skip": 7},
          "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft"),
         ({"skip_layers": 3.5},
          "skip_layers = 3.5 must be layers counted from 0, and ranges of them, such as 10-15,20"),
         ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
-        ({"draft_cost": 0}, "draft_cost = 0.0 is out of range; allowed: more than 0, up to 10"),
-        ({"draft_cost": "1"}, "draft_cost = '1' must be a finite number"),
-        ({"adaptive_length": 1}, "adaptive_length = 1 must be true or false"),
+        ({"strict": 1}, "strict = 1 must be true or false"),
         ({"draft_sample_method": "probabalistic"}, "draft_sample_method 'probabalistic' is not known; allowed: greedy, "
          "probabilistic; did you mean 'probabilistic'?"),
         ({"draft_sample_method": True},
@@ -237,8 +227,6 @@ def test_copies_from_a_file():
         ({"skip_layers": "4-7"}, "skip_layers = 4-7: layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
         ({"length_table": "3:9"},
          "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
-        ({"length_table": "3:2/0.5"}, "the threshold of length_table entry 3:2/0.5 = 0.5 is given but gate 'none' has "
-         f"no threshold; gates that use threshold: {', '.join(name for name in GATES if name != 'none')}"),
         ({"threshold": 2.0, "gate": {"kind": "maxp"}},
          "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
         ({"gate": {"kind": "calibrated"}},

@@ -68,7 +68,7 @@ def test_passthrough_keys_belong_to_vllm():
     [
         ({"layer_skp": 3}, ["'layer_skp'", "did you mean 'layer_skip'?"]),
         ({"method": "layerskip"}, ["'layerskip'", "did you mean 'layer_skip'?"]),
-        ({"gate": "varh"}, ["gate 'varh'", "none, adaedl, calibrated", "did you mean 'varH'?"]),
+        ({"gate": "varh"}, ["gate 'varh'", "none, adaedl, auto, calibrated", "did you mean 'varH'?"]),
         ({"gate": 3}, ["gate 3"]),
         ({"draft_weights": "fp9"}, ["draft_weights 'fp9'", "allowed: shared, ", "did you mean 'fp8'?"]),
         ({"draft_weights": "FP8"}, ["draft_weights 'FP8'", "did you mean 'fp8'?"]),

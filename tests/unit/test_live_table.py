@@ -21,17 +21,16 @@ def settings():
 
 
 def test_a_table_is_checked_and_handed_to_the_drafter():
-    lengths = DraftLengths(settings())
+    lengths = DraftLengths(settings(), 8)
     live = worker(settings=settings(), set_table=lambda table: setattr(lengths, "table", table))
-    live.early_exit_set_length_table("3:2/0.5 9:0")
+    live.early_exit_set_length_table("3:2 9:0")
     assert [lengths.table.at(count).k for count in (1, 3, 9)] == [4, 2, 0]
-    assert lengths.table.at(3).threshold == 0.5
     live.early_exit_set_length_table(None)
     assert lengths.table.at(100).k == 4
 
 
 @pytest.mark.parametrize(("text", "said"), [("3:5", "more than the engine's k"), ("x", "is no entry"),
-                                            ("3:2/7", "out of range")])  # fmt: skip
+                                            ("3:2/0.7", "is no entry")])  # fmt: skip
 def test_what_is_no_table_of_this_engine_is_refused(text, said):
     live = worker(settings=settings(), set_table=lambda table: pytest.fail("it was set"))
     with pytest.raises(SettingsError, match=said):

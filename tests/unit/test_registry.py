@@ -44,7 +44,18 @@ def gates(tmp_path, monkeypatch):
 
 
 def test_the_default_comes_first_then_ours_then_theirs(gates):
-    assert list(gates) == ["none", "adaedl", "calibrated", "entropy", "margin", "maxp", "survival", "varH", "new"]
+    assert list(gates) == [
+        "none",
+        "adaedl",
+        "auto",
+        "calibrated",
+        "entropy",
+        "margin",
+        "maxp",
+        "survival",
+        "varH",
+        "new",
+    ]
     assert gates["new"].statistic is gates["maxp"].statistic
 
 
@@ -70,7 +81,7 @@ def test_a_name_of_ours_cannot_be_taken(gates):
 
 
 def test_a_registry_is_a_mapping(gates):
-    assert len(gates) == len(list(gates)) == 9
+    assert len(gates) == len(list(gates)) == 10
     assert "maxp" in gates and "distribution" not in gates and 3 not in gates
     assert [gate.name for gate in gates.values()] == list(gates)
     with pytest.raises(SettingsError, match=r"^gate 'maxq' is not known; allowed: none, .*; did you mean 'maxp'\?$"):
@@ -80,7 +91,7 @@ def test_a_registry_is_a_mapping(gates):
 def test_another_default_comes_first_and_without_one_all_are_in_the_order_of_their_modules():
     ours = ("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "no.such.group")
     assert list(Registry(*ours, first="varH")) == [
-        "varH", "adaedl", "calibrated", "entropy", "margin", "maxp", "none", "survival"
+        "varH", "adaedl", "auto", "calibrated", "entropy", "margin", "maxp", "none", "survival"
     ]  # fmt: skip
     assert list(Registry(*ours)) == sorted(Registry(*ours))
     assert Registry(*ours).broken == {}

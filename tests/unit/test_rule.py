@@ -16,6 +16,8 @@ import pytest
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS, LengthRule, StepTimes, batch_size
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LATE = 0.05
+"""Seconds between two copies of the device's verdicts to the host, each of which is read when the next one begins."""
 HOST, FLOOR, NOISE = 0.2e-3, 2.0e-3, 0.04
 """Seconds of the host in each step, the least that a step takes, and the relative deviation of a step's time."""
 KV_TOKEN = 12e-9
@@ -44,6 +46,8 @@ class Simulated:
         self.draw = np.random.default_rng(seed)
         self.widths, self.tried = Counter[int](), Counter[int]()  # steps of all choices, and of trials, by width
         self._trying = False
+        self._copied = self.now
+        self._under_way = self._counted = np.zeros((2, self.rule.acceptance.k), int)  # judged and stood, by position
 
     def seconds(self, width: int) -> float:
         """What a step takes in the mean."""
@@ -76,7 +80,11 @@ class Simulated:
             stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
             places = np.arange(self.rule.acceptance.k)
             judged = ((places < width) & (places <= stood[:, None])).sum(0)
-            self.rule.judged(judged.tolist(), (places < stood[:, None]).sum(0).tolist())
+            self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
+        if self.now - self._copied > LATE:
+            self.rule.judged(*self._under_way.tolist())
+            self._under_way, self._counted = self._counted, np.zeros_like(self._counted)
+            self._copied = self.now
         self.rule.stepped(self.requests, width, seconds)
         if width:
             self.rule.brought(self.requests, width, float(stood.mean()))
@@ -142,11 +150,11 @@ def test_requests_that_differ_in_one_batch():
 
 
 def settled(engine: Simulated, **now: float) -> None:
-    """Traffic changes, and two seconds later the widths are within 3 % of the best one."""
+    """Traffic changes, and two seconds later the widths are as fast as the best one, but for a second's noise."""
     for name, value in now.items():
         setattr(engine, name, value)
     engine.run(2.0)
-    assert engine.run(1.0) > 0.97, (now, engine.best(), engine.widths)
+    assert engine.run(1.0) > 0.96, (now, engine.best(), engine.widths)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -180,7 +188,7 @@ def test_what_is_always_refused_is_tried_again_seldom_after_a_pause():
     engine = Simulated(4, 0.05, seed=5)
     engine.run(20.0)
     engine.now += 1800
-    assert engine.run(2.0) > 0.985
+    assert engine.run(5.0) > 0.98
 
 
 # ---- what the rule is told -------------------------------------------------------------------------------------------
@@ -192,7 +200,8 @@ def test_a_limit_holds_for_every_step_and_the_best_below_it_is_found():
         engine.run(1.0, limit)
         assert max(engine.widths) <= limit
         allowed = [width for width in WIDTHS if width <= limit]
-        assert engine.widths.most_common(1)[0][0] == max(allowed, key=engine.speed) or limit == 12, limit
+        best = max(map(engine.speed, allowed))
+        assert engine.speed(engine.widths.most_common(1)[0][0]) > 0.97 * best, limit
 
 
 def test_no_verify_pass_is_larger_than_its_largest_graph():
@@ -257,7 +266,7 @@ def test_contexts_are_counted_only_where_a_choice_is_due():
 
     for _ in range(80):
         rule.choose(4, context)
-    assert len(counted) == rule.choices <= 20
+    assert len(counted) == rule.choices <= 40
 
 
 def test_drafts_that_end_before_their_width_count_for_the_tokens_that_come():

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 from exit_heads import lsq_head
-from selfspec_cli.stages.loads import every_width
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli import interrupts
@@ -156,27 +155,6 @@ def test_the_choice_is_written_and_composes(lab, monkeypatch):
     assert written["overrides"] == result.overrides
     assert written["overrides"][0] == "model=m"
     assert f"layer={result.choice.cfg.layer}" in written["overrides"]
-
-
-def test_a_table_of_lengths_by_load_is_measured_for_the_choice_and_written(lab):
-    without = lab.run(trials=6)
-    engines = len(lab.opened)
-    result = lab.run(trials=6, loads=[1, 4])
-    assert [load.requests for load in result.loads] == [1, 4]
-    # A survey, finalists' engines, and one more on which the loads are measured.
-    assert lab.opened[-1].cfg.length_table == every_width(result.choice.cfg.k)
-    assert len(lab.opened) > engines
-    words = [word for word in result.overrides if word.startswith("length_table=")]
-    assert words == [f"length_table={result.choice.cfg.length_table}"]
-    assert not any(word.startswith("length_table=") for word in without.overrides)
-    assert {row["requests"] for row in tune.document(result)["loads"]} == {1, 4}
-    assert not result.warnings
-
-
-def test_loads_for_which_there_was_no_time_are_named(lab):
-    result = lab.run(minutes=4.0, trials=6, loads=[1, 4, 64])
-    assert len(result.loads) < 3
-    assert any("no time was left for" in warning for warning in result.warnings)
 
 
 def test_it_goes_on_where_it_stopped(lab):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS
+from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS, batch_size
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 RAISED, MOST = 256, 512
@@ -62,7 +62,8 @@ def decode_sizes(settings: ResolvedSettings, width: int, limit: int) -> tuple[in
         return ()
     counts: Iterable[int] = request_counts(most)
     if settings.chooses_width and width:
-        counts = (count for count in REQUESTS if count <= most)
+        fitting = batch_size(limit) * (width + 1) <= LARGEST_VERIFY  # a full engine may be no batch size of its own
+        counts = sorted({*(count for count in REQUESTS if count <= most), *([limit] if fitting else [])})
     return tuple(count * (width + 1) for count in counts)
 
 

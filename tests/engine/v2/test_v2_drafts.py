@@ -155,3 +155,29 @@ def test_the_one_line_chooses_widths_and_changes_no_token(model_dir, plain):
     assert counted["drafted"] > 0 < counted["free_accepted"]
     assert float(worth.counts[1].sum()) > float(worth.first[1].sum())  # confidences of drafts were judged
     assert float(worth.step_value) > 0
+
+
+def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(plain, drafting):
+    """It has no graphs for widths."""
+    with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
+        drafting.set_gate("auto", None)
+    same(drafting, plain)
+
+
+def test_gate_auto_is_left_and_taken_again_on_a_live_engine(model_dir, plain):
+    """Without it every step has all slots."""
+    with live(model_dir("llama"), {"method": "selfspec"}, **SMALL) as engine:
+        planner = planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
+        found = {}
+        for gate, threshold in (("none", None), ("maxp", 0.3), ("auto", None)):
+            engine.set_gate(gate, threshold)
+            planner.steps.clear()
+            before = planner.rule.choices
+            if gate == "auto":  # in the interpreter a draft costs so much that it may choose plain steps
+                assert not differing(tokens(engine.generate(PROMPTS, parameters())), plain)
+                assert planner.rule.choices > before
+            else:
+                same(engine, plain)
+            found[gate] = {width for width, steps in planner.steps.items() if steps}
+        assert found["none"] == found["maxp"] == {12}
+        assert found["auto"] != {12}

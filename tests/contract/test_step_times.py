@@ -1,0 +1,93 @@
+"""What the graphs of an engine take: measured once, kept in a file, and read by a scheduler; no graph is replayed."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+KV_TOKEN, RATE = 4096.0, 4e12
+
+
+def engine(**changes):
+    """A VllmConfig, as far as its times depend on it. changes: max_num_seqs, or of the draft's settings."""
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+
+    requests = changes.pop("max_num_seqs", 100)
+    settings = ResolvedSettings.from_user({"gate": "auto", "num_speculative_tokens": 4, **changes}, 24)
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}), additional_config=None,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 24}), dtype="bfloat16"),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_mode="FULL"), attention_config=SimpleNamespace(backend=None),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Measures an engine whose graphs take the seconds that they say; and the graphs that were replayed."""
+    from selfspec_cli.vllm_plugin.v2 import step_times
+
+    replayed = []
+
+    def seconds(replay):
+        replayed.append(replay())
+        return replayed[-1][-1]
+
+    monkeypatch.setattr(step_times, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(step_times, "_seconds", seconds)
+    monkeypatch.setattr(step_times, "_bytes_per_second", lambda: RATE)
+
+    def measure(config, decodes=(0, 2, 4), drafts=(1, 3, 8, 100)):
+        verify = {width: {n: lambda width=width, n=n: ("verify", width, n, 1e-3 * n + 1e-4 * width)
+                          for n in (1, 3, 8, 100)} for width in decodes}  # fmt: skip
+        return step_times.measure(config, verify, {n: lambda n=n: ("draft", n, 1e-5 * n) for n in drafts}, KV_TOKEN)
+
+    return SimpleNamespace(measure=measure, known=step_times.known, replayed=replayed, folder=tmp_path / "step_times")
+
+
+def test_the_graphs_of_batch_sizes_and_of_a_full_engine_are_timed_and_the_scheduler_reads_the_same(measured):
+    config = engine()
+    assert measured.known(config) is None
+    times = measured.measure(config)
+    assert times.verify == {width: {n: 1e-3 * n + 1e-4 * width for n in (1, 8, 100)} for width in (0, 2, 4)}
+    assert times.draft == {n: 1e-5 * n for n in (1, 8, 100)}  # 3 is no batch size
+    assert (times.kv_token, times.attended, times.measured) == (KV_TOKEN / RATE, math.inf, True)
+    assert measured.known(config) == times
+
+
+def test_what_was_measured_before_is_not_measured_again(measured):
+    times = measured.measure(engine())
+    count = len(measured.replayed)
+    assert measured.measure(engine()) == times and len(measured.replayed) == count
+    others = [engine(max_num_seqs=64), engine(num_speculative_tokens=3), engine(draft_weights="int4")]
+    for number, other in enumerate(others, 2):
+        assert measured.known(other) is None
+        measured.measure(other)
+        assert len(list(measured.folder.iterdir())) == number
+
+
+def test_a_window_bounds_what_a_draft_step_attends_to(measured):
+    attended = measured.measure(engine(draft_window=64)).attended
+    assert 64 <= attended < math.inf
+
+
+def test_an_engine_without_graphs_has_no_times_and_leaves_no_file(measured):
+    assert measured.measure(engine(), decodes=()) is None
+    assert measured.measure(engine(), decodes=(4,)) is None  # no plain step
+    assert measured.measure(engine(), drafts=()) is None
+    assert not measured.replayed and not measured.folder.exists()
+
+
+def test_a_file_that_was_cut_short_counts_as_none(measured):
+    measured.measure(engine())
+    (file,) = measured.folder.iterdir()
+    file.write_text(file.read_text()[:20])
+    assert measured.known(engine()) is None
+    assert measured.measure(engine()) is not None
+    assert measured.known(engine()) is not None

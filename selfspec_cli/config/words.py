@@ -61,7 +61,7 @@ _COPIES = "draft_weights=int4"
 
 
 def _written_out(words: list[str]) -> list[str]:
-    """`method=selfspec` as the settings that it stands for, but for those that the other words name."""
+    """Write `method=selfspec` out as settings, without those that the other words name."""
     if ONE_LINE not in words:
         return words
     named = {word.partition("=")[0].partition(".")[0] for word in words if word != ONE_LINE}

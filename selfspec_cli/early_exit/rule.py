@@ -341,7 +341,7 @@ def context_bucket(tokens: float) -> int:
 
 
 def _context(bucket: int) -> float:
-    """Tokens of context that stand for a bucket."""
+    """Tokens of context that represent a bucket."""
     return 0.75 * SHORT_CONTEXT * 2**bucket
 
 

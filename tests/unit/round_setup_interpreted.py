@@ -146,8 +146,8 @@ def test_what_is_learnt_of_confidence_is_what_the_plain_functions_say():
         state.matches.drafted[slots] = torch.tensor(drafted, dtype=torch.int32)
         begin(state, [10] * 4, sampled=[1 + n for n in stood], steps=K)
         judged = [(row, place) for row in range(4) for place in range(min(drafted[row], stood[row] + 1))]
-        told = torch.tensor([float(values[at]) for at in judged])
-        counts = confidence.learnt(counts, told, torch.tensor([place < stood[row] for row, place in judged]))
+        sure = torch.tensor([float(values[at]) for at in judged])
+        counts = confidence.learnt(counts, sure, torch.tensor([place < stood[row] for row, place in judged]))
         torch.testing.assert_close(state.worth.counts, counts, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(state.worth.rates, confidence.rates(counts), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(state.worth.stands, confidence.usual(counts).expand(ROWS), atol=1e-5, rtol=1e-5)

@@ -10,21 +10,24 @@ Read in this order:
 speculator.py         `propose`: a round as the host launches it. Host, once a step.
 state.py              the tensors that a round lives in, and the gate in force. Device memory, changed between rounds.
 round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs and each row's budget.
-draft_budget.py       what bounds a draft: the table of lengths by load, a request's wishes, its acceptance, its end.
+draft_budget.py       what limits a draft: the table of limits by load, a request's wishes, its end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
 device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed.
 ranks.py              what tensor-parallel ranks exchange inside that loop, and whether they can.
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
+worth.py              whether another step is worth its time: confidence, how far it can be trusted, the loop's end.
 counting.py           what the loop counts on the device, and the turn from one step to the next.
 on_device.py          plain functions of arithmetic as device code, so that a rule is written once.
+chosen_tokens.py      the log-probabilities of chosen tokens, by rows of the verify pass.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
 ../contexts/          drafts that attend to a part of the context: kernels in front of the loop.
 
 Around the round, on the host:
 
-widths.py, sizes.py   how many places for drafts the scheduler plans in a step, and which decode graphs that takes.
+widths.py, sizes.py   how many draft slots the scheduler plans in a step (early_exit/rule.py), and the graphs for them.
+step_times.py         what steps take on the device, measured on the captured graphs at the start.
 graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
 drafting_disabled.py  steps after the first one without drafts run without the speculator.
 step_order.py         whether a step's tokens are read before the next step is launched.

@@ -16,7 +16,7 @@ from figure_cells import ROOT, at, data_of, names, table
 from figure_grid import by_arm, by_load
 from figure_hosts import hosts
 from figure_hosts import served as served_coder
-from figure_one_line import fixed_lengths, one_line, served_one_line
+from figure_one_line import fixed_lengths, one_line
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
@@ -124,7 +124,6 @@ def installs() -> str:
 WRITTEN = (
     ("README.md", "one_line", one_line),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
-    ("docs/load.md", "served_one_line", served_one_line),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),
     ("docs/load.md", "served", served),

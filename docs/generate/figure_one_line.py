@@ -7,7 +7,7 @@ from typing import Any
 
 from figure_cells import data_of, ratio, table
 
-FILE, SERVED = "gpu/one_line_h200.json", "gpu/one_line_served_h200.json"
+FILE = "gpu/one_line_h200.json"
 WORDS = {"coding": "coding tasks", "chat": "chat questions", "edits": "edits of given code"}
 PLAIN, RULE = "plain", "rule"
 
@@ -47,36 +47,6 @@ def fixed_lengths() -> str:
         )
     header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths, "of the best fixed",
               "outputs as plain", "plain as itself")  # fmt: skip
-    return table(header, rows)
-
-
-def served_one_line() -> str:
-    """Write a row per level of the load test: throughput, and tails over plain vLLM's."""
-    rows = []
-    for level in data_of(SERVED)["levels"]:
-        plain, ours = level["plain"], level["selfspec"]
-        rows.append(
-            (
-                level["level"],
-                f"{plain['tok_s']:,.0f}",
-                f"{ours['tok_s']:,.0f}",
-                ratio(ours["tok_s"] / plain["tok_s"]),
-                *(
-                    f"{ours[name] / plain[name]:.2f}"
-                    for name in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
-                ),
-            )
-        )
-    header = (
-        "clients",
-        "plain tok/s",
-        "one line tok/s",
-        "throughput",
-        "TTFT p50 over plain",
-        "TTFT p99",
-        "TPOT p50",
-        "TPOT p99",
-    )
     return table(header, rows)
 
 

@@ -58,7 +58,7 @@ LINES: tuple[Line | str, ...] = (
         ("gpu/qwen_1.5b_table_h100",),
         {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"},
     ),
-    Line("the same, on chat questions; H200", SAME, (CODER,), {1: "e4cfdba9a519", 4: "eed149b4b8fc"}, True),
+    Line("the same, on chat questions; H200", SAME, (CODER,), {1: "e4cfdba9a519", 4: "eed149b4b8fc"}),
     Line(
         "the same, on chat questions; H100, that host",
         SAME,

@@ -36,7 +36,7 @@ SHORT_CONTEXT = 8192
 DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 8, 2
 """Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's; the last for what was
 never seen."""
-PLAUSIBLE = 0.75
+PLAUSIBLE = 0.85
 """A width that was never seen at a batch size is tried at once if it is predicted to reach this share of the best."""
 TRIED_EVERY = 4
 """Of so many choices one is drawn; the others take the best by the means, which are the better guess between trials."""

@@ -31,8 +31,8 @@ requests.py       what a request asks of drafting (its own draft length or thres
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; worth.py: whether another draft step is worth its time;
-                  free_drafts.py: drafts that cost no pass; sampling.py: how it samples; processors.py: min_p, logit_bias
-                  and custom processors together with drafts; thinking.py: thinking budgets over drafts
+                  free_drafts.py: drafts that cost no pass; sampling.py: how it samples; processors.py: min_p,
+                  logit_bias and custom processors together with drafts; thinking.py: thinking budgets over drafts
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)

@@ -191,7 +191,7 @@ def test_what_is_always_refused_is_tried_again_seldom_after_a_pause():
     assert engine.run(5.0) > 0.98
 
 
-# ---- limits and unmeasured engines ------------------------------------------------------------------------------------
+# ---- limits and unmeasured engines -----------------------------------------------------------------------------------
 
 
 def test_a_limit_holds_for_every_step_and_the_best_below_it_is_found():

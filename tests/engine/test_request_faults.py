@@ -105,7 +105,7 @@ def wanted(talking) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["greedy", "probabilistic"])
 def drafting(request, talking, wanted):  # two engines of one process cannot live at the same time
-    more = {} if request.param == "greedy" else {"draft_sample_method": "probabilistic", "gate": "auto"}
+    more = {} if request.param == "greedy" else {"draft_sample_method": "probabilistic"}
     with live(talking, layer_skip(EXIT, K, **more), **ENGINE) as engine:
         yield engine
 

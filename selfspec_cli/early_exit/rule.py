@@ -304,7 +304,8 @@ class LengthRule:
         self.trials += width != best
         self._drafted = now if width else self._drafted
         plain = kinds[min(kinds)].seconds
-        step = self.times.draft_step(load, context) * (1.0 if self.times.measured else plain)
+        step = self.times.draft_step(load, context)
+        step *= 1.0 if self.times.measured else plain / self.times.verify_pass(load, 0)
         choice = Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)
         if not width:
             return choice, PLAIN_HELD

@@ -116,7 +116,7 @@ BIASES = (0.0, 4.0)
 
 @pytest.fixture(scope="module", params=["greedy", "probabilistic"])
 def drafting(request, talking, wanted):  # two engines of one process cannot live at the same time
-    more = {} if request.param == "greedy" else {"draft_sample_method": "probabilistic", "gate": "auto"}
+    more = {} if request.param == "greedy" else {"draft_sample_method": "probabilistic"}
     with live(talking, layer_skip(EXIT, K, **more), logits_processors=[avoid_the_last()], **ENGINE) as engine:
         yield engine
 

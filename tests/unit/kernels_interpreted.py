@@ -14,7 +14,7 @@ import torch
 from all_statistics import all_statistics, statistic
 
 from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.counters import JUDGED, STOOD, DraftCounters
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
@@ -309,6 +309,7 @@ def test_counters_count_as_the_cpus_do():
     assert state.landed() == {name: count for name, count in mine.items() if name != "active_histogram"}
     theirs["active_histogram"] += [0] * (ROWS + 1 - len(theirs["active_histogram"]))
     theirs.pop("seconds")
+    assert not any(sum(mine.pop(name)) for name in (JUDGED, STOOD))  # counted where a round begins
     assert mine == theirs
     assert mine["gate_ended"] > 0
 

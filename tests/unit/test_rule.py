@@ -257,6 +257,18 @@ def test_a_draft_step_is_worth_the_tokens_that_its_time_brings_at_the_engines_sp
     assert choice.expected == pytest.approx(engine.speed(choice.width), rel=0.05)
 
 
+@pytest.mark.parametrize("requests", [1, 4, 64])
+def test_what_is_assumed_of_a_draft_step_is_a_share_of_a_plain_step_at_any_load(requests):
+    """Else no batch could bring what a step is said to be worth, and nothing would be drafted."""
+    rule = LengthRule(StepTimes.assumed(0.3), clock=lambda: 1.0)
+    for seconds in (None, 0.02):
+        if seconds is not None:
+            rule.stepped(requests, 0, seconds)
+        choice = rule.choose(requests)
+        assert choice.step_cost == pytest.approx(0.3)
+        assert choice.step_value < requests
+
+
 def test_contexts_are_counted_only_where_a_choice_is_due():
     rule, counted = LengthRule(device_times(), clock=lambda: 1.0), []
 

@@ -72,7 +72,7 @@ def p_value(engine: Live, exact: np.ndarray) -> float:
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_drafting_keeps_the_distribution(model_dir, exact, report: Callable[[str], None], monkeypatch, method):
     monkeypatch.setattr(v2, "BIAS", 4.0)  # so sharp that few samples show it
-    spec = layer_skip(LAYERS // 2, 3, draft_sample_method=method, free_drafts=5, draft_cost=0.4)
+    spec = layer_skip(LAYERS // 2, 3, draft_sample_method=method, free_drafts=5)
     with live(model_dir(MODEL), spec, worker_extension_cls=FAULTY, **ENGINE) as engine:
         right = p_value(engine, exact)
         engine.counts().require_both_verdicts()

@@ -243,9 +243,9 @@ def test_a_read_only_folder_is_refused_with_its_name_and_what_to_do():
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o555)
         for action, kind in (
-            (lambda: folder.prepare(place), "ConfigError"),
-            (lambda: folder.prepare(f"{place}/deeper/still"), "ConfigError"),
-            (lambda: folder.sweep_lock(place).__enter__(), "ConfigError"),
+            (lambda: folder.prepare(place), "SettingsError"),
+            (lambda: folder.prepare(f"{place}/deeper/still"), "SettingsError"),
+            (lambda: folder.sweep_lock(place).__enter__(), "SettingsError"),
             (lambda: folder.save(place, BASE), "RecordError"),
         ):
             answer = context.Queue()

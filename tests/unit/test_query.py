@@ -57,7 +57,7 @@ def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
     for words, message in ((["4444"], "no point's id begins"), ([""], "not unique")):
         result = call("runs", "show", *words)
         assert (result.exit_code, message in result.stderr) == (2, True)
-    for command in (("runs", "list"), ("report",), ("export",)):
+    for command in (("runs", "list"), ("report",), ("runs", "export")):
         missing = call(*command, "results_dir=resultz")
         assert (missing.exit_code, "there is no such folder; did you mean results?" in missing.stderr) == (2, True)
     (place.parent / "empty").mkdir()

@@ -178,7 +178,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
         Row("every other field of a request, alone and beside others", YES, "in steps with drafts and without, among "
             "them top_k alone and logprob_token_ids, with which vLLM's own speculation ends the engine of a CPU; on V2 "
-            "vLLM leaves out logprob_token_ids in steps with drafts, whoever drafts",
+            "vLLM's own speculation leaves out logprob_token_ids in steps with drafts",
             FAULTS + "test_each_field_beside_all_others"),
         Row("log-probabilities, of the prompt too", YES, "the target model's",
             "engine/test_lossless_edges.py::test_logprobs_are_the_target_models", CASES),

@@ -16,7 +16,8 @@ BINS = 16
 MEMORY = 2000.0
 """Judged tokens after which what was seen before counts for 1/e."""
 FIRST_TRIALS = 4.0
-"""Tokens of each bin that the first guess counts for: that sqrt(confidence) of the drafts stand."""
+"""Tokens of each bin that the first guess counts for: that the fourth root of the confidence stands. Its mean is the
+rule's first guess (rule.FIRST_RATE), so that neither keeps the other from trying."""
 NEGLIGIBLE = 0.01
 """A draft that stands with a smaller probability ends for its request alone: nobody would notice its next token."""
 
@@ -24,7 +25,7 @@ NEGLIGIBLE = 0.01
 def first_counts() -> Tensor:
     """Counts [2, BINS] before anything is known: tokens that stood, and all that were judged."""
     middles = (torch.arange(BINS) + 0.5) / BINS
-    return torch.stack([FIRST_TRIALS * middles.sqrt(), torch.full((BINS,), FIRST_TRIALS)])
+    return torch.stack([FIRST_TRIALS * middles**0.25, torch.full((BINS,), FIRST_TRIALS)])
 
 
 def bins_of(confidence: Tensor) -> Tensor:

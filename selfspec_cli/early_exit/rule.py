@@ -306,7 +306,9 @@ class LengthRule:
         plain = kinds[min(kinds)].seconds
         step = self.times.draft_step(load, context)
         step *= 1.0 if self.times.measured else plain / self.times.verify_pass(load, 0)
-        choice = Choice(width, means[best] * load * step, step / plain, means[width] * load, kinds[width].seconds)
+        # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
+        value = means[best] * load * step if best or not width else 0.0
+        choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds)
         if not width:
             return choice, PLAIN_HELD
         if width in unseen:

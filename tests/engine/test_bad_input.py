@@ -120,7 +120,7 @@ def greedy_tokens() -> Any:
 
 
 def test_vllms_own_settings_still_work(model_dir):
-    """Keys that are vLLM's, dashes instead of underscores, and the defaults: half the layers, five tokens."""
+    """Keys that are vLLM's, dashes instead of underscores, and the defaults: copies of all layers, twelve tokens."""
     from vllm.engine.arg_utils import EngineArgs
 
     spec = {"method": "layer_skip", "draft-sample-method": "probabilistic"}
@@ -130,9 +130,9 @@ def test_vllms_own_settings_still_work(model_dir):
 
     settings = settings_of(config)
     assert settings is not None
-    assert (settings.layer, settings.k) == (LAYERS // 2, 5)
+    assert (settings.layer, settings.k) == (LAYERS, 12)
     assert config.speculative_config.draft_sample_method == settings.draft_sample_method == "probabilistic"
-    assert config.speculative_config.num_speculative_tokens == 5
+    assert config.speculative_config.num_speculative_tokens == settings.width
 
 
 def test_an_engine_without_our_method_has_none_of_our_settings(model_dir):

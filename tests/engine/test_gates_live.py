@@ -193,4 +193,4 @@ def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, pla
 
 
 def test_every_gate_is_covered():
-    assert set(GATES) == set(GATE_RULES)
+    assert set(GATES) == set(GATE_RULES) - {"auto"}  # an engine is started with it: test_draft_lengths.py

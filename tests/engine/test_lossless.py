@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 def test_every_point_and_every_gate_is_here():
     tried = {start: points("llama", start) for start in STARTED}
     assert {point for there in tried.values() for point in there} == set(product(EXITS, LENGTHS))
-    assert set(GATES) == set(GATE_RULES)
+    assert set(GATES) == set(GATE_RULES) - {"auto"}  # an engine is started with it: test_draft_lengths.py
     gates = [gate for there in tried.values() for place, (_, k) in enumerate(there) for gate in gates_at(place, k)]
     assert all(gates.count(gate) >= 3 for gate in GATES), gates
     gates = [

@@ -206,6 +206,7 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
     verifier that takes them for drawn ones accepts them too often, which the reference finds."""
     spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
+        engine.llm.collective_rpc(draft_also_what_does_not_pay)
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()
         counted = engine.call("early_exit_counters")
@@ -217,6 +218,11 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
             wrong = p_exact(sample(engine), exact)
             report(f"free drafts that the verifier takes for drawn: p = {wrong:.2g} against exact")
             assert wrong < ACCEPT
+
+
+def draft_also_what_does_not_pay(worker: Any) -> None:
+    """Beside copies, steps of half the layers would hardly be taken."""
+    worker.model_runner.drafter.worth = None
 
 
 def doubt_copies(worker: Any) -> None:

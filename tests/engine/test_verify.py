@@ -140,5 +140,5 @@ def test_a_small_vocabulary_is_compared_with_the_exact_distribution(model_dir, t
     rows = [row for row in found["sampling"] if "p_exact" in row]
     report(", ".join(f"{row['name']}: p = {row['p_exact']:.3f} (plain {row['p_exact_plain']:.3f})" for row in rows))
     assert found["verdict"] == "lossless", found
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert all(row["p_exact"] is not None for row in rows)

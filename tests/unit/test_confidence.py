@@ -5,13 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec_cli.early_exit.confidence import BINS, FIRST_TRIALS, MEMORY, bins_of, first_counts, learnt, rates, usual
+from selfspec_cli.early_exit.confidence import (
+    BINS,
+    FIRST_TRIALS,
+    MEMORY,
+    bins_of,
+    first_counts,
+    learnt,
+    rates,
+    usual,
+)
+from selfspec_cli.early_exit.rule import FIRST_RATE
 
 
 def test_the_first_guess_is_that_acceptance_exceeds_confidence():
     guess = rates(first_counts())
     middles = (torch.arange(BINS) + 0.5) / BINS
-    torch.testing.assert_close(guess, middles.sqrt())
+    torch.testing.assert_close(guess, middles**0.25)
+    assert float(guess.mean()) == pytest.approx(FIRST_RATE, abs=0.005)
     assert (guess >= middles).all() and (guess < 1).all()
     assert float(usual(first_counts())) == pytest.approx(float(guess.mean()))
 

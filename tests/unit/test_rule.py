@@ -257,6 +257,14 @@ def test_a_draft_step_is_worth_the_tokens_that_its_time_brings_at_the_engines_sp
     assert choice.expected == pytest.approx(engine.speed(choice.width), rel=0.05)
 
 
+def test_a_trial_of_drafts_drafts_although_nothing_was_accepted():
+    """By what was learnt its first step is worth nothing, so that no trial would ever show that this has changed."""
+    engine = Simulated(8, 0.05, seed=3)
+    engine.run(3.0)
+    tried = [choice for _ in range(3000) if engine.step() and (choice := engine.rule.choose(8, 4000.0)).width]
+    assert tried and all(choice.step_value == 0.0 for choice in tried)
+
+
 @pytest.mark.parametrize("requests", [1, 4, 64])
 def test_what_is_assumed_of_a_draft_step_is_a_share_of_a_plain_step_at_any_load(requests):
     """Else no batch could bring what a step is said to be worth, and nothing would be drafted."""

@@ -130,6 +130,13 @@ def test_an_aborted_request_leaves_the_others_as_they_are(drafting, plain):
     same(drafting, plain)
 
 
+def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(plain, drafting):
+    """It has no graphs for widths."""
+    with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
+        drafting.set_gate("auto", None)
+    same(drafting, plain)
+
+
 def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain):
     """Nine blocks for four requests of up to five: some are thrown out and computed again."""
     spec = layer_skip(LAYERS, 3, draft_weights="int4", free_drafts=FREE)
@@ -157,13 +164,6 @@ def test_the_one_line_chooses_widths_and_changes_no_token(model_dir, plain):
     assert counted["drafted"] > 0 < counted["free_accepted"]
     assert float(worth.counts[1].sum()) > float(worth.first[1].sum())  # confidences of drafts were judged
     assert float(worth.step_value) > 0
-
-
-def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(plain, drafting):
-    """It has no graphs for widths."""
-    with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
-        drafting.set_gate("auto", None)
-    same(drafting, plain)
 
 
 def test_gate_auto_is_left_and_taken_again_on_a_live_engine(model_dir, plain):

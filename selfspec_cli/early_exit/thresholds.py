@@ -40,8 +40,9 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
     if rule.key is None:
         own = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, uses the latter
         users = [name for name, other in GATES.items() if own in (other.key, "threshold") and other.key]
-        raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: "
-                            f"{', '.join(users)}")  # fmt: skip
+        raise SettingsError(
+            f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: {', '.join(users)}"
+        )
     threshold = number(value, key)
     if not rule.low <= threshold <= rule.high:
         allowed = "at least 0" if math.isinf(rule.high) else f"from {rule.low:g} to {rule.high:g}"

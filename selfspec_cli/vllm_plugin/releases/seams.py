@@ -25,8 +25,14 @@ COMMUNICATORS = "vllm.distributed.device_communicators"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 
 # Layers of a decoder, its embedding and its logits that hold adapters (weights/adapters.py takes what they wrap).
-LORA_LAYERS = ("ColumnParallelLinear", "MergedQKVParallelLinear", "RowParallelLinear", "ReplicatedLinear",
-               "VocabParallelEmbedding", "LogitsProcessor")  # fmt: skip
+LORA_LAYERS = (
+    "ColumnParallelLinear",
+    "MergedQKVParallelLinear",
+    "RowParallelLinear",
+    "ReplicatedLinear",
+    "VocabParallelEmbedding",
+    "LogitsProcessor",
+)
 
 # Target -> its parameters in 0.32.0, in order. self is not listed.
 SIGNATURES = {

@@ -18,7 +18,7 @@ RESULTS ?= results
 JOBS ?= 2
 INSTALLED := $(VENV)/.installed
 
-LINT := $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/mypy
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/lint-imports --no-logo && $(BIN)/mypy
 PYTEST := $(BIN)/python -m pytest
 # Tests that need no engine, on one process more than JOBS, because many wait for servers and clocks; whoever has nothing
 # left to do takes over from the others.

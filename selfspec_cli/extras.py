@@ -10,17 +10,38 @@ from urllib.parse import unquote, urlsplit
 
 EXTRAS = {
     "bench": (
-        "altair", "hydra", "itables", "jinja2", "joblib", "numpy", "omegaconf", "optuna", "pandas", "rich", "scipy",
-        "sklearn", "tabulate", "typer", "vl_convert", "yaml",
+        "altair",
+        "hydra",
+        "itables",
+        "jinja2",
+        "joblib",
+        "numpy",
+        "omegaconf",
+        "optuna",
+        "pandas",
+        "rich",
+        "scipy",
+        "sklearn",
+        "tabulate",
+        "typer",
+        "vl_convert",
+        "yaml",
     ),
     "data": ("datasets",),
     "track": ("wandb",),
     "eval": ("lm_eval",),
     "load": ("locust",),
     "gateway": (
-        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "uvicorn", "uvloop",
+        "aiohttp",
+        "fastapi",
+        "httptools",
+        "opentelemetry",
+        "orjson",
+        "prometheus_client",
+        "uvicorn",
+        "uvloop",
     ),
-}  # fmt: skip
+}
 """Extra -> modules, by the names under which they are imported."""
 FROM_VLLM = ("torch", "transformers", "triton", "vllm")
 

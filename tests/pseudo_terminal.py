@@ -19,8 +19,9 @@ class Terminal:
     def __init__(self, command, folder, columns, environment, timeout=120):
         # pytest-xdist sets COLUMNS in its workers, which counts for more than the size of the terminal.
         environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-        self.child = pexpect.spawn(command[0], command[1:], cwd=str(folder), env=environment, timeout=timeout,
-                                   dimensions=(ROWS, columns))  # fmt: skip
+        self.child = pexpect.spawn(
+            command[0], command[1:], cwd=str(folder), env=environment, timeout=timeout, dimensions=(ROWS, columns)
+        )
         self.screen, self.raw, self.seen, self.events = pyte.Screen(columns, ROWS), "", [], []
         self.stream, self.columns, self.began = pyte.Stream(self.screen), columns, time.monotonic()
 
@@ -51,8 +52,11 @@ class Terminal:
         head = {"version": 2, "width": self.columns, "height": ROWS, "title": title}
         lines = [json.dumps(head), *(json.dumps([round(at, 3), "o", text]) for at, text in self.events)]
         file.with_suffix(".cast").write_text(without_folders("\n".join(lines)) + "\n", encoding="utf-8")
-        pictures = [seen for seen, after in zip(self.seen, [*self.seen[1:], ""], strict=True)
-                    if len(seen) >= len(after) and seen.strip()]  # fmt: skip
+        pictures = [
+            seen
+            for seen, after in zip(self.seen, [*self.seen[1:], ""], strict=True)
+            if len(seen) >= len(after) and seen.strip()
+        ]
         rule = "\n" + "-" * self.columns + "\n"
         text = without_folders(f"$ {title}{rule}{rule.join(dict.fromkeys(pictures))}\n")
         file.with_suffix(".txt").write_text(text, encoding="utf-8")

@@ -58,8 +58,10 @@ def table(parts: list[Part], seconds: int) -> str:
     rows.append(("all", seconds, *(sum(row[place] for row in rows) for place in (2, 3)), every))
     for name, took, tests, skipped, counts in rows:
         engines = [str(counts[key]) if counts["engines"] else "" for key in ("engines", "compiled", "tokens")]
-        lines.append(f"{name:13} {took:8} {tests or '':>6} {skipped or '':>8} "
-                     f"{engines[0]:>8} {engines[1]:>9} {engines[2]:>8}".rstrip())  # fmt: skip
+        lines.append(
+            f"{name:13} {took:8} {tests or '':>6} {skipped or '':>8} "
+            f"{engines[0]:>8} {engines[1]:>9} {engines[2]:>8}".rstrip()
+        )
     return "\n".join(lines)
 
 
@@ -80,8 +82,10 @@ def main(folder: str) -> int:
     said, avoidable = skips(parts)
     print(f"\n{table(parts, round(time.time() - (Path(folder) / 'begun').stat().st_mtime))}\n\n{said}")
     if avoidable:
-        print(f"FAILED: tests were skipped for want of {', '.join(avoidable)}, which this machine can install: "
-              "make programs")  # fmt: skip
+        print(
+            f"FAILED: tests were skipped for want of {', '.join(avoidable)}, which this machine can install: "
+            "make programs"
+        )
     return int(bool(avoidable))
 
 

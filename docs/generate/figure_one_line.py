@@ -45,8 +45,15 @@ def fixed_lengths() -> str:
                 f"{cell['plain_as_itself']} of {_outputs(cell)}",
             )
         )
-    header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths, "of the best fixed",
-              "outputs as plain", "plain as itself")  # fmt: skip
+    header = (
+        "prompts, requests at once",
+        "plain vLLM",
+        "the one line",
+        *lengths,
+        "of the best fixed",
+        "outputs as plain",
+        "plain as itself",
+    )
     return table(header, rows)
 
 

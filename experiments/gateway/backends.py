@@ -63,15 +63,25 @@ def in_four_bits(folder: Path, made: Path) -> Path:
         base = name.removesuffix("weight")
         zeros = torch.full((scales.shape[0], scales.shape[1] // 8), 0x77777777, dtype=torch.int32)
         places = torch.arange(weight.shape[0], dtype=torch.int32) // GROUP
-        tensors |= {base + "qweight": packed.cpu().contiguous(), base + "scales": scales.to(torch.float16).cpu(),
-                    base + "qzeros": zeros, base + "g_idx": places}  # fmt: skip
+        tensors |= {
+            base + "qweight": packed.cpu().contiguous(),
+            base + "scales": scales.to(torch.float16).cpu(),
+            base + "qzeros": zeros,
+            base + "g_idx": places,
+        }
     made.mkdir(parents=True)
     for file in folder.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith("index.json"):
             shutil.copy(file, made)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True,
-                                     "desc_act": False, "checkpoint_format": "gptq"}  # fmt: skip
+    config["quantization_config"] = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": True,
+        "desc_act": False,
+        "checkpoint_format": "gptq",
+    }
     (made / "config.json").write_text(json.dumps(config))
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return made
@@ -81,15 +91,28 @@ def configs(given: argparse.Namespace, scratch: Path, bits: bool = False) -> dic
     """What each server serves, by its name. bits: also the model in 4 bits."""
     name, cpu = Path(given.model).name, given.cpu
     model = ModelConfig(name=name, path=given.model, dtype="float32" if cpu else "bfloat16", max_model_len=1024)
-    engine = EngineConfig(name="cpu" if cpu else "h100", device="cpu" if cpu else "cuda", enforce_eager=cpu,
-                          max_num_seqs=64, max_num_batched_tokens=None if cpu else 4096,
-                          gpu_memory_utilization=None if cpu else 0.3,
-                          kv_cache_gib=0.25 if cpu else 8.0, enable_prefix_caching=True)  # fmt: skip
+    engine = EngineConfig(
+        name="cpu" if cpu else "h100",
+        device="cpu" if cpu else "cuda",
+        enforce_eager=cpu,
+        max_num_seqs=64,
+        max_num_batched_tokens=None if cpu else 4096,
+        gpu_memory_utilization=None if cpu else 0.3,
+        kv_cache_gib=0.25 if cpu else 8.0,
+        enable_prefix_caching=True,
+    )
     work = WorkloadConfig(input_len=128, output_len=given.tokens, num_prompts=64)
-    early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer or None, k=given.k,
-                      draft_weights=given.draft_weights, length_table=given.table, warmup=1)  # fmt: skip
-    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared",
-                    length_table=None)  # fmt: skip
+    early = RunConfig(
+        model=model,
+        workload=work,
+        engine=engine,
+        layer=given.layer or None,
+        k=given.k,
+        draft_weights=given.draft_weights,
+        length_table=given.table,
+        warmup=1,
+    )
+    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared", length_table=None)
     found = {EARLY: early, PLAIN: plain}
     if bits:
         folder = in_four_bits(Path(model_path(model)), scratch / f"{name}-gptq")
@@ -128,10 +151,17 @@ def opened(wanted: Mapping[str, RunConfig], cpu: bool, logs: Path, scratch: Path
 def _serve(text: str) -> None:
     """The gateway's process: {"port", "policy", "options", "folder", "backends": {name: url}}."""
     passed = json.loads(text)
-    backends = [BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
-                for name, url in passed["backends"].items()]  # fmt: skip
-    settings = GatewaySettings(port=passed["port"], policy=passed["policy"], policy_options=passed["options"],
-                               backends=backends, results_dir=passed["folder"])  # fmt: skip
+    backends = [
+        BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
+        for name, url in passed["backends"].items()
+    ]
+    settings = GatewaySettings(
+        port=passed["port"],
+        policy=passed["policy"],
+        policy_options=passed["options"],
+        backends=backends,
+        results_dir=passed["folder"],
+    )
     settings.ledger.plain_share = 0.0
     server.serve(settings, lambda line: print(line, flush=True))
 
@@ -147,13 +177,19 @@ def gateway(
     """The address of a gateway in front of these servers, once all of them take requests. folder: of its logs.
     checkout: of this repository, whose gateway it is; otherwise this one's."""
     port = free_port()
-    passed = {"port": port, "policy": policy, "options": {policy: dict(options or {})}, "folder": str(folder),
-            "backends": {name: one.url for name, one in servers.items()}}  # fmt: skip
+    passed = {
+        "port": port,
+        "policy": policy,
+        "options": {policy: dict(options or {})},
+        "folder": str(folder),
+        "backends": {name: one.url for name, one in servers.items()},
+    }
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "gateway.log", "wb") as log:
         own = {"PYTHONPATH": str(checkout)} if checkout else {}
-        process = subprocess.Popen([sys.executable, __file__, json.dumps(passed)], stdout=log, stderr=log,
-                                   env=os.environ | own)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(passed)], stdout=log, stderr=log, env=os.environ | own
+        )
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
     try:
         while not _all_up(url, len(servers)):

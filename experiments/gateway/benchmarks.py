@@ -58,35 +58,77 @@ def arguments() -> argparse.Namespace:
 def run(words: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> None:
     """Run a program to its end. Raises SystemExit, with the end of its output, where it failed."""
     with open(log, "ab") as out:
-        ended = subprocess.run(words, stdout=out, stderr=out, timeout=RUN_SECONDS, check=False,
-                               env=os.environ | (variables or {}))  # fmt: skip
+        ended = subprocess.run(
+            words, stdout=out, stderr=out, timeout=RUN_SECONDS, check=False, env=os.environ | (variables or {})
+        )
     if ended.returncode:
         raise SystemExit(f"{words[0]} ended with {ended.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def vllm(url: str, server: Server, given: argparse.Namespace, at_once: int, folder: Path) -> dict[str, Any]:
     """`vllm bench serve`."""
-    words = [sys.executable, "-c", VLLM, "--backend", "openai", "--base-url", url,
-             "--model", server.model, "--tokenizer", tokenizer(server), "--dataset-name", "random",
-             "--random-input-len", str(INPUT), "--random-output-len", str(given.tokens), "--ignore-eos",
-             "--num-prompts", str(given.requests), "--max-concurrency", str(at_once), "--seed", str(at_once),
-             "--save-result", "--result-dir", str(folder), "--result-filename", "vllm.json"]  # fmt: skip
+    words = [
+        sys.executable,
+        "-c",
+        VLLM,
+        "--backend",
+        "openai",
+        "--base-url",
+        url,
+        "--model",
+        server.model,
+        "--tokenizer",
+        tokenizer(server),
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        str(INPUT),
+        "--random-output-len",
+        str(given.tokens),
+        "--ignore-eos",
+        "--num-prompts",
+        str(given.requests),
+        "--max-concurrency",
+        str(at_once),
+        "--seed",
+        str(at_once),
+        "--save-result",
+        "--result-dir",
+        str(folder),
+        "--result-filename",
+        "vllm.json",
+    ]
     run(words, folder / "vllm.log")
     found = json.loads((folder / "vllm.json").read_text())
-    return {"completed": found["completed"], "ttft_p50_ms": round(found["median_ttft_ms"], 1),
-            "tok_s": round(found["output_throughput"], 1)}  # fmt: skip
+    return {
+        "completed": found["completed"],
+        "ttft_p50_ms": round(found["median_ttft_ms"], 1),
+        "tok_s": round(found["output_throughput"], 1),
+    }
 
 
 def guidellm(url: str, server: Server, given: argparse.Namespace, at_once: int, folder: Path) -> dict[str, Any]:
     """`guidellm run`, of version 0.8."""
     made = folder / "guidellm.json"
-    words = [str(given.guidellm / "bin" / "guidellm"), "run", "--disable-progress",
-             "--backend", f"kind=openai_http,target={url},model={server.model},request_format=/v1/completions",
-             "--profile", f"kind=concurrent,streams={at_once}",
-             "--constraint", f"kind=max_requests,count={given.requests}",
-             "--tokenizer", json.dumps({"kind": "huggingface_auto", "model": tokenizer(server)}),
-             "--data", f"kind=synthetic_text,prompt_tokens={INPUT},output_tokens={given.tokens}",
-             "--seed", f"kind=static,value={at_once}", "--output", f"kind=json,path={made}"]  # fmt: skip
+    words = [
+        str(given.guidellm / "bin" / "guidellm"),
+        "run",
+        "--disable-progress",
+        "--backend",
+        f"kind=openai_http,target={url},model={server.model},request_format=/v1/completions",
+        "--profile",
+        f"kind=concurrent,streams={at_once}",
+        "--constraint",
+        f"kind=max_requests,count={given.requests}",
+        "--tokenizer",
+        json.dumps({"kind": "huggingface_auto", "model": tokenizer(server)}),
+        "--data",
+        f"kind=synthetic_text,prompt_tokens={INPUT},output_tokens={given.tokens}",
+        "--seed",
+        f"kind=static,value={at_once}",
+        "--output",
+        f"kind=json,path={made}",
+    ]
     run(words, folder / "guidellm.log", {"HF_HUB_OFFLINE": "1"})
     (found,) = json.loads(made.read_text())["benchmarks"]
     return {"completed": found["metrics"]["request_totals"]["successful"]}
@@ -140,8 +182,13 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
     completed, asked = (sum(row[name] for row in found) for name in ("completed", "requests"))
-    document = {"device": machine.device(wanted[EARLY]), "versions": machine.versions(),
-                "completed": completed, "requests": asked, "runs": found}  # fmt: skip
+    document = {
+        "device": machine.device(wanted[EARLY]),
+        "versions": machine.versions(),
+        "completed": completed,
+        "requests": asked,
+        "runs": found,
+    }
     given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"{completed} of {asked} requests completed")
     return 0 if completed == asked else 1

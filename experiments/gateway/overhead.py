@@ -78,8 +78,16 @@ def serve(port: int, step: float) -> None:
         if not asked.get("stream"):
             choice = {"index": 0, "text": "word", "finish_reason": "length"}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            body = json.dumps({"id": "x", "object": "text_completion", "created": 1, "model": MODEL,
-                               "choices": [choice], "usage": usage}).encode()  # fmt: skip
+            body = json.dumps(
+                {
+                    "id": "x",
+                    "object": "text_completion",
+                    "created": 1,
+                    "model": MODEL,
+                    "choices": [choice],
+                    "usage": usage,
+                }
+            ).encode()
             await send(answer(b"application/json"))
             return await send({"type": "http.response.body", "body": body})
         await send(answer(b"text/event-stream; charset=utf-8"))
@@ -166,8 +174,9 @@ def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path
 
     for name, checkout in [("selfspec", None), *(one.split("=", 1) for one in options.checkout)]:
         config = folder / f"{name}.yaml"
-        config.write_text(f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\n"
-                          f"results_dir: {folder / name}\n")  # fmt: skip
+        config.write_text(
+            f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\nresults_dir: {folder / name}\n"
+        )
         command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
         add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
     listen = ["--worker-urls", backend, "--host", "127.0.0.1", "--prometheus-port"]
@@ -201,8 +210,14 @@ async def stream(session: Any, url: str, model: str, tokens: int, apart: float =
     """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
     said = "once upon a time"
     prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
-    body = {"model": model, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True,
-            "user": str(apart)} | prompt  # fmt: skip
+    body = {
+        "model": model,
+        "max_tokens": tokens,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        "user": str(apart),
+    } | prompt
     began, first, events = time.perf_counter(), None, 0
     async with session.post(url, json=body, headers=HEADERS) as response:
         assert response.status == 200, response.status
@@ -319,8 +334,10 @@ def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], unt
                 part = uvloop.run(measured(url, options, streams, repeats, spread))
                 part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + 1))
                 found.setdefault((streams, spread, name), []).append(part)
-                print(f"round {number + 1}, {streams} streams, spread {spread}: {name}, "
-                      f"{time.monotonic() - began:.1f} s", file=sys.stderr)  # fmt: skip
+                print(
+                    f"round {number + 1}, {streams} streams, spread {spread}: {name}, {time.monotonic() - began:.1f} s",
+                    file=sys.stderr,
+                )
             lasted[streams, spread] = time.monotonic() - began
     return found
 
@@ -331,8 +348,13 @@ def table(found: Found) -> list[dict[str, Any]]:
     for (streams, spread, name), parts in found.items():
         beside = found[streams, spread, "direct"]
         firsts, direct = ([one for part in parts_of for one in part["firsts"]] for parts_of in (parts, beside))
-        row: dict[str, Any] = {"gateway": name, "streams": streams, "begin": "spread" if spread else "at once",
-                               "rounds": len(parts), "requests": len(firsts)}  # fmt: skip
+        row: dict[str, Any] = {
+            "gateway": name,
+            "streams": streams,
+            "begin": "spread" if spread else "at once",
+            "rounds": len(parts),
+            "requests": len(firsts),
+        }
         for label, share in (("p50", 0.5), ("p99", 0.99)):
             row[f"ttft_{label}_ms"] = round(1000 * quantile(firsts, share), 3)
             row[f"added_{label}_ms"] = round(1000 * (quantile(firsts, share) - quantile(direct, share)), 3)
@@ -351,9 +373,13 @@ def rate(parts: Sequence[dict[str, Any]]) -> float:
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, and on what."""
-    return {"path": CHAT if options.chat else "/v1/completions", "tokens": options.tokens,
-            "step_s": None if options.url else options.step, "cpus": os.cpu_count(),
-            "load_average": os.getloadavg()[0]}  # fmt: skip
+    return {
+        "path": CHAT if options.chat else "/v1/completions",
+        "tokens": options.tokens,
+        "step_s": None if options.url else options.step,
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
 
 
 if __name__ == "__main__":

@@ -159,8 +159,10 @@ def document(answers: dict[tuple[int, str], list[Answer]]) -> dict[str, Any]:
         pooled.setdefault(kind, []).extend(found)
     together = {kind: rows(found) for kind, found in pooled.items()}
     said = "least_time_p99_above_the_better_alone_ms"
-    return {"all_turns": {said: behind(together), "kinds": together},
-            "turns": [{said: behind(kinds), "kinds": kinds} for kinds in turns.values()]}  # fmt: skip
+    return {
+        "all_turns": {said: behind(together), "kinds": together},
+        "turns": [{said: behind(kinds), "kinds": kinds} for kinds in turns.values()],
+    }
 
 
 def measure(servers: dict[str, Server], given: argparse.Namespace, logs: Path, head: dict[str, Any]) -> int:
@@ -192,8 +194,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         scratch, began = Path(folder), time.monotonic()
         wanted = configs(given, scratch, given.bits)
-        head = {"command": " ".join(["python experiments/gateway/rising_load.py", *said]), "settings": words,
-                "device": machine.device(wanted[EARLY]), "versions": machine.versions()}  # fmt: skip
+        head = {
+            "command": " ".join(["python experiments/gateway/rising_load.py", *said]),
+            "settings": words,
+            "device": machine.device(wanted[EARLY]),
+            "versions": machine.versions(),
+        }
         try:
             with opened(wanted, given.cpu, logs, scratch) as servers:
                 print(f"{', '.join(servers)} answer after {time.monotonic() - began:.0f} s", flush=True)

@@ -54,13 +54,26 @@ def connector(given: argparse.Namespace, role: str, folder: Path) -> list[str]:
 def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Path) -> dict[str, Server]:
     """Both servers, at once."""
     cuda = given.device == "cuda"
-    model = ModelConfig(name=Path(given.model).name, path=given.model, dtype="bfloat16" if cuda else "float32",
-                        max_model_len=1024)  # fmt: skip
-    engine = EngineConfig(device=given.device, enforce_eager=True, max_num_seqs=4, kv_cache_gib=4.0 if cuda else 0.25,
-                          gpu_memory_utilization=0.4 if cuda else None)  # fmt: skip
+    model = ModelConfig(
+        name=Path(given.model).name, path=given.model, dtype="bfloat16" if cuda else "float32", max_model_len=1024
+    )
+    engine = EngineConfig(
+        device=given.device,
+        enforce_eager=True,
+        max_num_seqs=4,
+        kv_cache_gib=4.0 if cuda else 0.25,
+        gpu_memory_utilization=0.4 if cuda else None,
+    )
     work = WorkloadConfig(input_len=256, output_len=TOKENS, num_prompts=4)
-    early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
-                      draft_weights=given.draft_weights)  # fmt: skip
+    early = RunConfig(
+        model=model,
+        workload=work,
+        engine=engine,
+        layer=given.layer,
+        k=given.k,
+        warmup=1,
+        draft_weights=given.draft_weights,
+    )
     plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared")
     pool, opening = stack.enter_context(ThreadPoolExecutor(2)), {}
     for place, (name, cfg, role) in enumerate((("prefill", plain, "kv_producer"), ("decode", early, "kv_consumer"))):
@@ -76,8 +89,14 @@ def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Pat
 
 async def ask(gateway: Any, backend: str, url: str, model: str, prompt: str) -> str:
     """The text of one greedy answer: by the gateway where a backend is named, else of the server at url."""
-    body = {"model": "auto" if backend else model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0,
-            "ignore_eos": True, "selfspec": {"backend": backend}}  # fmt: skip
+    body = {
+        "model": "auto" if backend else model,
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "selfspec": {"backend": backend},
+    }
     if not backend:
         body.pop("selfspec")
     async with gateway.upstream.session.post(url + "/v1/completions", json=body) as found:

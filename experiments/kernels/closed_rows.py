@@ -27,8 +27,16 @@ from selfspec_cli.early_exit.request_settings import K
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.scripts import numbers, one_run
 
-WORDS = ("model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "engine=h100",
-         "engine.max_num_seqs=32", "layer=8", "k=6", "draft_weights=int4")  # fmt: skip
+WORDS = (
+    "model=llama3_8b_shape",
+    "perplexity_tokens=0",
+    "workload.prompts=random",
+    "engine=h100",
+    "engine.max_num_seqs=32",
+    "layer=8",
+    "k=6",
+    "draft_weights=int4",
+)
 CLOSED = (1, 2, 3)
 
 
@@ -50,8 +58,10 @@ def seconds_of_loops(engine: Engine, requests: int, closed: int, tokens: int) ->
 
     drafter.propose = watch
     own = [1 if number < closed else engine.cfg.k for number in range(requests)]
-    parameters = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False,
-                                 extra_args={K: k}) for k in own]  # fmt: skip
+    parameters = [
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args={K: k})
+        for k in own
+    ]
     prompts = [{"prompt_token_ids": [7 + number] * 32} for number in range(requests)]
     try:
         engine.llm.generate(prompts, parameters, use_tqdm=False)
@@ -78,11 +88,23 @@ def measured(engine: Engine, requests: int, tokens: int) -> list[dict[str, Any]]
     (full, _), rows = loop(requests, 0), []
     for closed in (one for one in CLOSED if one < requests):
         (some, loops), (alone, loops_alone) = loop(requests, closed), loop(requests - closed, 0)
-        rows.append({"requests": requests, "closed": closed, "loop_ms": some, "all_open_ms": full,
-                     "open_alone_ms": alone, "cost_of_closed": some / alone - 1, "loops": loops,
-                     "loops_alone": loops_alone})  # fmt: skip
-        print(f"{requests} requests, {closed} of them closed after one draft: {some:.3f} ms; the open ones alone "
-              f"{alone:.3f}; all open {full:.3f} ({loops} and {loops_alone} loops)", flush=True)  # fmt: skip
+        rows.append(
+            {
+                "requests": requests,
+                "closed": closed,
+                "loop_ms": some,
+                "all_open_ms": full,
+                "open_alone_ms": alone,
+                "cost_of_closed": some / alone - 1,
+                "loops": loops,
+                "loops_alone": loops_alone,
+            }
+        )
+        print(
+            f"{requests} requests, {closed} of them closed after one draft: {some:.3f} ms; the open ones alone "
+            f"{alone:.3f}; all open {full:.3f} ({loops} and {loops_alone} loops)",
+            flush=True,
+        )
     return rows
 
 

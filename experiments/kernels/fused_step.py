@@ -60,11 +60,14 @@ class Model:
                 weight = torch.randn(rows[name], columns, device="cuda") * columns**-0.5
                 copies[name] = WEIGHTS.quantise(weight * (0.5 if name in ("o", "down") else 1.0))
             norms = (1 + 0.1 * torch.randn(2, shape.hidden, device="cuda")).bfloat16()
-            self.layers.append({
-                "copies": copies, "norms": norms,
-                "bias": torch.randn(shape.qkv, device="cuda").bfloat16() if shape.bias else None,
-                "head_norms": (1 + 0.1 * torch.randn(2, shape.dim, device="cuda")).bfloat16(),
-            })  # fmt: skip
+            self.layers.append(
+                {
+                    "copies": copies,
+                    "norms": norms,
+                    "bias": torch.randn(shape.qkv, device="cuda").bfloat16() if shape.bias else None,
+                    "head_norms": (1 + 0.1 * torch.randn(2, shape.dim, device="cuda")).bfloat16(),
+                }
+            )
         self.embedding = torch.randn(VOCABULARY, shape.hidden, device="cuda").bfloat16()
         self.final_norm = (1 + 0.1 * torch.randn(shape.hidden, device="cuda")).bfloat16()
         inverse = 1e6 ** (-torch.arange(0, shape.dim, 2, device="cuda").float() / shape.dim)
@@ -129,8 +132,10 @@ def reference(step: Step, rounds: bool) -> tuple[Tensor, list[Tensor]]:
         parts = short(qkv).split([shape.query_heads * dim, heads * dim, heads * dim], dim=1)
         q, k, v = (part.view(n, -1, dim) for part in parts)
         if shape.head_norms:
-            q, k = (one * (one.square().mean(2, keepdim=True) + shape.epsilon).rsqrt() * weight.float()
-                    for one, weight in ((q, layer["head_norms"][0]), (k, layer["head_norms"][1])))  # fmt: skip
+            q, k = (
+                one * (one.square().mean(2, keepdim=True) + shape.epsilon).rsqrt() * weight.float()
+                for one, weight in ((q, layer["head_norms"][0]), (k, layer["head_norms"][1]))
+            )
         q, k = (short(_turned(one, cosine[:, None], sine[:, None])) for one in (q, k))
         written.append(torch.cat([k, v], 2))
         attended = torch.zeros(n, heads, groups, dim, device="cuda")
@@ -178,17 +183,33 @@ class Fused:
         model, cache = step.model, step.caches[0]
         self.caches = torch.tensor([one.data_ptr() for one in step.caches], device="cuda")
         tensors = {
-            "stream": self.stream.records, "offsets": self.stream.offsets, "plan": self.plan, "norms": self.norms,
-            "bias": self.bias, "head_norms": self.head_norms, "final_norm": model.final_norm,
-            "embedding": model.embedding, "rope": model.rope, "caches": self.caches, "ids": step.ids,
-            "positions": step.positions, "lengths": step.lengths, "slots": step.slots, "table": step.table,
-            "out": step.out, "stamps": stamps,
-        }  # fmt: skip
+            "stream": self.stream.records,
+            "offsets": self.stream.offsets,
+            "plan": self.plan,
+            "norms": self.norms,
+            "bias": self.bias,
+            "head_norms": self.head_norms,
+            "final_norm": model.final_norm,
+            "embedding": model.embedding,
+            "rope": model.rope,
+            "caches": self.caches,
+            "ids": step.ids,
+            "positions": step.positions,
+            "lengths": step.lengths,
+            "slots": step.slots,
+            "table": step.table,
+            "out": step.out,
+            "stamps": stamps,
+        }
         arguments = Arguments(
             **{name: pointer(tensor) for name, tensor in tensors.items()},
-            cache_block=cache.stride(0), cache_head=cache.stride(1), cache_token=cache.stride(2),
-            cache_value=model.shape.dim, table_row=step.table.stride(0), scale=model.shape.dim**-0.5 * LOG2_E,
-        )  # fmt: skip
+            cache_block=cache.stride(0),
+            cache_head=cache.stride(1),
+            cache_token=cache.stride(2),
+            cache_value=model.shape.dim,
+            table_row=step.table.stride(0),
+            scale=model.shape.dim**-0.5 * LOG2_E,
+        )
         return lambda: self.kernel(arguments)
 
 
@@ -262,10 +283,14 @@ def check(model: Model, fused: Fused, lengths: list[int], beside: bool) -> dict[
             cache[slot // page, :, slot % page] = old[slot // page, :, slot % page]
         untouched &= torch.equal(cache, old)
     row = {
-        "lengths": lengths, "error": error(outs[0][live], wanted[live]), "cache_error": cache_error,
-        "untouched": untouched, "same_again": all(torch.equal(outs[0], other) for other in outs),
-        "error_unrounded": error(outs[0][live], plain[live]), "looped": looped(run, step, outs[0]),
-    }  # fmt: skip
+        "lengths": lengths,
+        "error": error(outs[0][live], wanted[live]),
+        "cache_error": cache_error,
+        "untouched": untouched,
+        "same_again": all(torch.equal(outs[0], other) for other in outs),
+        "error_unrounded": error(outs[0][live], plain[live]),
+        "looped": looped(run, step, outs[0]),
+    }
     if beside and not model.shape.head_norms:
         row["separate_error_unrounded"] = error(separate(step)[live], plain[live])
     return row

@@ -26,8 +26,11 @@ PHASES = ("qkv", "o", "gate_up", "down")
 PARTS = ("attend", "take", "multiply", "barrier", "write")
 """Of a phase, each up to the next point. `take`: waits for the words of other blocks and rounds them to bytes."""
 VARIANTS: dict[str, list[str]] = {
-    "whole": [], "answered": ["-DANSWERED"], "dry": ["-DDRY"], "answered_dry": ["-DANSWERED", "-DDRY"],
-}  # fmt: skip
+    "whole": [],
+    "answered": ["-DANSWERED"],
+    "dry": ["-DDRY"],
+    "answered_dry": ["-DANSWERED", "-DDRY"],
+}
 
 
 def stamps_of(fused: Fused, step: Step) -> Tensor:

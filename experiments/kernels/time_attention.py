@@ -59,10 +59,20 @@ class Case:
         self.longest, self.scale = tokens, self.dim**-0.5
         self.one = torch.ones(1, device="cuda")
         self.schedule = get_scheduler_metadata(
-            batch_size=requests, max_seqlen_q=1, max_seqlen_k=tokens, num_heads_q=self.query_heads,
-            num_heads_kv=self.heads, headdim=self.dim, cache_seqlens=self.seq_lens, qkv_dtype=torch.bfloat16,
-            cu_seqlens_q=self.starts, page_size=PAGE, causal=True, window_size=(-1, -1), num_splits=32,
-        )  # fmt: skip
+            batch_size=requests,
+            max_seqlen_q=1,
+            max_seqlen_k=tokens,
+            num_heads_q=self.query_heads,
+            num_heads_kv=self.heads,
+            headdim=self.dim,
+            cache_seqlens=self.seq_lens,
+            qkv_dtype=torch.bfloat16,
+            cu_seqlens_q=self.starts,
+            page_size=PAGE,
+            causal=True,
+            window_size=(-1, -1),
+            num_splits=32,
+        )
 
     def ours(self, cache: Tensor, **setting: int) -> Tensor:
         """Our kernel."""
@@ -78,11 +88,22 @@ class Case:
         reshape_and_cache_flash(self.key, self.value, keys, values, self.slots, "auto", self.one, self.one)
         out = torch.empty_like(self.query, memory_format=torch.contiguous_format)
         flash_attn_varlen_func(
-            q=self.query, k=keys, v=values, out=out, cu_seqlens_q=self.starts, max_seqlen_q=1,
-            seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=self.scale, causal=True,
-            window_size=[-1, -1], block_table=self.table, scheduler_metadata=self.schedule,
-            fa_version=get_flash_attn_version(), num_splits=32,
-        )  # fmt: skip
+            q=self.query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=1,
+            seqused_k=self.seq_lens,
+            max_seqlen_k=self.longest,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=[-1, -1],
+            block_table=self.table,
+            scheduler_metadata=self.schedule,
+            fa_version=get_flash_attn_version(),
+            num_splits=32,
+        )
         return out.flatten(1)
 
 

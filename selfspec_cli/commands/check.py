@@ -139,8 +139,13 @@ def as_junit(document: dict[str, Any]) -> bytes:
     """The verdict as JUnit XML: red is a failure, not measurable an error, not applicable skipped."""
     results = [Result(**one) for one in document["results"]]
     tags = {RED: "failure", UNSURE: "error", ABSENT: "skipped"}
-    suite = ElementTree.Element("testsuite", name=document["check"], tests=str(len(results)),
-                                time=str(document["seconds"]), timestamp=document["time"])  # fmt: skip
+    suite = ElementTree.Element(
+        "testsuite",
+        name=document["check"],
+        tests=str(len(results)),
+        time=str(document["seconds"]),
+        timestamp=document["time"],
+    )
     for outcome, name in ((RED, "failures"), (UNSURE, "errors"), (ABSENT, "skipped")):
         suite.set(name, str(sum(result.outcome == outcome for result in results)))
     for result in results:

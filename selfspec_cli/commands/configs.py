@@ -47,9 +47,14 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
 
         views = {repr(DraftView.of(cfg).options()): cfg for cfg in compose_runs(None, overrides)}
         plain = [word for word in overrides if word.partition("=")[0] not in own_settings()]
-        each = [[*plain, f"layer={','.join(map(str, candidate_layers(cfg, parts)))}",
-                 *(f"{name}={value!r}" for name, value in DraftView.of(cfg).options().items())]
-                for cfg in views.values()]  # fmt: skip
+        each = [
+            [
+                *plain,
+                f"layer={','.join(map(str, candidate_layers(cfg, parts)))}",
+                *(f"{name}={value!r}" for name, value in DraftView.of(cfg).options().items()),
+            ]
+            for cfg in views.values()
+        ]
     else:
         each = [overrides]
     cfgs = [cfg for words in each for cfg in several(words)]

@@ -44,8 +44,10 @@ def ppl(cfgs: list[RunConfig], request: Request, *, as_json: bool, dry_run: bool
     def find(runs: list[RunConfig], **more: Any) -> Found:
         return stage.run(runs, request, **more)
 
-    facts = {"text": quality.in_words(request.of_text(request.documents)),
-             "generated": quality.in_words(request.of_generated())}  # fmt: skip
+    facts = {
+        "text": quality.in_words(request.of_text(request.documents)),
+        "generated": quality.in_words(request.of_generated()),
+    }
     _run("ppl", cfgs, facts, find, _perplexities, GENERATED, as_json=as_json, dry_run=dry_run, debug=debug)
 
 

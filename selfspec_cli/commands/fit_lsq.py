@@ -47,8 +47,14 @@ def fit_lsq(
             preflight.check(cfg)
         preflight.check_folder(cfg.head_dir, "head_dir")
         if dry_run:
-            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "corpus": corpus, "ridge": ridge,
-                    "folder": str(head_folder(cfg))}  # fmt: skip
+            plan = {
+                "model": cfg.model.path,
+                "layers": layer,
+                "pairs": pairs,
+                "corpus": corpus,
+                "ridge": ridge,
+                "folder": str(head_folder(cfg)),
+            }
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         from selfspec_cli.stages import fit
 

@@ -49,8 +49,10 @@ def route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
     if len(named) > 1:
         raise ConfigError(f"one gateway at a time: {' '.join(named)}")
     if not named and not any(word.startswith("backends.") for word in words):
-        raise ConfigError(f"name a gateway or a file; allowed: {', '.join(files.choices())}, NAME.yaml; "
-                          "selfspec gateway demo shows one on a CPU")  # fmt: skip
+        raise ConfigError(
+            f"name a gateway or a file; allowed: {', '.join(files.choices())}, NAME.yaml; "
+            "selfspec gateway demo shows one on a CPU"
+        )
     made = files.load(named[0] if named else None, [word for word in words if "=" in word])
     if dry_run:
         return emit({"dry_run": True, "gateway": asdict(made)}) if as_json else say(_text(made))
@@ -117,8 +119,15 @@ def _show(found: dict[str, Any]) -> None:
     for gain in found["gains"]:
         interval = "" if gain["low"] is None else f"{gain['low']:.2f} to {gain['high']:.2f}"
         backend = "all together" if gain["route"] == ALL else gain["route"]
-        table.add_row(gain["model"], backend, COMPARED[gain["of"]], str(gain["requests"]), str(gain["plain_requests"]),
-                      "" if gain["gain"] is None else f"{gain['gain']:.2f}", interval)  # fmt: skip
+        table.add_row(
+            gain["model"],
+            backend,
+            COMPARED[gain["of"]],
+            str(gain["requests"]),
+            str(gain["plain_requests"]),
+            "" if gain["gain"] is None else f"{gain['gain']:.2f}",
+            interval,
+        )
     console.print(table)
     say(BASELINE)
     for name, value in found["checks"].items():

@@ -119,8 +119,10 @@ class TakesSettings(NamesValues):
             return None
         meant = nearest(strange[2:], [option[2:] for option in own])
         own_one = f"; did you mean '--{meant}'?" if meant else "."
-        return (f"option {strange!r} is not known; allowed: {', '.join(own)}{own_one} Options of vLLM's server stand "
-                f"behind --, such as: selfspec {name} ... -- {strange} ...")  # fmt: skip
+        return (
+            f"option {strange!r} is not known; allowed: {', '.join(own)}{own_one} Options of vLLM's server stand "
+            f"behind --, such as: selfspec {name} ... -- {strange} ..."
+        )
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; Typer prints its part by itself too."""
@@ -128,7 +130,10 @@ class TakesSettings(NamesValues):
         table = Table.grid(padding=(0, 2))
         for row in options.draft_rows():
             table.add_row(Text(row.key, style="bold cyan"), Text(row.help))
-        note = Text("Text needs no quotes; a comma inside a value is written \\, . Settings of model, workload and "
-                    "engine, ranges, defaults and choices: selfspec options", style="dim")  # fmt: skip
+        note = Text(
+            "Text needs no quotes; a comma inside a value is written \\, . Settings of model, workload and "
+            "engine, ranges, defaults and choices: selfspec options",
+            style="dim",
+        )
         table.add_row("", note)
         Console().print(Panel(table, title="Draft settings", title_align="left", border_style="dim"))

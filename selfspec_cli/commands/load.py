@@ -208,8 +208,10 @@ def _takes_ignore_eos(found: server.Server, path: str) -> bool:
             problem = error
     read = getattr(problem, "read", None)
     answer = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
-    raise ConfigError(f"--url {found.url}: {path} answers {problem} {answer}".rstrip()
-                      + ("" if path == clients.CHAT else "; --chat asks for chats")) from problem  # fmt: skip
+    raise ConfigError(
+        f"--url {found.url}: {path} answers {problem} {answer}".rstrip()
+        + ("" if path == clients.CHAT else "; --chat asks for chats")
+    ) from problem
 
 
 def _doubts(points: Sequence[Any]) -> list[str]:

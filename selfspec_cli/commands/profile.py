@@ -73,8 +73,13 @@ def _profile(
     own = [sys.executable, "-m", "selfspec_cli", "profile", *words, "--under-nsight"]
     nsight = stage.nsight_command(own, where) if nsys else []
     if dry_run:
-        plan = {"arm": label(tables.planned(cfg)), "tokens": min(tokens, cfg.workload.output_len),
-                "requests": cfg.workload.batch, "folder": str(where.parent), "nsight": " ".join(nsight)}  # fmt: skip
+        plan = {
+            "arm": label(tables.planned(cfg)),
+            "tokens": min(tokens, cfg.workload.output_len),
+            "requests": cfg.workload.batch,
+            "folder": str(where.parent),
+            "nsight": " ".join(nsight),
+        }
         return emit({"dry_run": True, **plan}) if as_json else show_facts(plan)
     preflight.check_device(cfg)
     with tracked("profile", cfg), at_work("profile", cfg.results_dir, debug) as shown:
@@ -127,8 +132,13 @@ def show(found: Profile, files: dict[str, str]) -> None:
     parts.add_column("what it is", style="dim")
     for name, seconds in found.seconds.items():
         parts.add_row(name, f"{seconds / found.wall:.1%}", f"{1000 * seconds / found.rounds:.3f}", PARTS[name])
-    parts.add_row("sum", f"{found.accounted:.1%}", f"{1000 * sum(found.seconds.values()) / found.rounds:.3f}",
-                  "of the wall time", style="bold")  # fmt: skip
+    parts.add_row(
+        "sum",
+        f"{found.accounted:.1%}",
+        f"{1000 * sum(found.seconds.values()) / found.rounds:.3f}",
+        "of the wall time",
+        style="bold",
+    )
     console.print(parts)
     kernels = Table(box=None, padding=(0, 1), pad_edge=False)
     for title in (
@@ -143,8 +153,14 @@ def show(found: Profile, files: dict[str, str]) -> None:
     for one in found.kernels[:SHOWN]:
         pace = "" if one["bytes"] is None else f"{one['bytes'] / one['seconds'] / 1e9:.1f}"
         rate = "" if one["rate"] is None else f"{one['rate']:.0%}"
-        kernels.add_row(one["name"][:60], one["part"], f"{one['seconds'] / found.wall:.1%}",
-                        f"{one['calls'] / found.rounds:.1f}", pace, rate)  # fmt: skip
+        kernels.add_row(
+            one["name"][:60],
+            one["part"],
+            f"{one['seconds'] / found.wall:.1%}",
+            f"{one['calls'] / found.rounds:.1f}",
+            pace,
+            rate,
+        )
     console.print(kernels)
     say(
         f"{found.tok_s:.1f} tok/s without the profiler, {found.tok_s_profiled:.1f} with it; {found.rounds} rounds",

@@ -78,10 +78,11 @@ class State:
         """A sweep begins."""
         apart = distinguishing_settings(plan.points)
         self.arms = {
-            planned.key: ArmRow("  ".join(filter(None, (label(tables.planned(planned.cfg, planned.key)),
-                                                        apart[planned.key]))))
+            planned.key: ArmRow(
+                "  ".join(filter(None, (label(tables.planned(planned.cfg, planned.key)), apart[planned.key])))
+            )
             for planned in plan.points
-        }  # fmt: skip
+        }
         self.engines, self.starts, self.expected, self.began = len(plan.engines), [], plan.seconds, self.clock()
 
     def measuring(self, planned: Planned) -> None:

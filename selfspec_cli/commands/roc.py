@@ -55,8 +55,11 @@ def _show(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> Non
         limit = f"{row.threshold:.3g}" if row.threshold is not None else ""
         best = f"k={row.best_k:<3} {limit:<8} {row.expected_speedup:.2f}x"
         say(f"E={row.E:<4}{row.head:<14}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
-    say(f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
+    say(
+        f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
         f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
-        f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
+        f"{choice['oracle_speedup']:.2f}x",
+        "bold",
+    )
     for name, path in files.items():
         say(f"{name}: {path}")

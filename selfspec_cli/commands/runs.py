@@ -187,8 +187,10 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
     place = Path(named[0] if named else RunConfig().results_dir)
     archive.expect(place, RESULTS)
     if not archive.is_folder(place / results.RUNS):
-        raise ConfigError(f"{place} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
-                          f"another folder: {RESULTS}=FOLDER")  # fmt: skip
+        raise ConfigError(
+            f"{place} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
+            f"another folder: {RESULTS}=FOLDER"
+        )
     return place, [word for word in words if not word.startswith(f"{RESULTS}=")]
 
 

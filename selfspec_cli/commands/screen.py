@@ -83,8 +83,19 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
         _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
 
 
-NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP,
-                errno.ENAMETOOLONG, errno.EINVAL, errno.EIO, errno.ENOTSUP}  # fmt: skip
+NOT_WRITABLE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.EIO,
+    errno.ENOTSUP,
+}
 """Why a folder cannot be made or a file written: rights, a name that is taken, too long or not allowed, the disk."""
 
 
@@ -104,8 +115,9 @@ def _is_written_to(place: Path) -> bool:
     default = {name: getattr(RunConfig(), name) for name in ("results_dir", "head_dir")}
     typed = [value for name, _, value in (word.partition("=") for word in sys.argv) if name in default]
     for folder in map(Path, [*default.values(), *typed]):
-        inside, above = (one.absolute().is_relative_to(other.absolute()) for one, other in
-                         ((place, folder), (folder, place)))  # fmt: skip
+        inside, above = (
+            one.absolute().is_relative_to(other.absolute()) for one, other in ((place, folder), (folder, place))
+        )
         if inside or (above and not os.path.isdir(place)):
             return True
     return False
@@ -157,9 +169,13 @@ def point(chosen: Planned) -> dict[str, Any]:
 def plan_document(plan: Plan) -> dict[str, Any]:
     """A plan as JSON: engines in the order in which they would start, each with its points."""
     engines = [[point(chosen) for chosen in group] for group in plan.engines]
-    return {"dry_run": True, "engines": engines, "skipped": [point(chosen) for chosen in plan.skipped],
-            "reused_baselines": [found.id for found in plan.reused.values()],
-            "expected_seconds": plan.seconds}  # fmt: skip
+    return {
+        "dry_run": True,
+        "engines": engines,
+        "skipped": [point(chosen) for chosen in plan.skipped],
+        "reused_baselines": [found.id for found in plan.reused.values()],
+        "expected_seconds": plan.seconds,
+    }
 
 
 def plan_in_short(plan: Plan) -> str:

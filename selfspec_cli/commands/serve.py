@@ -136,9 +136,15 @@ def check_port(options: Sequence[str]) -> None:
 
 
 def _several(
-    made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None, *, as_json: bool,
+    made: Deployment,
+    cfg: RunConfig,
+    more: Sequence[str],
+    count: int,
+    router: str | None,
+    *,
+    as_json: bool,
     dry_run: bool,
-) -> None:  # fmt: skip
+) -> None:
     servers, front = replicas.plan(made, cfg, more, count, router)
     if dry_run:
         lines = [one.line() for one in (*servers, front)]
@@ -154,5 +160,7 @@ def explained(made: Deployment) -> list[str]:
     loaded = made.environment.get("LD_PRELOAD", "")
     if "libiomp" not in loaded or "tcmalloc" in loaded:
         return []
-    return ["vLLM will warn that libtcmalloc is not found: an allocator that may be faster; the server works without. "
-            "Debian and Ubuntu: apt-get install libtcmalloc-minimal4"]  # fmt: skip
+    return [
+        "vLLM will warn that libtcmalloc is not found: an allocator that may be faster; the server works without. "
+        "Debian and Ubuntu: apt-get install libtcmalloc-minimal4"
+    ]

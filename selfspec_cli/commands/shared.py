@@ -54,9 +54,12 @@ Config = Annotated[
 ]
 ReuseBaseline = Annotated[
     bool,
-    typer.Option("--reuse-baseline", help="Compare with a baseline measured earlier on the same machine, versions, "
-                 "weights and workload, where there is one."),
-]  # fmt: skip
+    typer.Option(
+        "--reuse-baseline",
+        help="Compare with a baseline measured earlier on the same machine, versions, "
+        "weights and workload, where there is one.",
+    ),
+]
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
 Corpus = Annotated[
     str,

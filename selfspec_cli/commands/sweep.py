@@ -40,10 +40,19 @@ def sweep(
         runs = configs.several(overrides, config=config)
         dry_run |= nothing_typed("sweep", overrides, config, "selfspec sweep gate=varH tau_v=4,5,6")
         if runs[0].launcher.kind == "sky":
-            given = {"--config": config, "--again": again, "--retry-failed": retry_failed, "--max-hours": max_hours,
-                     "--watch": watch, "--reuse-baseline": reuse_baseline}  # fmt: skip
-            options = [name if value is True else f"{name}={value}" for name, value in given.items()
-                       if value not in (None, False)]  # fmt: skip
+            given = {
+                "--config": config,
+                "--again": again,
+                "--retry-failed": retry_failed,
+                "--max-hours": max_hours,
+                "--watch": watch,
+                "--reuse-baseline": reuse_baseline,
+            }
+            options = [
+                name if value is True else f"{name}={value}"
+                for name, value in given.items()
+                if value not in (None, False)
+            ]
             return cloud.launch(runs[0], overrides or [], options, as_json=as_json, dry_run=dry_run)
         ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch)
         measure("sweep", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)

@@ -52,6 +52,10 @@ def rows_of(folder: str | Path) -> list[Record]:
     points, book = results.read(folder)[0], quality.read(folder)
     measured = {point.arm_key for point in points}
     alone = {finding.arm_key: finding for finding in book.findings.values() if finding.arm_key not in measured}
-    rows = [replace(tables.of_arm(one.arm), run_id=one.run_id, time=one.time, device=one.device,
-                    **known(book.columns(key, ""))) for key, one in alone.items()]  # fmt: skip
+    rows = [
+        replace(
+            tables.of_arm(one.arm), run_id=one.run_id, time=one.time, device=one.device, **known(book.columns(key, ""))
+        )
+        for key, one in alone.items()
+    ]
     return [tables.row(point) for point in points] + [tables.with_delta(row) for row in rows]

@@ -69,7 +69,10 @@ def _show(document: dict[str, Any], words: Sequence[str]) -> None:
         spread = f"{found['speedup']:.2f}x" + (f" ({pair[0]:.2f} to {pair[1]:.2f})" if None not in pair else "")
         pace = f"plain decoding {found['plain_tok_s']:.0f} tok/s"
         say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
-    say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
+    say(
+        f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
         f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s and "
-        f"{document['trials']} trials", "bold")  # fmt: skip
+        f"{document['trials']} trials",
+        "bold",
+    )
     say(f"written to {document['file']}; use it with: {shlex.join(['selfspec', 'sweep', *words])}")

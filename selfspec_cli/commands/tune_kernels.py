@@ -44,8 +44,11 @@ def tune_kernels(
         if as_json:
             return emit(found)
         where = "engines on this GPU read it" if found["read_by_engines"] else "engines do not look for it there"
-        say(f"usual settings within 3 % of the best: {found['within']} of {found['measured']}; the worst takes "
-            f"{found['worst']:.2f} times as long", "bold")  # fmt: skip
+        say(
+            f"usual settings within 3 % of the best: {found['within']} of {found['measured']}; the worst takes "
+            f"{found['worst']:.2f} times as long",
+            "bold",
+        )
         say(f"written to {found['file']}; {where}")
 
 
@@ -56,5 +59,7 @@ def _show(row: dict[str, Any]) -> None:
         return say(f"{what} {row['skipped']}")
     rate = row["bytes"] / row["us"] / 1e6
     setting = " ".join(f"{name}={value}" for name, value in row["setting"].items())
-    say(f"{what} usual {row['usual_us']:8.1f} us, best {row['us']:8.1f} us ({row['usual_over_best']:.2f}), "
-        f"{rate:.2f} TB/s  {setting}")  # fmt: skip
+    say(
+        f"{what} usual {row['usual_us']:8.1f} us, best {row['us']:8.1f} us ({row['usual_over_best']:.2f}), "
+        f"{rate:.2f} TB/s  {setting}"
+    )

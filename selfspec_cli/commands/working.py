@@ -49,8 +49,18 @@ class Screen(Progress):
         self._closed = threading.Event()
         self._spoke = time.monotonic()  # when the last line was said
         draws = self.console.is_terminal if in_place is None else in_place
-        self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False,
-                          redirect_stderr=False, get_renderable=self._picture) if draws else None  # fmt: skip
+        self._live = (
+            Live(
+                console=self.console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                get_renderable=self._picture,
+            )
+            if draws
+            else None
+        )
 
     def _picture(self) -> RenderableType:
         return progress_table.draw(self.state, None if self.log is None else str(self.log), self.console.width)
@@ -100,8 +110,10 @@ class Screen(Progress):
         if done >= total or now - self._said.get(what, count.began) >= QUIET:
             self._said[what] = now
             left = self.state.count_left(count) if done < total else None
-            self.say(f"{what}: {done:,} of {total:,}"
-                     + ("" if left is None else f", about {progress_table.duration(left)} left"))  # fmt: skip
+            self.say(
+                f"{what}: {done:,} of {total:,}"
+                + ("" if left is None else f", about {progress_table.duration(left)} left")
+            )
 
     def ended(self, what: str, done: int, total: int) -> None:
         self.state.counts.pop(what, None)

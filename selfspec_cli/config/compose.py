@@ -100,8 +100,10 @@ def _refuse_repeated(words: Sequence[Word]) -> None:
     first: dict[str, Word] = {}
     for word in words:
         if word.key in first:
-            raise ConfigError(f"{first[word.key].typed} and {word.typed}: {word.key} is given twice; give it once, and "
-                              "several values as a list a,b")  # fmt: skip
+            raise ConfigError(
+                f"{first[word.key].typed} and {word.typed}: {word.key} is given twice; give it once, and "
+                "several values as a list a,b"
+            )
         first[word.key] = word
 
 
@@ -232,5 +234,7 @@ def _with(cfg: RunConfig, changes: Sequence[Mapping[str, Any]]) -> RunConfig:
 def _put(mapping: Mapping[str, Any], place: Sequence[str], value: Any) -> dict[str, Any]:
     """A copy of nested mappings with another value at a place."""
     inner = mapping.get(place[0])
-    return {**mapping, place[0]: _put(inner if isinstance(inner, Mapping) else {}, place[1:], value) if place[1:]
-            else value}  # fmt: skip
+    return {
+        **mapping,
+        place[0]: _put(inner if isinstance(inner, Mapping) else {}, place[1:], value) if place[1:] else value,
+    }

@@ -89,8 +89,9 @@ def needed(cfg: RunConfig, fact: str) -> int:
     found = getattr(model_facts(cfg, fetch=True), fact)
     if found is None:
         name = {"layers": _LAYERS, "hidden": _HIDDEN}.get(fact, (fact,))[0]
-        raise ConfigError(f"model={cfg.model.path}: its config.json does not say {name}; say it with "
-                          f"model.hf_overrides.{name}=NUMBER")  # fmt: skip
+        raise ConfigError(
+            f"model={cfg.model.path}: its config.json does not say {name}; say it with model.hf_overrides.{name}=NUMBER"
+        )
     return int(found)
 
 

@@ -204,8 +204,10 @@ def load_config(path: str | Path) -> RunConfig:
         else:
             given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(given, dict):
-            raise ConfigError(f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
-                              "point, results/runs/ID.json")  # fmt: skip
+            raise ConfigError(
+                f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
+                "point, results/runs/ID.json"
+            )
         for key, idle in RETIRED.items():
             _drop(given, key, idle)
         loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))

@@ -109,9 +109,17 @@ def _settings(rows: Iterable[Row]) -> str:
     """Settings as a table in Markdown."""
     return _table(
         ("key", "what it is", "allowed", "default", "in a speculative_config"),
-        ((f"`{r.key}`", r.help, f"{r.type}{f', {r.unit}' if r.unit else ''}: {r.allowed}" if r.allowed else r.type,
-          r.default, f"`{r.spec_key}`" if r.spec_key else "") for r in rows),
-    )  # fmt: skip
+        (
+            (
+                f"`{r.key}`",
+                r.help,
+                f"{r.type}{f', {r.unit}' if r.unit else ''}: {r.allowed}" if r.allowed else r.type,
+                r.default,
+                f"`{r.spec_key}`" if r.spec_key else "",
+            )
+            for r in rows
+        ),
+    )
 
 
 def _row(option: knobs.Option) -> Row:

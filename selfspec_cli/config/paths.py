@@ -87,8 +87,11 @@ def model_path(model: ModelConfig) -> str:
 
 def _folder(path: Path, what: str) -> Path:
     if not path.is_dir():
-        raise ConfigError(f"{what}: {path} is a file, not a model's folder" if path.is_file() else
-                          f"{what}: there is no folder {path}")  # fmt: skip
+        raise ConfigError(
+            f"{what}: {path} is a file, not a model's folder"
+            if path.is_file()
+            else f"{what}: there is no folder {path}"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{what}: {path} holds no config.json, so it is not a model")
     return path

@@ -241,16 +241,24 @@ class LauncherConfig:
     minutes: int = knob(240, help="that a Slurm job may take", unit="min", low=1)
     bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
     price_hour: float | None = knob(
-        None, help="price of an hour of what a worker runs on, for the cost of each point", unit="money", low=0,
+        None,
+        help="price of an hour of what a worker runs on, for the cost of each point",
+        unit="money",
+        low=0,
         unset="no cost is said",
-    )  # fmt: skip
+    )
 
 
 MANY_WORKERS = tuple(kind for kind in LauncherKind if kind != LauncherKind.local)
 LAUNCHERS_WITH = {
-    "workers": MANY_WORKERS, "tries": MANY_WORKERS, "address": (LauncherKind.ray,), "cluster": (LauncherKind.submitit,),
-    "partition": (LauncherKind.submitit,), "minutes": (LauncherKind.submitit,), "bucket": (LauncherKind.sky,),
-}  # fmt: skip
+    "workers": MANY_WORKERS,
+    "tries": MANY_WORKERS,
+    "address": (LauncherKind.ray,),
+    "cluster": (LauncherKind.submitit,),
+    "partition": (LauncherKind.submitit,),
+    "minutes": (LauncherKind.submitit,),
+    "bucket": (LauncherKind.sky,),
+}
 """Which launchers use a setting of `LauncherConfig`; all use one that is not here."""
 
 

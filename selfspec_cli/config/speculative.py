@@ -67,8 +67,9 @@ def draft_digest(cfg: RunConfig) -> str | None:
 def in_words(spec: Mapping[str, Any]) -> str:
     """A mapping on one line: the method, the last part of the draft's path, and every other setting but the length."""
     draft = Path(str(spec["model"])).name if spec.get("model") else None
-    others = [f"{name}={value}" for name, value in sorted(spec.items())
-              if name not in ("method", "model", SPECULATIVE_LENGTH)]  # fmt: skip
+    others = [
+        f"{name}={value}" for name, value in sorted(spec.items()) if name not in ("method", "model", SPECULATIVE_LENGTH)
+    ]
     return " ".join(filter(None, [spec.get("method"), draft, *others]))
 
 
@@ -85,8 +86,11 @@ def known_to_vllm() -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and _name(node.value) == "Literal":
             literals |= {target.id: node.value.slice for target in node.targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig":
-            keys = [item.target.id for item in node.body
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]  # fmt: skip
+            keys = [
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            ]
     methods = _words(literals.get("SpeculativeMethod"), literals)
     return tuple(dict.fromkeys(methods)), tuple(key for key in keys if key not in _SET_BY_VLLM)
 
@@ -116,11 +120,15 @@ def check_words(cfg: RunConfig) -> None:
     method = spec.get("method")
     if not method and not spec.get("model"):
         named = ", ".join(name for name in file_choices(KEY) if name != "none")
-        raise ConfigError(f"method=vllm: speculative must say how vLLM is to draft; allowed: {named}, or a "
-                          """speculative_config such as speculative='{"method": "ngram"}'""")  # fmt: skip
+        raise ConfigError(
+            f"method=vllm: speculative must say how vLLM is to draft; allowed: {named}, or a "
+            """speculative_config such as speculative='{"method": "ngram"}'"""
+        )
     if method in METHODS:
-        raise ConfigError(f"speculative.method={method}: that is selfspec's own; use method={method}, and its settings "
-                          "by their own keys")  # fmt: skip
+        raise ConfigError(
+            f"speculative.method={method}: that is selfspec's own; use method={method}, and its settings "
+            "by their own keys"
+        )
     methods, keys = known_to_vllm() or ((), ())
     if methods and method is not None and method not in methods:
         raise ConfigError(closest(str(method), methods, f"{KEY}.method"))
@@ -143,15 +151,19 @@ def check(cfg: RunConfig) -> None:
         return
     method = cfg.speculative.get("method")
     if method == "suffix" and importlib.util.find_spec(SUFFIX_PACKAGE) is None:
-        raise ConfigError(f"speculative=suffix: vLLM takes it from a package that is not installed here; pip install "
-                          f"{SUFFIX_PACKAGE.replace('_', '-')}")  # fmt: skip
+        raise ConfigError(
+            f"speculative=suffix: vLLM takes it from a package that is not installed here; pip install "
+            f"{SUFFIX_PACKAGE.replace('_', '-')}"
+        )
     if device_of(cfg) == "cpu" and method in NOT_ON_CPU:
         raise ConfigError(f"speculative.method={method}: vLLM's CPU build cannot do it: {NOT_ON_CPU[method]}")
     draft = draft_of(cfg)
     if draft is None:
         if method in DRAFTERS:
-            raise ConfigError(f"speculative={method}: it drafts with weights of its own; name them: "
-                              "speculative.model=./FOLDER, or an id of the Hub")  # fmt: skip
+            raise ConfigError(
+                f"speculative={method}: it drafts with weights of its own; name them: "
+                "speculative.model=./FOLDER, or an id of the Hub"
+            )
         if method is not None and method.endswith("mtp"):
             _check_own_layers(cfg, method)
         return
@@ -166,24 +178,29 @@ def _check_own_layers(cfg: RunConfig, method: str) -> None:
     file = config_file(cfg.model)
     document = {} if file is None else config_document(file)
     if document and not _counts_own_layers(document):
-        raise ConfigError(f"speculative={method}: the config.json of {cfg.model.name} counts no layers for predicting "
-                          "further tokens (num_nextn_predict_layers, mtp_num_hidden_layers, ...), so it has none; use "
-                          "a method that needs none, such as speculative=ngram")  # fmt: skip
+        raise ConfigError(
+            f"speculative={method}: the config.json of {cfg.model.name} counts no layers for predicting "
+            "further tokens (num_nextn_predict_layers, mtp_num_hidden_layers, ...), so it has none; use "
+            "a method that needs none, such as speculative=ngram"
+        )
 
 
 def _counts_own_layers(document: Mapping[str, Any]) -> bool:
     return any(
-        _counts_own_layers(value) if isinstance(value, Mapping)
+        _counts_own_layers(value)
+        if isinstance(value, Mapping)
         else isinstance(value, int) and value > 0 and ("nextn" in name or "mtp" in name)
         for name, value in document.items()
-    )  # fmt: skip
+    )
 
 
 def warning(cfg: RunConfig) -> str | None:
     """Why a measurement of this arm would not say what it seems to; None where nothing speaks against it."""
     remembers = cfg.speculative.get("suffix_decoding_max_cached_requests") != 0
     if cfg.method is Method.vllm and cfg.speculative.get("method") == "suffix" and remembers:
-        return ("suffix decoding remembers the answers to earlier requests, and a benchmark repeats its prompts: its "
-                "drafts are the answers of the warm-up; speculative.suffix_decoding_max_cached_requests=0 forgets "
-                "them")  # fmt: skip
+        return (
+            "suffix decoding remembers the answers to earlier requests, and a benchmark repeats its prompts: its "
+            "drafts are the answers of the warm-up; speculative.suffix_decoding_max_cached_requests=0 forgets "
+            "them"
+        )
     return None

@@ -84,8 +84,10 @@ def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) 
         return right[0]
     if right:
         owners = " and ".join(file.owner for file in right)
-        raise ConfigError(f"tuned={name}: several models of that name were tuned, {owners}; name one: "
-                          f"model={right[0].model} tuned={name}")  # fmt: skip
+        raise ConfigError(
+            f"tuned={name}: several models of that name were tuned, {owners}; name one: "
+            f"model={right[0].model} tuned={name}"
+        )
     file, cfgs = matches[0]
     cfg = next(cfg for cfg in cfgs if model_fingerprint(cfg) != file.fingerprint)
     raise ConfigError(

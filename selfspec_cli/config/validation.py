@@ -66,8 +66,10 @@ def validate(cfg: RunConfig) -> None:
     prompts = cfg.workload.prompts
     if prompts not in PROMPTS and not Path(prompts).is_file():
         words = ", ".join(f'"{word}"' for word in PROMPTS)
-        raise ConfigError(f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
-                          f"({', '.join(PROMPT_TABLES)}) that exists")  # fmt: skip
+        raise ConfigError(
+            f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
+            f"({', '.join(PROMPT_TABLES)}) that exists"
+        )
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
@@ -115,8 +117,10 @@ def _refuse_default_beside(key: str, typed: str, points: Sequence[RunConfig]) ->
             continue
         if rule.key == "threshold" or getattr(cfg, str(rule.key)) is None:
             own = f"give that too ({rule.key}={rule.default:g}), or " if rule.key != "threshold" else ""
-            raise ConfigError(f"{typed} is not used by gate {rule.name!r}, which would run at its default "
-                              f"{rule.key}={rule.default:g}; {own}measure that gate by another command")  # fmt: skip
+            raise ConfigError(
+                f"{typed} is not used by gate {rule.name!r}, which would run at its default "
+                f"{rule.key}={rule.default:g}; {own}measure that gate by another command"
+            )
 
 
 def _why_unused(key: str, idle: Sequence[RunConfig]) -> str:
@@ -170,8 +174,10 @@ def _validate_view(cfg: RunConfig) -> None:
         skipped = bool(skipped_layers(cfg.skip_layers))
         for name, given in (("draft_weights", weights != "shared"), ("skip_layers", skipped)):
             if given:
-                raise ConfigError(f"{name}={getattr(cfg, name)} with method={method}: it has no "
-                                  "early-exit draft; use method=layer_skip, or leave it out")  # fmt: skip
+                raise ConfigError(
+                    f"{name}={getattr(cfg, name)} with method={method}: it has no "
+                    "early-exit draft; use method=layer_skip, or leave it out"
+                )
         return
     DraftView.of(cfg).check()
     check_weights(cfg, WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
@@ -190,8 +196,10 @@ def _validate_draft_sample_method(cfg: RunConfig) -> None:
     if cfg.draft_sample_method == RunConfig.draft_sample_method:
         return
     if cfg.method is Method.vllm:
-        raise ConfigError(f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
-                          f"{speculative.KEY}.{given}")  # fmt: skip
+        raise ConfigError(
+            f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
+            f"{speculative.KEY}.{given}"
+        )
     if cfg.method is Method.skip:
         raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
 
@@ -212,8 +220,10 @@ def _validate_read_first(cfg: RunConfig) -> None:
 def _validate_runner(cfg: RunConfig) -> None:
     """Early exit on CUDA is written for V2; a CPU has both runners."""
     if cfg.runner is Runner.v1 and cfg.method is Method.layer_skip and device_of(cfg) != "cpu":
-        raise ConfigError(f"runner={cfg.runner} with method={cfg.method}: early exit on CUDA is written for the other "
-                          "one; use runner=v2, or runner=auto")  # fmt: skip
+        raise ConfigError(
+            f"runner={cfg.runner} with method={cfg.method}: early exit on CUDA is written for the other "
+            "one; use runner=v2, or runner=auto"
+        )
 
 
 def _refuse_any(asked: str, reasons: list[tuple[str, bool, str]], otherwise: str) -> None:
@@ -249,8 +259,10 @@ def _validate_load(cfg: RunConfig) -> None:
     if (reason := load_patterns.problem(load)) is not None:
         raise ConfigError(reason)
     if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
-        raise ConfigError(f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
-                          f"a {', '.join(PROMPT_TABLES)} file have columns")  # fmt: skip
+        raise ConfigError(
+            f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
+            f"a {', '.join(PROMPT_TABLES)} file have columns"
+        )
 
 
 def _validate_launcher(launcher: LauncherConfig) -> None:
@@ -258,5 +270,7 @@ def _validate_launcher(launcher: LauncherConfig) -> None:
     for name, kinds in LAUNCHERS_WITH.items():
         value = getattr(launcher, name)
         if launcher.kind not in kinds and value != getattr(LauncherConfig, name):
-            raise ConfigError(f"launcher.{name}={value} with launcher={launcher.kind}: it is not used there; leave it "
-                              f"out, or choose launcher={'|'.join(kinds)}")  # fmt: skip
+            raise ConfigError(
+                f"launcher.{name}={value} with launcher={launcher.kind}: it is not used there; leave it "
+                f"out, or choose launcher={'|'.join(kinds)}"
+            )

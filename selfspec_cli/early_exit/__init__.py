@@ -30,7 +30,6 @@ One line per room:
     rule.py          how much to draft before each step, by measured times and acceptance; no torch
     confidence.py    how far a draft's own confidence can be trusted, learnt from verdicts
     defaults.py      what drafts where a user names nothing; no torch
-    broken_draft.py  whether so little is accepted that what drafts must be broken; no torch
     cost_model.py    what a round costs and what it returns: counted in bytes, or fitted to what was timed
 
 Nothing is imported here, so that `settings` stays importable without paying for torch.

@@ -49,9 +49,11 @@ class VerifyCounts:
             return None
         at = [sum(position) for position in zip(*(part.accepted_at for part in known), strict=True)]
         return cls(
-            sum(part.rounds for part in known), sum(part.places for part in known),
-            sum(part.accepted for part in known), at,
-        )  # fmt: skip
+            sum(part.rounds for part in known),
+            sum(part.places for part in known),
+            sum(part.accepted for part in known),
+            at,
+        )
 
 
 @dataclass

@@ -96,8 +96,9 @@ def read_about(path: str | os.PathLike[str]) -> About:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise
-        raise SettingsError(f"draft_weights_path = {str(path)!r} cannot be read ({error}); make one with: selfspec "
-                            "fit-weights") from error  # fmt: skip
+        raise SettingsError(
+            f"draft_weights_path = {str(path)!r} cannot be read ({error}); make one with: selfspec fit-weights"
+        ) from error
 
 
 def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None) -> FittedWeights:
@@ -108,17 +109,23 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None
     """
     about = read_about(path)
     if about.kind != kind:
-        raise SettingsError(f"draft_weights_path = {str(path)!r} holds {about.kind} copies, and draft_weights is "
-                            f"{kind!r}; allowed: draft_weights = {about.kind}")  # fmt: skip
+        raise SettingsError(
+            f"draft_weights_path = {str(path)!r} holds {about.kind} copies, and draft_weights is "
+            f"{kind!r}; allowed: draft_weights = {about.kind}"
+        )
     if fingerprint is not None and about.fingerprint != fingerprint:
-        raise SettingsError(f"draft_weights_path = {str(path)!r} was made of another model: its fingerprint is "
-                            f"{about.fingerprint}, this model's is {fingerprint}")  # fmt: skip
+        raise SettingsError(
+            f"draft_weights_path = {str(path)!r} was made of another model: its fingerprint is "
+            f"{about.fingerprint}, this model's is {fingerprint}"
+        )
     copies: dict[str, dict[str, Tensor]] = {}
     with safe_open(path, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 (no mapping)
             name, _, last = key.rpartition(".")
             if not name.endswith(".copy"):
-                raise SettingsError(f"draft_weights_path = {str(path)!r} holds corrections of low rank, which are no "
-                                    "longer read; make it again with: selfspec fit-weights")  # fmt: skip
+                raise SettingsError(
+                    f"draft_weights_path = {str(path)!r} holds corrections of low rank, which are no "
+                    "longer read; make it again with: selfspec fit-weights"
+                )
             copies.setdefault(name.removesuffix(".copy"), {})[last] = opened.get_tensor(key)
     return FittedWeights(about, copies)

@@ -160,15 +160,19 @@ class NormalEquations:
         if len(bad):
             token = int(bad[0])
             value = values[token][~torch.isfinite(values[token])][0].item()
-            raise FitError(f"{what} of token {self.count + token} (counted from 0 over the whole stream) has {value}; "
-                           f"{len(bad)} such token(s) in this chunk")  # fmt: skip
+            raise FitError(
+                f"{what} of token {self.count + token} (counted from 0 over the whole stream) has {value}; "
+                f"{len(bad)} such token(s) in this chunk"
+            )
 
     def _refuse_foreign_ids(self, ids: Tensor) -> None:
         wrong = ((ids < 0) | (ids >= self.outputs)).nonzero()
         if len(wrong):
             token = int(wrong[0])
-            raise FitError(f"target {int(ids[token])} of token {self.count + token} (counted from 0 over the whole "
-                           f"stream) is out of range; allowed: 0 to {self.outputs - 1}")  # fmt: skip
+            raise FitError(
+                f"target {int(ids[token])} of token {self.count + token} (counted from 0 over the whole "
+                f"stream) is out of range; allowed: 0 to {self.outputs - 1}"
+            )
 
     def _gram(self) -> Tensor:
         """S: X^T X, centred when there is a bias. [hidden, hidden]"""
@@ -185,8 +189,10 @@ class NormalEquations:
             raise FitError(f"ridge {ridge!r} is out of range; allowed: a finite number, at least 0")
         unknowns = self.hidden + self.bias
         if self.count == 0 or (self.count < unknowns and ridge == 0):
-            raise FitError(f"{self.count} pairs are fewer than the {unknowns} unknowns of each target; "
-                           "collect more, or give a ridge above 0")  # fmt: skip
+            raise FitError(
+                f"{self.count} pairs are fewer than the {unknowns} unknowns of each target; "
+                "collect more, or give a ridge above 0"
+            )
         gram = self._gram()
         shift = ridge * float(gram.diagonal().mean())
         if self._eigenvalues is None:
@@ -201,8 +207,9 @@ class NormalEquations:
         regularised.diagonal().add_(shift)
         factor, failed = torch.linalg.cholesky_ex(regularised)
         if failed:
-            raise FitError(f"the normal equations are singular at ridge {ridge:g} (condition {condition:.1e}); "
-                           "give a larger ridge")  # fmt: skip
+            raise FitError(
+                f"the normal equations are singular at ridge {ridge:g} (condition {condition:.1e}); give a larger ridge"
+            )
         return factor, condition
 
     def _intercept(self, weight: Tensor) -> Tensor | None:

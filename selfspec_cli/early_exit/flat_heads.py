@@ -36,6 +36,8 @@ def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int
         return None  # whoever loads the head says what is wrong
     if not flat:
         return None
-    return (f"gate {gate!r} reads a distribution, and the outputs of head {file} are none: a least-squares head "
-            f"without a scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens ({FLAT_SOURCE}); "
-            "fit it again with `selfspec fit-lsq`, which fits a scale")  # fmt: skip
+    return (
+        f"gate {gate!r} reads a distribution, and the outputs of head {file} are none: a least-squares head "
+        f"without a scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens ({FLAT_SOURCE}); "
+        "fit it again with `selfspec fit-lsq`, which fits a scale"
+    )

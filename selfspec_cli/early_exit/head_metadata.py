@@ -79,8 +79,9 @@ def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
     if header.get("format") != FORMAT:
         raise HeadError(f"{file} is a safetensors file but no exit head; its format is {header.get('format')!r}")
     if header.get("format_version") != str(FORMAT_VERSION):
-        raise HeadError(f"head {file} has format version {header.get('format_version')}; this selfspec reads "
-                        f"{FORMAT_VERSION}")  # fmt: skip
+        raise HeadError(
+            f"head {file} has format version {header.get('format_version')}; this selfspec reads {FORMAT_VERSION}"
+        )
     try:
         known = {item.name: json.loads(header[item.name]) for item in fields(HeadMetadata) if item.name in header}
         metadata = HeadMetadata(**known)

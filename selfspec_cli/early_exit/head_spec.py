@@ -56,8 +56,12 @@ class HeadSpec:
     def name(self) -> str:
         """The short name, such as translator_r15; `from_name` is its inverse."""
         targets = HEADS[self.kind].targets
-        parts = [self.kind, self.target if targets and self.target != targets[0] else None,
-                 f"r{self.rank}" if self.rank else None, "bias" if self.bias else None]  # fmt: skip
+        parts = [
+            self.kind,
+            self.target if targets and self.target != targets[0] else None,
+            f"r{self.rank}" if self.rank else None,
+            "bias" if self.bias else None,
+        ]
         return "_".join(part for part in parts if part)
 
     @classmethod

@@ -47,8 +47,10 @@ def check_skipped(skipped: Sequence[int], layer: int) -> None:
     """Raises SettingsError where `skipped` is not below the exit layer, or leaves no layer to draft with."""
     beyond = [index for index in skipped if index >= layer]
     if beyond:
-        raise SettingsError(f"skip_layers = {as_text(skipped)}: layer {beyond[0]} does not draft; allowed: 0 to "
-                            f"{layer - 1}, for layers 0 to {layer - 1} draft")  # fmt: skip
+        raise SettingsError(
+            f"skip_layers = {as_text(skipped)}: layer {beyond[0]} does not draft; allowed: 0 to "
+            f"{layer - 1}, for layers 0 to {layer - 1} draft"
+        )
     if len(skipped) >= layer:
         raise SettingsError(f"skip_layers = {as_text(skipped)} leaves none of {layer} layers to draft with; skip fewer")
 

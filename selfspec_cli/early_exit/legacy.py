@@ -50,8 +50,10 @@ def load_pt(file: Path) -> LegacyHead:
         raise HeadError(f"head {file} is truncated or corrupt: {error}") from error
     tensors = {"weight": data} if isinstance(data, Tensor) else data
     if not isinstance(tensors, dict) or not {"weight"} <= set(tensors) <= _NUMBERS | _FLAGS:
-        raise HeadError(f"head {file} must hold a weight [vocab, hidden], and a bias [vocab], after_norm (a bool) and "
-                        "a scale at most")  # fmt: skip
+        raise HeadError(
+            f"head {file} must hold a weight [vocab, hidden], and a bias [vocab], after_norm (a bool) and "
+            "a scale at most"
+        )
     for name, tensor in tensors.items():
         if name in _NUMBERS and not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
             raise HeadError(f"head {file}: {name!r} is no tensor of floating point numbers; not loaded")
@@ -87,8 +89,10 @@ def _check_norm(file: Path, after_norm: Tensor | None) -> None:
     if after_norm is None:
         _warn_of_norm(file)
     elif not bool(after_norm):
-        raise HeadError(f"head {file} was fitted on hidden states before the model's final norm (after_norm is false), "
-                        "and exit heads here read them after it; fit it again with `selfspec fit-lsq`")  # fmt: skip
+        raise HeadError(
+            f"head {file} was fitted on hidden states before the model's final norm (after_norm is false), "
+            "and exit heads here read them after it; fit it again with `selfspec fit-lsq`"
+        )
 
 
 @functools.cache
@@ -96,5 +100,7 @@ def _warn_of_norm(file: Path) -> None:
     """Once a file and process."""
     logging.getLogger("vllm.selfspec").warning(
         "head %s does not say whether it was fitted before or after the model's final norm; it is used after the norm. "
-        "If that is right, add \"after_norm\": torch.tensor(True) to the file; if not, fit it again with "
-        "`selfspec fit-lsq`", file)  # fmt: skip
+        'If that is right, add "after_norm": torch.tensor(True) to the file; if not, fit it again with '
+        "`selfspec fit-lsq`",
+        file,
+    )

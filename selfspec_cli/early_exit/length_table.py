@@ -96,8 +96,10 @@ class LengthTable:
         for first, last, length in rows:
             if not before < first <= last or length < 0 or (before == 0 and first != 1):
                 wrong = f"wrong: {[first, last, length]}"
-                raise SettingsError(f"{VLLM_KEY} = {ranges!r}: ranges begin at 1, do not overlap, and end at or after "
-                                    f"their beginning, and no length is negative; {wrong}")  # fmt: skip
+                raise SettingsError(
+                    f"{VLLM_KEY} = {ranges!r}: ranges begin at 1, do not overlap, and end at or after "
+                    f"their beginning, and no length is negative; {wrong}"
+                )
             before = last
         return cls(_ordered([Cell(first, 0, min(length, k)) for first, _, length in rows], k, VLLM_KEY))
 
@@ -115,16 +117,22 @@ def _ordered(cells: Iterable[Cell], k: int, what: str) -> tuple[Cell, ...]:
     found: dict[tuple[int, int], Cell] = {}
     for cell in cells:
         if not 1 <= cell.requests <= LARGEST or cell.context > LARGEST:
-            raise SettingsError(f"{what}: {str(cell)!r} is out of range; allowed: 1 to {LARGEST} requests, and a "
-                                f"context of 0 to {LARGEST} tokens")  # fmt: skip
+            raise SettingsError(
+                f"{what}: {str(cell)!r} is out of range; allowed: 1 to {LARGEST} requests, and a "
+                f"context of 0 to {LARGEST} tokens"
+            )
         if cell.k > k:
             raise SettingsError(f"{what}: {str(cell)!r} drafts more than the engine's k; allowed: 0 to {k}")
         if found.setdefault((cell.requests, cell.context), cell) is not cell:
-            raise SettingsError(f"{what}: two entries are for the same load, {found[cell.requests, cell.context]} and "
-                                f"{cell}; give one of them")  # fmt: skip
+            raise SettingsError(
+                f"{what}: two entries are for the same load, {found[cell.requests, cell.context]} and "
+                f"{cell}; give one of them"
+            )
     found.setdefault((1, 0), Cell(1, 0, k))
     for requests, _ in list(found):
         if (requests, 0) not in found:
-            raise SettingsError(f"{what}: from {requests} requests on there are entries for long contexts only; add "
-                                f"one for the others, such as {requests}:{k}")  # fmt: skip
+            raise SettingsError(
+                f"{what}: from {requests} requests on there are entries for long contexts only; add "
+                f"one for the others, such as {requests}:{k}"
+            )
     return tuple(found[place] for place in sorted(found))

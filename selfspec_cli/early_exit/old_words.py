@@ -142,5 +142,7 @@ def answer_for_environment(environment: Mapping[str, str], command: str | None =
         return f"the environment has {given}, which nothing reads; type: selfspec {command} {words(found)}"
     if found == {"method": "baseline"}:
         return f"the environment has {given}, which nothing reads; without a --speculative-config early exit is off"
-    return (f"the environment has {given}, which nothing reads; type: --speculative-config "
-            f"{shlex.quote(speculative_config(found))}")  # fmt: skip
+    return (
+        f"the environment has {given}, which nothing reads; type: --speculative-config "
+        f"{shlex.quote(speculative_config(found))}"
+    )

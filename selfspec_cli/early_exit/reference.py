@@ -80,9 +80,14 @@ def propose(
 
 
 def verify(
-    full: Model, cache: Tensor, text: Sequence[int], guesses: Sequence[int], drawn_from: Sequence[Tensor],
-    temperature: float, draw: Draw,
-) -> tuple[int, int]:  # fmt: skip
+    full: Model,
+    cache: Tensor,
+    text: Sequence[int],
+    guesses: Sequence[int],
+    drawn_from: Sequence[Tensor],
+    temperature: float,
+    draw: Draw,
+) -> tuple[int, int]:
     """How many guesses are accepted, and the token that follows them (Leviathan et al., arXiv:2211.17192).
 
     A guess x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection the next token is drawn
@@ -108,9 +113,17 @@ class Round:
 
 
 def generate(
-    full: Model, draft: Model, cache: Tensor, prompt: Sequence[int], length: int, k: int, gate: Gate = always,
-    temperature: float = 0.0, draft_temperature: float | None = None, draw: Draw = at_random,
-) -> tuple[list[int], list[Round]]:  # fmt: skip
+    full: Model,
+    draft: Model,
+    cache: Tensor,
+    prompt: Sequence[int],
+    length: int,
+    k: int,
+    gate: Gate = always,
+    temperature: float = 0.0,
+    draft_temperature: float | None = None,
+    draw: Draw = at_random,
+) -> tuple[list[int], list[Round]]:
     """`length` tokens after `prompt`, and the rounds that made them; the last round may go beyond the length.
 
     full: all layers. draft: anything cheaper that keeps the same cache, as `partial(decoder, layers=E)`.
@@ -192,8 +205,11 @@ def random_decoder(depth: int = 8, hidden: int = 64, vocab: int = 256, decay: fl
         return torch.randn(rows, columns, generator=generator) * columns**-0.5 * scale
 
     generator = torch.Generator().manual_seed(0)
-    weights = {"model.embed_tokens": weight(vocab, hidden, hidden**0.5), "lm_head": weight(vocab, hidden, 3.0),
-               "model.norm": torch.ones(hidden)}  # fmt: skip
+    weights = {
+        "model.embed_tokens": weight(vocab, hidden, hidden**0.5),
+        "lm_head": weight(vocab, hidden, 3.0),
+        "model.norm": torch.ones(hidden),
+    }
     for layer in range(depth):
         name, scale = f"model.layers.{layer}.", 4 * decay**layer
         weights |= {f"{name}self_attn.{one}_proj": weight(hidden // (2 if one in "kv" else 1), hidden) for one in "qkv"}
@@ -212,9 +228,11 @@ def main() -> None:
     plain = [*prompt]
     for _ in range(length):
         plain.append(int(model(plain, model.new_cache(len(plain)), 0)[-1].argmax()))
-    print(f"{model.depth} layers of random weights; {length} tokens; at most k = {k} drafts a round.\n"
-          "Layers a token: layers run one after another, where a verify pass takes as long as a plain step.\n\n"
-          "temperature  E  gate      drafted  accepted  tokens a round  layers a token  output")  # fmt: skip
+    print(
+        f"{model.depth} layers of random weights; {length} tokens; at most k = {k} drafts a round.\n"
+        "Layers a token: layers run one after another, where a verify pass takes as long as a plain step.\n\n"
+        "temperature  E  gate      drafted  accepted  tokens a round  layers a token  output"
+    )
     gates = {"none": always, "maxp 0.3": confident(0.3)}
     cases = [(0.0, layers, name) for layers in (1, 2, 4, 6) for name in gates] + [(1.0, 4, name) for name in gates]
     for temperature, layers, name in cases:
@@ -225,8 +243,10 @@ def main() -> None:
         yielded = 1 + accepted / len(rounds)
         depth = (model.depth + layers * drafted / len(rounds)) / yielded
         output = "sampled" if temperature else "plain decoding's" if text == plain[len(prompt) :] else "WRONG"
-        print(f"{temperature:11}  {layers}  {name:8}  {drafted:7}  {accepted / drafted:8.0%}  {yielded:14.2f}"
-              f"  {depth:14.2f}  {output}")  # fmt: skip
+        print(
+            f"{temperature:11}  {layers}  {name:8}  {drafted:7}  {accepted / drafted:8.0%}  {yielded:14.2f}"
+            f"  {depth:14.2f}  {output}"
+        )
     print(f"{'':11}  {model.depth}  (plain decoding){'':14}  {1:14.2f}  {model.depth:14.2f}")
 
 

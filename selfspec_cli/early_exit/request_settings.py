@@ -41,8 +41,10 @@ class RequestSettings:
         k = given.get(K)
         whole = isinstance(k, Integral) and not isinstance(k, bool)
         if k is not None and not (whole and 0 <= int(k) <= settings.k):
-            raise SettingsError(f"{K} = {k!r} is out of range; allowed: whole numbers from 0 (no drafts) to the "
-                                f"engine's k, {settings.k}")  # fmt: skip
+            raise SettingsError(
+                f"{K} = {k!r} is out of range; allowed: whole numbers from 0 (no drafts) to the "
+                f"engine's k, {settings.k}"
+            )
         threshold = given.get(THRESHOLD)
         if threshold is not None:
             threshold = check_threshold(settings.gate.kind, threshold, THRESHOLD)

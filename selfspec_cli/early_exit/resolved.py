@@ -182,8 +182,9 @@ class ResolvedSettings(DraftSettings):
                 ("strict", self.strict, False),
             ):
                 if value != idle:
-                    raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "
-                                        f"allowed: {idle}")  # fmt: skip
+                    raise SettingsError(
+                        f"{key} {value!r} is not used by method 'skip', which drafts nothing; allowed: {idle}"
+                    )
         canonical(self)
         view = replace(self.view, layer=None)
         view.check()
@@ -288,8 +289,10 @@ def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
     if rule.key is not None and key not in (rule.key, "threshold"):
         users = [name for name, other in GATES.items() if other.key == key]
         allowed = " or ".join(dict.fromkeys((rule.key, "threshold")))
-        raise SettingsError(f"{key} = {spec[key]!r} is not used by gate {gate!r}, which takes {allowed}; "
-                            f"gates that use {key}: {', '.join(users)}")  # fmt: skip
+        raise SettingsError(
+            f"{key} = {spec[key]!r} is not used by gate {gate!r}, which takes {allowed}; "
+            f"gates that use {key}: {', '.join(users)}"
+        )
     return check_threshold(gate, spec[key], key)
 
 

@@ -298,8 +298,9 @@ class LengthRule:
             width = drafts
         elif self.choices % TRIED_EVERY == 0:
             drawn = self.acceptance.survival(now, self._random)
-            speeds = {one: _tokens(drawn, one, seen.share(now)) / seen.drawn(now, self._random)
-                      for one, seen in kinds.items()}  # fmt: skip
+            speeds = {
+                one: _tokens(drawn, one, seen.share(now)) / seen.drawn(now, self._random) for one, seen in kinds.items()
+            }
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
         self._drafted = now if width else self._drafted

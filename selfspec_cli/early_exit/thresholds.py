@@ -40,8 +40,9 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
     if rule.key is None:
         own = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, uses the latter
         users = [name for name, other in GATES.items() if own in (other.key, "threshold") and other.key]
-        raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: "
-                            f"{', '.join(users)}")  # fmt: skip
+        raise SettingsError(
+            f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: {', '.join(users)}"
+        )
     threshold = number(value, key)
     if not rule.low <= threshold <= rule.high:
         allowed = "at least 0" if math.isinf(rule.high) else f"from {rule.low:g} to {rule.high:g}"
@@ -126,20 +127,3 @@ def _is_finite(value: object) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer that is too great for a float
         return False
-
-
-def loosest(gate: str) -> float | None:
-    """The threshold with which a gate closes least, for most gates never; None for a gate without one."""
-    rule = GATES[gate]
-    if rule.key is None:
-        return None
-    return rule.low if rule.direction == "at_least" else float(math.ceil(rule.statistic_range()[1]))
-
-
-def stricter_than(gate: str, threshold: float | None) -> float | None:
-    """A threshold that stops drafts sooner: halfway to where the gate always closes; None where there is none."""
-    rule = GATES[gate]
-    if threshold is None:
-        return None
-    found = (threshold + rule.high) / 2 if rule.direction == "at_least" else threshold / 2
-    return round(found, 4) if math.isfinite(found) else None

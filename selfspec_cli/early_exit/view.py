@@ -82,8 +82,10 @@ class DraftView:
     def check(self) -> None:
         """Raises SettingsError for parts that do not go together."""
         if self.weights_path is not None and not DRAFT_WEIGHTS[self.weights].copies:
-            raise SettingsError(f"draft_weights_path = {self.weights_path!r} holds copies, and draft_weights is "
-                                f"{self.weights!r}; name the kind of copies that it holds")  # fmt: skip
+            raise SettingsError(
+                f"draft_weights_path = {self.weights_path!r} holds copies, and draft_weights is "
+                f"{self.weights!r}; name the kind of copies that it holds"
+            )
         if self.layer is not None:
             check_skipped(self.skipped, self.layer)
         self.context.checked()

@@ -203,8 +203,10 @@ def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
         if job.arrivals is not None:
             share["arrivals"] = list(job.arrivals)[number::count]
         if count > 1:  # they wait for each other
-            share |= {name: str((folder / word).absolute()) for name, word in
-                      (("ready", f"ready{number}"), ("begin", "begin"))}  # fmt: skip
+            share |= {
+                name: str((folder / word).absolute())
+                for name, word in (("ready", f"ready{number}"), ("begin", "begin"))
+            }
         found.append(share)
     return found
 
@@ -217,9 +219,23 @@ def _start(part: Mapping[str, Any], folder: Path, out: BinaryIO) -> subprocess.P
     file = folder / f"part{part['first']}.json"
     file.write_text(json.dumps(part), encoding="utf-8")
     users = str(part["clients"] or 1)
-    command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless",
-               "--host", part["url"], "--users", users, "--spawn-rate", users, "--only-summary", "--csv",
-               part["csv"]]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(Path(__file__).with_name("locustfile.py")),
+        "--headless",
+        "--host",
+        part["url"],
+        "--users",
+        users,
+        "--spawn-rate",
+        users,
+        "--only-summary",
+        "--csv",
+        part["csv"],
+    ]
     return children.start(command, out, os.environ | {"SELFSPEC_LOAD": str(file.absolute())})
 
 

@@ -26,8 +26,14 @@ from selfspec_cli.whole import written
 FOLDER = "deploy"
 COMMAND_MODULE = "vllm.entrypoints.cli.main"  # what the `vllm` command runs
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-_OF_A_MEASUREMENT = ("model", "speculative_config", "enable_prefix_caching", "seed", "disable_log_stats",
-                     "worker_extension_cls")  # fmt: skip
+_OF_A_MEASUREMENT = (
+    "model",
+    "speculative_config",
+    "enable_prefix_caching",
+    "seed",
+    "disable_log_stats",
+    "worker_extension_cls",
+)
 _DEFAULTS: dict[str, Any] = {"tensor_parallel_size": 1, "load_format": "auto"}
 """Arguments that say nothing when they have these values, besides those that are None or False."""
 

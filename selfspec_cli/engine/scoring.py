@@ -59,8 +59,10 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     """
     for passage in passages:
         if not 1 <= passage.context < len(passage.ids) < engine.max_model_len:
-            raise ValueError(f"a passage of {len(passage.ids)} tokens, {passage.context} of them context: there must "
-                             f"be at least one of each, and at most {engine.max_model_len - 1} together")  # fmt: skip
+            raise ValueError(
+                f"a passage of {len(passage.ids)} tokens, {passage.context} of them context: there must "
+                f"be at least one of each, and at most {engine.max_model_len - 1} together"
+            )
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -70,8 +72,9 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     found: dict[int, Score] = {}
 
     def take(chunk: Sequence[int]) -> None:
-        for index, output in zip(chunk, _run(engine, [passages[i].ids for i in chunk], [params] * len(chunk)),
-                                 strict=True):  # fmt: skip
+        for index, output in zip(
+            chunk, _run(engine, [passages[i].ids for i in chunk], [params] * len(chunk)), strict=True
+        ):
             found[index] = _score(passages[index], output.prompt_logprobs)
 
     _chunks(order, take, "scored", progress)

@@ -72,8 +72,9 @@ class Server:
     def verify_counts(self, metrics: dict[str, dict[str, float]]) -> VerifyCounts | None:
         """vLLM's counters of speculative decoding since the server started; None for one that does not draft."""
         name = "vllm:spec_decode_num_{}_total"
-        sums = [sum(metrics.get(name.format(part), {}).values()) for part in ("drafts", "draft_tokens",
-                                                                             "accepted_tokens")]  # fmt: skip
+        sums = [
+            sum(metrics.get(name.format(part), {}).values()) for part in ("drafts", "draft_tokens", "accepted_tokens")
+        ]
         if name.format("drafts") not in metrics:
             return None
         found: dict[int, float] = {}
@@ -140,8 +141,9 @@ def connect(url: str, model: str | None = None) -> Server:
         raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{advice}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"
-                          ) from error  # fmt: skip
+        raise ConfigError(
+            f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"
+        ) from error
     if model is not None and model not in known:
         raise ConfigError(f"--served-model {model}: the server at {url} has {', '.join(known)}")
     if not known:

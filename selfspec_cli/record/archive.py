@@ -19,8 +19,16 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.whole import written
 
 SUFFIX = ".jsonl.xz"
-MADE = ("summary.csv", "details.csv", "loads.csv", "quality.csv", "profiles.csv", "accept.tsv", "heads.csv",
-        "views.csv")  # fmt: skip
+MADE = (
+    "summary.csv",
+    "details.csv",
+    "loads.csv",
+    "quality.csv",
+    "profiles.csv",
+    "accept.tsv",
+    "heads.csv",
+    "views.csv",
+)
 """Tables that are made of the other files, and therefore not kept."""
 KEPT = (".json", ".csv", ".tsv", ".yaml")
 
@@ -57,8 +65,7 @@ def expect(path: str | os.PathLike[str], setting: str) -> None:
     place = Path(path)
     if is_folder(place):
         return
-    here = {str(other): other.name for other in place.parent.glob("*")
-            if other.is_dir() or other.name.endswith(SUFFIX)}  # fmt: skip
+    here = {str(other): other.name for other in place.parent.glob("*") if other.is_dir() or other.name.endswith(SUFFIX)}
     near = get_close_matches(place.name, here.values(), n=1)
     hint = f"; did you mean {next(name for name, short in here.items() if short == near[0])}?" if near else ""
     raise ConfigError(f"{setting}={path}: there is no such folder{hint}")

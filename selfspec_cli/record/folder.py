@@ -255,8 +255,10 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
         if _listed(path, kind) is None:
             aside = next(other for n in range(1, 1000) if not (other := folder / f"{name}.{n}").exists())
             path.rename(aside)
-            warnings.append(f"{path} was not a table of this version of selfspec; it is now {aside.name}, and a new "
-                            f"{name} is made from {folder / RUNS}")  # fmt: skip
+            warnings.append(
+                f"{path} was not a table of this version of selfspec; it is now {aside.name}, and a new "
+                f"{name} is made from {folder / RUNS}"
+            )
     ids = [file.stem for file in _files(results)]
     if sorted(_listed(folder / SUMMARY, Summary) or []) != ids:
         export(results)

@@ -57,9 +57,11 @@ class Ledger:
 
     def gains(self) -> list[Gain]:
         """Of every model and route, and of all routes of a model together."""
-        return [_gain(model, route, of, tuple(kept[model, route]), tuple(kept.get((model, None), ())))
-                for of, kept in self.kept.items()
-                for model, route in sorted((model, route) for model, route in kept if route is not None)]  # fmt: skip
+        return [
+            _gain(model, route, of, tuple(kept[model, route]), tuple(kept.get((model, None), ())))
+            for of, kept in self.kept.items()
+            for model, route in sorted((model, route) for model, route in kept if route is not None)
+        ]
 
 
 def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequence[float]) -> Gain:
@@ -111,11 +113,23 @@ def routes(rows: Iterable[Mapping[str, Any]]) -> list[Route]:
     for row in rows:
         if row.get("status") == 200 and row.get("route") is not None:
             groups.setdefault((str(row.get("model")), row["route"], bool(row.get("plain"))), []).append(row)
-    return [Route(*key, len(found), sum(row.get("cache") == "hit" for row in found), _middle(found, "ttft_ms"),
-                  _middle(found, "expected_ttft_ms"), _middle(found, "tpot_ms"), _middle(found, "expected_tpot_ms"),
-                  _middle(found, "e2e_ms"), sum(row.get("tokens") or 0 for row in found), _sum(found, "cost"),
-                  _sum(found, "machine_s"), sum(row.get("survived") or 0 for row in found))
-            for key, found in sorted(groups.items())]  # fmt: skip
+    return [
+        Route(
+            *key,
+            len(found),
+            sum(row.get("cache") == "hit" for row in found),
+            _middle(found, "ttft_ms"),
+            _middle(found, "expected_ttft_ms"),
+            _middle(found, "tpot_ms"),
+            _middle(found, "expected_tpot_ms"),
+            _middle(found, "e2e_ms"),
+            sum(row.get("tokens") or 0 for row in found),
+            _sum(found, "cost"),
+            _sum(found, "machine_s"),
+            sum(row.get("survived") or 0 for row in found),
+        )
+        for key, found in sorted(groups.items())
+    ]
 
 
 def _middle(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -70,11 +70,14 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
-        raise RecordError(f"{error.filename or path} could not be written: {reason}. What was measured before is kept; "
-                          f"{remedy} and give the same command again, or choose another folder: results_dir=NAME"
-                          ) from error  # fmt: skip
+        raise RecordError(
+            f"{error.filename or path} could not be written: {reason}. What was measured before is kept; "
+            f"{remedy} and give the same command again, or choose another folder: results_dir=NAME"
+        ) from error
 
 
 def not_writable(folder: Path, error: OSError) -> str:
-    return (f"results_dir={folder}: {error.filename or folder} cannot be written ({error.strerror}); make it writable, "
-            "or choose another folder: results_dir=NAME")  # fmt: skip
+    return (
+        f"results_dir={folder}: {error.filename or folder} cannot be written ({error.strerror}); make it writable, "
+        "or choose another folder: results_dir=NAME"
+    )

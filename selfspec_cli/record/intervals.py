@@ -86,8 +86,16 @@ def _interval(ours: tuple[float, ...], theirs: tuple[float, ...], paired: bool) 
         return numpy.median(a, axis=axis) / numpy.median(b, axis=axis)
 
     # scipy.stats.bootstrap takes the ends from the resampled ratios themselves: no normal approximation.
-    found = bootstrap((ours, theirs), ratio, n_resamples=RESAMPLES, paired=paired, vectorized=True, method="percentile",
-                      confidence_level=LEVEL, random_state=SEED).confidence_interval  # fmt: skip
+    found = bootstrap(
+        (ours, theirs),
+        ratio,
+        n_resamples=RESAMPLES,
+        paired=paired,
+        vectorized=True,
+        method="percentile",
+        confidence_level=LEVEL,
+        random_state=SEED,
+    ).confidence_interval
     return float(found.low), float(found.high)
 
 
@@ -118,6 +126,14 @@ def _of_documents(sides: tuple[tuple[float, ...], ...]) -> Interval:
         ours = numpy.exp(sums[0] / sums[1])
         return ours if len(sums) == 2 else ours - numpy.exp(sums[2] / sums[3])
 
-    found = bootstrap(sides, difference, n_resamples=RESAMPLES, paired=True, vectorized=True, method="percentile",
-                      confidence_level=LEVEL, random_state=SEED).confidence_interval  # fmt: skip
+    found = bootstrap(
+        sides,
+        difference,
+        n_resamples=RESAMPLES,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        confidence_level=LEVEL,
+        random_state=SEED,
+    ).confidence_interval
     return float(found.low), float(found.high)

@@ -39,10 +39,14 @@ class Loads:
 def asked_for(load: LoadConfig) -> dict[str, Any]:
     """What a load test asks of a server."""
     return {
-        "batch": None, "repeats": load.repeats, **load_patterns.columns(load),
+        "batch": None,
+        "repeats": load.repeats,
+        **load_patterns.columns(load),
         "frontend": None if load.frontend == "python" else load.frontend,
-        "ttft_limit_ms": load.ttft_limit, "tpot_limit_ms": load.tpot_limit, "e2e_limit_ms": load.e2e_limit,
-    }  # fmt: skip
+        "ttft_limit_ms": load.ttft_limit,
+        "tpot_limit_ms": load.tpot_limit,
+        "e2e_limit_ms": load.e2e_limit,
+    }
 
 
 def limits(arm: dict[str, Any]) -> latency.Limits:

@@ -20,8 +20,20 @@ from selfspec_cli.record.latency import RequestTimes
 
 FORMAT = 1
 OK, FAILED = "ok", "failed"
-HEAD = ("format", "id", "key", "run_id", "number", "time", "status", "reason", "seconds", "start_seconds", "device",
-        "arm")  # fmt: skip
+HEAD = (
+    "format",
+    "id",
+    "key",
+    "run_id",
+    "number",
+    "time",
+    "status",
+    "reason",
+    "seconds",
+    "start_seconds",
+    "device",
+    "arm",
+)
 MICRO = 1_000_000
 
 

@@ -27,8 +27,19 @@ from selfspec_cli.whole import written
 FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
-NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats", *load_patterns.COLUMNS,
-            "ttft_limit_ms", "tpot_limit_ms", "e2e_limit_ms")  # fmt: skip
+NO_NAMES = (
+    "workload",
+    "batch",
+    "input_len",
+    "output_len",
+    "temperature",
+    "seed",
+    "repeats",
+    *load_patterns.COLUMNS,
+    "ttft_limit_ms",
+    "tpot_limit_ms",
+    "e2e_limit_ms",
+)
 """Columns of a row that say nothing of an arm."""
 
 

@@ -28,10 +28,16 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     """
     work = cfg.workload
     columns: dict[str, Any] = {
-        "arm": str(cfg.method), "model": cfg.model.name, "workload": work.name, "batch": work.batch,
-        "input_len": work.input_len, "output_len": work.output_len, "temperature": work.temperature,
-        "seed": cfg.seed, "repeats": cfg.repeats,
-    }  # fmt: skip
+        "arm": str(cfg.method),
+        "model": cfg.model.name,
+        "workload": work.name,
+        "batch": work.batch,
+        "input_len": work.input_len,
+        "output_len": work.output_len,
+        "temperature": work.temperature,
+        "seed": cfg.seed,
+        "repeats": cfg.repeats,
+    }
     if cfg.load.kind:
         columns |= load_columns.asked_for(cfg.load)
     if cfg.method in EARLY_EXIT or cfg.method == "draft_model":
@@ -110,8 +116,12 @@ def with_delta(record: Record) -> Record:
         return record
     if record.outputs and record.identical == record.outputs:
         return replace(record, delta_ppl=0.0)
-    return replace(record, delta_ppl=record.delta_ppl_of_greedy, delta_ppl_low=record.delta_ppl_of_greedy_low,
-                   delta_ppl_high=record.delta_ppl_of_greedy_high)  # fmt: skip
+    return replace(
+        record,
+        delta_ppl=record.delta_ppl_of_greedy,
+        delta_ppl_low=record.delta_ppl_of_greedy_low,
+        delta_ppl_high=record.delta_ppl_of_greedy_high,
+    )
 
 
 def accept_row(point: Point) -> AcceptRow | None:

@@ -88,9 +88,17 @@ class _Wandb(Tracker):
         """One W&B run, closed in the end."""
         settings = self._wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True)
         run = self._wandb.init(
-            project=self._cfg.tracker.project, entity=self._cfg.tracker.entity, id=name, name=title, job_type=kind,
-            group=self._run_id, mode=self._mode, config=config, settings=settings, reinit="finish_previous",
-        )  # fmt: skip
+            project=self._cfg.tracker.project,
+            entity=self._cfg.tracker.entity,
+            id=name,
+            name=title,
+            job_type=kind,
+            group=self._run_id,
+            mode=self._mode,
+            config=config,
+            settings=settings,
+            reinit="finish_previous",
+        )
         try:
             if self._mode != "disabled":
                 self.places.append(Path(run.dir).parent)
@@ -109,8 +117,13 @@ class _Wandb(Tracker):
             return
         log = root / UPLOAD_LOG
         with log.open("a", encoding="utf-8") as file:
-            subprocess.Popen([sys.executable, "-m", "wandb", "sync", *map(str, self.places)], stdout=file, stderr=file,
-                             stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+            subprocess.Popen(
+                [sys.executable, "-m", "wandb", "sync", *map(str, self.places)],
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self.messages.append(f"W&B: {len(self.places)} runs are being uploaded ({log}); to do it again: {command}")
 
 

@@ -147,8 +147,10 @@ def _sections(point: Point, place: str, pool: Pool, level: str) -> list[list[Any
     file = f"{'' if place == '.' else f'{place}/'}runs/{point.id}.json"
     digests = {f"digest of {name}": value for name, value in point.digests.items()}
     produced = revision | point.versions | (point.hardware or {}) | digests
-    settings = [(name, flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)])
-                for name, value in (point.config or {}).items()]  # fmt: skip
+    settings = [
+        (name, flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)])
+        for name, value in (point.config or {}).items()
+    ]
     made: list[list[Any]] = [
         ["Command", pool.add(" ".join(point.command or []) or "not kept")],
         ["Provenance", _pairs({"point": file, "time": point.time}), pool.add(_pairs({"run": point.run_id} | produced))],
@@ -168,8 +170,10 @@ def _sections(point: Point, place: str, pool: Pool, level: str) -> list[list[Any
 
 def _pairs(values: Mapping[str, Any]) -> list[list[str]]:
     """Names and texts."""
-    return [[name, "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)]
-            for name, value in values.items()]  # fmt: skip
+    return [
+        [name, "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)]
+        for name, value in values.items()
+    ]
 
 
 def _repeat(number: int, repeat: Repeat, level: str) -> Any:

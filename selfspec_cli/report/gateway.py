@@ -7,8 +7,23 @@ from typing import Any
 
 from selfspec_cli.record import gateway_log
 
-COLUMNS = ("model", "route", "way", "requests", "hits", "TTFT", "predicted", "TPOT", "predicted", "to the end",
-           "tokens", "money", "continued", "gain in time", "gain in money")  # fmt: skip
+COLUMNS = (
+    "model",
+    "route",
+    "way",
+    "requests",
+    "hits",
+    "TTFT",
+    "predicted",
+    "TPOT",
+    "predicted",
+    "to the end",
+    "tokens",
+    "money",
+    "continued",
+    "gain in time",
+    "gain in money",
+)
 
 
 def section(root: Path) -> dict[str, Any] | None:
@@ -21,11 +36,25 @@ def section(root: Path) -> dict[str, Any] | None:
     for row in rows:
         ledger.add(row)
     gains = {(one.model, one.route, one.of): _gain(one) for one in ledger.gains()}
-    lines = [[one.model, one.route, "plain" if one.plain else "routed", f"{one.requests:,}", f"{one.hits:,}",
-              _ms(one.ttft_ms), _ms(one.expected_ttft_ms), _ms(one.tpot_ms), _ms(one.expected_tpot_ms), _ms(one.e2e_ms),
-              f"{one.tokens:,}", "" if one.cost is None else f"{one.cost:.3g}", f"{one.survived:,}",
-              *("" if one.plain else gains.get((one.model, one.route, of), "") for of in ("seconds", "money"))]
-             for one in found]  # fmt: skip
+    lines = [
+        [
+            one.model,
+            one.route,
+            "plain" if one.plain else "routed",
+            f"{one.requests:,}",
+            f"{one.hits:,}",
+            _ms(one.ttft_ms),
+            _ms(one.expected_ttft_ms),
+            _ms(one.tpot_ms),
+            _ms(one.expected_tpot_ms),
+            _ms(one.e2e_ms),
+            f"{one.tokens:,}",
+            "" if one.cost is None else f"{one.cost:.3g}",
+            f"{one.survived:,}",
+            *("" if one.plain else gains.get((one.model, one.route, of), "") for of in ("seconds", "money")),
+        ]
+        for one in found
+    ]
     return {"columns": COLUMNS, "rows": lines, "requests": f"{len(rows):,}"}
 
 

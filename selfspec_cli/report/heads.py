@@ -21,11 +21,16 @@ def table(rows: list[HeadRow], most: int = 20) -> Table:
         if row.measured_low is not None and row.measured_high is not None:
             measured += f" ({row.measured_low:.2f}–{row.measured_high:.2f})"
         made.add_row(
-            row.label, _share(row.agreement), _share(row.agreement_generated), str(row.best_k or ""),
-            "" if row.best_k is None else f"{row.tokens[row.best_k]:.2f}", f"{(row.bytes_per_step or 0) / 1024:,.0f}",
+            row.label,
+            _share(row.agreement),
+            _share(row.agreement_generated),
+            str(row.best_k or ""),
+            "" if row.best_k is None else f"{row.tokens[row.best_k]:.2f}",
+            f"{(row.bytes_per_step or 0) / 1024:,.0f}",
             "" if row.head_us is None else f"{row.head_us:,.0f}",
-            "" if row.predicted_speedup is None else f"{row.predicted_speedup:.2f}x", measured,
-        )  # fmt: skip
+            "" if row.predicted_speedup is None else f"{row.predicted_speedup:.2f}x",
+            measured,
+        )
     return made
 
 

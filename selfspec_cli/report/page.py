@@ -167,12 +167,21 @@ def checks(found: Sources) -> list[dict[str, str]]:
     shown = []
     for line in found.checks[: -MOST_CHECKS - 1 : -1]:
         deciding = [one for one in line["results"] if one["outcome"] == line["outcome"] != "green"]
-        words = [f"{one['case']}: {one['asked']}" + (f", {one['value']:.3g}" if one["value"] is not None else "")
-                 for one in deciding]  # fmt: skip
+        words = [
+            f"{one['case']}: {one['asked']}" + (f", {one['value']:.3g}" if one["value"] is not None else "")
+            for one in deciding
+        ]
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        shown.append({"time": line["time"], "check": line["check"], "outcome": line["outcome"],
-                     "because": "; ".join(words[:3]) + more, "code": line["place"]["code"],
-                     "device": line["place"]["device"]})  # fmt: skip
+        shown.append(
+            {
+                "time": line["time"],
+                "check": line["check"],
+                "outcome": line["outcome"],
+                "because": "; ".join(words[:3]) + more,
+                "code": line["place"]["code"],
+                "device": line["place"]["device"],
+            }
+        )
     return shown
 
 

@@ -137,8 +137,17 @@ def groups(rows: Iterable[Record]) -> list[Group]:
 
 
 def _alike(row: Record) -> tuple[object, ...]:
-    return (row.model_fingerprint or row.model, row.model, row.workload, row.batch, row.input_len, row.output_len,
-            row.temperature, row.device, *load_patterns.comparable(row))  # fmt: skip
+    return (
+        row.model_fingerprint or row.model,
+        row.model,
+        row.workload,
+        row.batch,
+        row.input_len,
+        row.output_len,
+        row.temperature,
+        row.device,
+        *load_patterns.comparable(row),
+    )
 
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:
@@ -207,8 +216,10 @@ def _of_the_host(rows: Iterable[Record]) -> list[str]:
     busy = next((row.sm_util for row in rows if row.arm == "baseline" and row.sm_util is not None), None)
     if busy is None or busy >= LITTLE_BUSY:
         return []
-    return [f"While plain decoding was timed the GPU's multiprocessors were busy {busy:.0%} of the time, so the "
-            "speedup says as much of the host as of the GPU."]  # fmt: skip
+    return [
+        f"While plain decoding was timed the GPU's multiprocessors were busy {busy:.0%} of the time, so the "
+        "speedup says as much of the host as of the GPU."
+    ]
 
 
 OTHERS, TAKEN = 0.1, 0.75
@@ -228,8 +239,10 @@ def _of_others(rows: Sequence[Record]) -> list[str]:
     if not busy:
         return []
     most = max(row.cpu_others or 0 for row in busy)
-    return [f"Do not trust these figures: other programs had up to {most:.0%} of the processor while {len(busy)} of "
-            f"{len(measured)} arms were timed. Measure again when nothing else runs here."]  # fmt: skip
+    return [
+        f"Do not trust these figures: other programs had up to {most:.0%} of the processor while {len(busy)} of "
+        f"{len(measured)} arms were timed. Measure again when nothing else runs here."
+    ]
 
 
 def _fastest_in_words(candidates: Sequence[Record], known: bool) -> str:
@@ -267,8 +280,10 @@ def overview(found: list[Group]) -> str:
     surely = [row for row, known in ranked if known and (row.speedup_low or 0) > 1]
     parts = [f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared."]
     if len(surely) + unsure < len(ranked) or surely:
-        parts.append(f"In {len(surely)} of {len(ranked) - unsure} whose repeats were kept, an arm is faster than plain "
-                     "decoding beyond the noise of its repeats.")  # fmt: skip
+        parts.append(
+            f"In {len(surely)} of {len(ranked) - unsure} whose repeats were kept, an arm is faster than plain "
+            "decoding beyond the noise of its repeats."
+        )
     if unsure:
         parts.append(f"{unsure} kept no repeats, so nothing says how sure their speedups are.")
     return " ".join(parts)

@@ -111,8 +111,10 @@ def _no_points(root: Path) -> str:
     groups = Counter(f"{above}/" if (above := name.rpartition("/")[0]) else name for name in held)
     words = [name if count == 1 else f"{name} ({count} files)" for name, count in groups.most_common()]
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
-    return (f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
-            f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'")  # fmt: skip
+    return (
+        f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
+        f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'"
+    )
 
 
 def _beside(made: Sources, root: Path) -> None:

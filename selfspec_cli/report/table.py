@@ -147,8 +147,10 @@ def columns(targets: Sequence[Target] = ()) -> list[Column]:
     """The columns of a table; that of targets only where an experiment stated some."""
     if not targets:
         return COLUMNS
-    return [*COLUMNS, ("target", "what the experiment that measured the arm was to reach",
-                       partial(_target, targets=targets))]  # fmt: skip
+    return [
+        *COLUMNS,
+        ("target", "what the experiment that measured the arm was to reach", partial(_target, targets=targets)),
+    ]
 
 
 def cells(row: Record, shown: Sequence[Column] = COLUMNS) -> list[str]:

@@ -181,12 +181,14 @@ def breakdown(
         timeline = _filled(busy, waiting)
     else:
         pieces, timeline = _operator_pieces(engine, host), host
-    in_front = [one for one in _exclusive([(b, e, PART_OF.get(n, OTHER)) for b, e, n in _ranges(frontend)])
-                if one[2] == "detokenise"]  # fmt: skip
+    in_front = [
+        one
+        for one in _exclusive([(b, e, PART_OF.get(n, OTHER)) for b, e, n in _ranges(frontend)])
+        if one[2] == "detokenise"
+    ]
     timeline = _filled(timeline, in_front)
     outside = sum(until - at for at, until, _ in timeline)
-    timeline = [(max(at, begin), min(until, end), part) for at, until, part in timeline
-                if until > begin and at < end]  # fmt: skip
+    timeline = [(max(at, begin), min(until, end), part) for at, until, part in timeline if until > begin and at < end]
     outside = (outside - sum(until - at for at, until, _ in timeline)) / 1e6
     if outside > ROUNDS_AHEAD * wall / rounds + 0.05 * wall:
         doubts.append(f"{outside:.3g} s of work lie outside the run: the clocks of the processes disagree")
@@ -211,8 +213,10 @@ def _unseen_steps(
     drafted = [piece for piece in pieces if (piece.name, piece.part) in step]
     seen = _seen(pieces, step)
     if steps and not seen:
-        return [], [f"which kernels a draft step has is not known: {steps} draft steps inside CUDA graphs may count as "
-                    "the host's"]  # fmt: skip
+        return [], [
+            f"which kernels a draft step has is not known: {steps} draft steps inside CUDA graphs may count as "
+            "the host's"
+        ]
     if steps is None or steps <= seen:
         return [], []
     spent: dict[str, float] = {}
@@ -230,8 +234,10 @@ def _unseen_steps(
             for part, time in spent.items():
                 found.append((at, at + whole * time / total, part))
                 at = found[-1][1]
-    doubt = (f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes of a "
-            "loop inside a CUDA graph. They are counted as the time of those that it saw")  # fmt: skip
+    doubt = (
+        f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes of a "
+        "loop inside a CUDA graph. They are counted as the time of those that it saw"
+    )
     if left > 0.05 * needed:
         doubt += f", as far as the GPU seems idle beside them, which is {1 - left / needed:.0%} of it"
     return sorted(found), [doubt]
@@ -274,8 +280,7 @@ def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     A step ends with its gate. The steps that are most often alike are taken; none where nothing was drafted.
     """
     device = [event for event in engine if event.get("cat") in GPU_WORK]
-    pieces = [piece for piece in _device_pieces(engine, device, _ranges(engine), ())
-              if piece.part in DRAFTING]  # fmt: skip
+    pieces = [piece for piece in _device_pieces(engine, device, _ranges(engine), ()) if piece.part in DRAFTING]
     steps: Counter[tuple[tuple[str, str], ...]] = Counter()
     step: list[tuple[str, str]] = []
     for piece in pieces:
@@ -403,8 +408,11 @@ def _operator_pieces(events: Sequence[Mapping[str, Any]], host: Sequence[Interva
     if not threads:
         return []
     main = threads.most_common(1)[0][0]
-    operators = [event for event in events if event.get("tid") == main and event.get("cat") == "cpu_op"
-                 and not event["name"].startswith(PREFIX)]  # fmt: skip
+    operators = [
+        event
+        for event in events
+        if event.get("tid") == main and event.get("cat") == "cpu_op" and not event["name"].startswith(PREFIX)
+    ]
     begins = [begin for begin, _, _ in host]
     inside = [0.0] * len(operators)
     order = sorted(range(len(operators)), key=lambda i: (operators[i]["ts"], -operators[i]["dur"]))
@@ -417,10 +425,14 @@ def _operator_pieces(events: Sequence[Mapping[str, Any]], host: Sequence[Interva
             inside[stack[-1]] += operators[i]["dur"]
         stack.append(i)
     return [
-        Piece(operators[i]["ts"], max(0.0, operators[i]["dur"] - inside[i]) / 1e6, operators[i]["name"],
-              _part_at(operators[i]["ts"], host, begins))
+        Piece(
+            operators[i]["ts"],
+            max(0.0, operators[i]["dur"] - inside[i]) / 1e6,
+            operators[i]["name"],
+            _part_at(operators[i]["ts"], host, begins),
+        )
         for i in order
-    ]  # fmt: skip
+    ]
 
 
 def _part_at(ts: float, host: Sequence[Interval], begins: Sequence[float]) -> str:
@@ -443,8 +455,10 @@ def _kernels(
         order = weights.get(which) or []
         places = [place for place, piece in enumerate(pieces) if piece.part in parts and is_product(piece.name)]
         if order and len(places) % len(order):
-            doubts.append(f"{what}: {len(places)} products are no whole number of passes over {len(order)} weights, so "
-                          "which reads which is not known")  # fmt: skip
+            doubts.append(
+                f"{what}: {len(places)} products are no whole number of passes over {len(order)} weights, so "
+                "which reads which is not known"
+            )
         elif order:
             sizes |= {place: order[number % len(order)] for number, place in enumerate(places)}
     together: dict[tuple[str, str], list[int]] = {}

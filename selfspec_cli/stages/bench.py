@@ -41,8 +41,13 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
         progress=progress,
     )
     used = cores.shares(start[0], cores.now())
-    facts: dict[str, Any] = {"layer": engine.layer, "weights_mib": engine.weights_mib, "draft_mib": engine.draft_mib,
-             "kv_blocks": engine.kv_blocks, "max_model_len": engine.max_model_len}  # fmt: skip
+    facts: dict[str, Any] = {
+        "layer": engine.layer,
+        "weights_mib": engine.weights_mib,
+        "draft_mib": engine.draft_mib,
+        "kv_blocks": engine.kv_blocks,
+        "max_model_len": engine.max_model_len,
+    }
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     interrupts.check()

@@ -137,10 +137,12 @@ def _preloaded() -> Check:
     """vLLM's log warns of libraries that are not preloaded: what a server will have, and what is missing."""
     found = [file.name for file in deployment.preloaded()]
     detail = f"selfspec serve preloads {' and '.join(found)}" if found else "nothing to preload"
-    missing = "" if any("tcmalloc" in name for name in found) else (
-        "; libtcmalloc, an allocator that may be faster, is not installed (Debian, Ubuntu: libtcmalloc-minimal4), and "
-        "vLLM's log says so")  # fmt: skip
-    return Check("preloaded", None, detail + missing)
+    if not any("tcmalloc" in name for name in found):
+        detail += (
+            "; libtcmalloc, an allocator that may be faster, is not installed (Debian, Ubuntu: libtcmalloc-minimal4), "
+            "and vLLM's log says so"
+        )
+    return Check("preloaded", None, detail)
 
 
 def _settings(cfg: RunConfig) -> Check:
@@ -206,6 +208,12 @@ def _min_p(cfg: RunConfig) -> list[Check]:
         return []
     if not own:
         return []
-    return [Check("generation_config", None, f"{file} has min_p = {own}, which vLLM refuses under its own speculative "
-                  "decoding: `selfspec serve` wants -- --override-generation-config '{\"min_p\": 0}', or min_p = 0 in "
-                  "each request")]  # fmt: skip
+    return [
+        Check(
+            "generation_config",
+            None,
+            f"{file} has min_p = {own}, which vLLM refuses under its own speculative "
+            "decoding: `selfspec serve` wants -- --override-generation-config '{\"min_p\": 0}', or min_p = 0 in "
+            "each request",
+        )
+    ]

@@ -58,8 +58,9 @@ def check(names: Sequence[str]) -> TaskManager:
         if name not in questions.TASKS and name not in known.all_tasks:
             meant = nearest(name, [*known.all_tasks, *questions.TASKS])
             hint = f"; did you mean {meant!r}?" if meant else ""
-            raise ConfigError(f"--tasks {name}: there is no such task{hint}; offline there are "
-                              f"{', '.join(questions.TASKS)}")  # fmt: skip
+            raise ConfigError(
+                f"--tasks {name}: there is no such task{hint}; offline there are {', '.join(questions.TASKS)}"
+            )
     return known
 
 
@@ -98,8 +99,14 @@ def _own(name: str, seed: int) -> dict[str, Any]:
 
         return {"test": Dataset.from_list(questions.TASKS[name](seed))}
 
-    common = {"task": name, "custom_dataset": data_set, "test_split": "test", "doc_to_text": "{{context}}",
-              "target_delimiter": "", "metadata": {"version": 1.0}}  # fmt: skip
+    common = {
+        "task": name,
+        "custom_dataset": data_set,
+        "test_split": "test",
+        "doc_to_text": "{{context}}",
+        "target_delimiter": "",
+        "metadata": {"version": 1.0},
+    }
     if name == "stdlib_choice":
         return common | {
             "output_type": "multiple_choice",
@@ -168,8 +175,10 @@ class _Job:
             for score in scores:
                 score["same"] = _same(answers, self.known, (score["task"], score["metric"]))
         if accepted == 0 and any(score["drafted"] for score in scores):
-            self.found.warnings.append(f"{arms.label(planned)}: no draft was accepted while answers were generated; "
-                                       "that they are the baseline's says nothing about drafting")  # fmt: skip
+            self.found.warnings.append(
+                f"{arms.label(planned)}: no draft was accepted while answers were generated; "
+                "that they are the baseline's says nothing about drafting"
+            )
         protocol = {"lm_eval": version("lm_eval"), "limit": self.limit, "num_fewshot": self.fewshot}
         values = {"scores": scores, "accepted": accepted}
         finding = arms.finding(planned, self.base, quality.EVAL, self.run_id, protocol, values)
@@ -196,11 +205,18 @@ def _evaluate(
         name, kind = task.config.task, task.OUTPUT_TYPE
         samples = found["samples"][name]
         for metric, value in _metrics(found["results"][name]):
-            scores.append({
-                "task": name, "metric": metric, "value": value, "stderr": _stderr(found["results"][name], metric),
-                "samples": len(samples), "same": None, "drafted": kind == GENERATES and cfg.method is Method.layer_skip,
-                "output_type": kind,
-            })  # fmt: skip
+            scores.append(
+                {
+                    "task": name,
+                    "metric": metric,
+                    "value": value,
+                    "stderr": _stderr(found["results"][name], metric),
+                    "samples": len(samples),
+                    "same": None,
+                    "drafted": kind == GENERATES and cfg.method is Method.layer_skip,
+                    "output_type": kind,
+                }
+            )
             plain = metric.partition(",")[0]
             answers[name, metric] = [_answer(sample, plain, kind) for sample in samples]
     for score in scores:
@@ -210,8 +226,11 @@ def _evaluate(
 
 def _metrics(results: Mapping[str, Any]) -> list[tuple[str, float]]:
     """The numbers among a task's results that are scores, by the harness's names (`metric,filter`)."""
-    return [(name, float(value)) for name, value in results.items()
-            if "," in name and "_stderr," not in name and isinstance(value, (int, float))]  # fmt: skip
+    return [
+        (name, float(value))
+        for name, value in results.items()
+        if "," in name and "_stderr," not in name and isinstance(value, (int, float))
+    ]
 
 
 def _stderr(results: Mapping[str, Any], metric: str) -> float | None:

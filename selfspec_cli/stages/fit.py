@@ -110,9 +110,11 @@ def _doubts(engine: Engine, request: Request) -> list[str]:
     fits = any(HeadSpec.from_name(name).target is not None for name in request.heads)
     if request.corpus != "stdlib" or not fits or not engine.has_template:
         return []
-    return ["this is a chat model (its tokenizer has a chat template), and its heads are fitted on Python's standard "
-            "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them, or "
-            "hf:NAME"]  # fmt: skip
+    return [
+        "this is a chat model (its tokenizer has a chat template), and its heads are fitted on Python's standard "
+        "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them, or "
+        "hf:NAME"
+    ]
 
 
 def check(cfg: RunConfig, request: Request) -> None:
@@ -126,8 +128,10 @@ def check(cfg: RunConfig, request: Request) -> None:
     if request.ridge is not None and not 0 <= request.ridge < float("inf"):
         raise ConfigError(f"ridge={request.ridge}: must be at least 0, and finite")
     if cfg.model.load_format == "dummy" and cfg.model.tokenizer is None and request.corpus != "random":
-        raise ConfigError(f"corpus={request.corpus}: dummy weights come without a tokenizer; use --corpus random "
-                          "(it times a fit and says nothing about its head)")  # fmt: skip
+        raise ConfigError(
+            f"corpus={request.corpus}: dummy weights come without a tokenizer; use --corpus random "
+            "(it times a fit and says nothing about its head)"
+        )
     for name in request.heads:
         HeadSpec.from_name(name)
 

@@ -81,9 +81,13 @@ def run(
     cfg, start = cfgs[0], time.perf_counter()
     work = cfg.workload
     plain = replace(
-        cfg, method=Method.baseline, draft_weights="shared", seed=cfg.seed + 1,
-        engine=replace(cfg.engine, enforce_eager=True), workload=replace(work, num_prompts=prompts),
-    )  # fmt: skip
+        cfg,
+        method=Method.baseline,
+        draft_weights="shared",
+        seed=cfg.seed + 1,
+        engine=replace(cfg.engine, enforce_eager=True),
+        workload=replace(work, num_prompts=prompts),
+    )
     about = {"prompts": work.prompts, "temperature": work.temperature, "versions": machine.versions()}
     made: list[Fitted] = []
     with open_engine(plain) as engine:

@@ -120,8 +120,15 @@ class Loader:
         asked = load.pattern.schedule(load, 1000 * cfg.seed + number, load.requests, seconds)
         if asked.arrivals is not None:
             return replace(base, arrivals=asked.arrivals, processes=processes_for(cfg.engine.max_num_seqs))
-        return replace(base, clients=asked.clients, levels=asked.levels, period=asked.period, requests=load.requests,
-                       seconds=seconds, processes=processes_for(asked.clients or 1))  # fmt: skip
+        return replace(
+            base,
+            clients=asked.clients,
+            levels=asked.levels,
+            period=asked.period,
+            requests=load.requests,
+            seconds=seconds,
+            processes=processes_for(asked.clients or 1),
+        )
 
     def _job(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
         body: dict[str, Any] = {

@@ -48,8 +48,10 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
     """
     work = cfg.workload
     if work.prompts == "random":
-        raise ConfigError("workload.prompts=random with --url: token ids need the model; name it with model=..., or "
-                          "use heldout, chat, coding, edits, files or a file")  # fmt: skip
+        raise ConfigError(
+            "workload.prompts=random with --url: token ids need the model; name it with model=..., or "
+            "use heldout, chat, coding, edits, files or a file"
+        )
     if work.prompts in chat.KINDS:
         most = CHARACTERS * work.input_len
         asked = chat.asked(work.prompts, work.num_prompts, cfg.seed, lambda text: [*map(ord, text)], most)
@@ -68,8 +70,9 @@ def _windows(cfg: RunConfig) -> list[str]:
     work = cfg.workload
     named, length = named_texts(work.prompts), CHARACTERS * work.input_len
     try:
-        windows = library.token_windows(lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed,
-                                        "characters")  # fmt: skip
+        windows = library.token_windows(
+            lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed, "characters"
+        )
     except ValueError as error:
         raise ConfigError(
             f"workload.prompts={work.prompts}: {error} (num_prompts={work.num_prompts}; {CHARACTERS} for each token of "

@@ -28,9 +28,11 @@ def check(cfgs: Sequence[RunConfig], urls: Sequence[str]) -> None:
     """Refuse, before anything is asked, what a server that runs already cannot be asked; raises ConfigError."""
     for cfg in cfgs:
         if cfg.load.share is not None and cfg.load.clients is None:
-            raise ConfigError(f"load.share={cfg.load.share:g} with --url {urls[-1]}: nobody here knows how many "
-                              "requests it runs at once; say with how many clients it is saturated, such as "
-                              "load.clients=64")  # fmt: skip
+            raise ConfigError(
+                f"load.share={cfg.load.share:g} with --url {urls[-1]}: nobody here knows how many "
+                "requests it runs at once; say with how many clients it is saturated, such as "
+                "load.clients=64"
+            )
 
 
 def run(

@@ -70,13 +70,24 @@ class Request:
 
     def of_text(self, documents: int) -> dict[str, Any]:
         """The protocol of the text's perplexity."""
-        return {"corpus": self.corpus, "part": "held-out" if self.held_out else None, "documents": documents,
-                "document_tokens": self.document_tokens, "window": self.window, "stride": self.stride}  # fmt: skip
+        return {
+            "corpus": self.corpus,
+            "part": "held-out" if self.held_out else None,
+            "documents": documents,
+            "document_tokens": self.document_tokens,
+            "window": self.window,
+            "stride": self.stride,
+        }
 
     def of_generated(self) -> dict[str, Any]:
         """The protocol of the generated continuations."""
-        return {"corpus": self.corpus, "prompts": self.prompts, "prompt_tokens": self.prompt_tokens,
-                "length": self.length, "temperature": self.temperature}  # fmt: skip
+        return {
+            "corpus": self.corpus,
+            "prompts": self.prompts,
+            "prompt_tokens": self.prompt_tokens,
+            "length": self.length,
+            "temperature": self.temperature,
+        }
 
 
 @dataclass(frozen=True)
@@ -199,28 +210,37 @@ class _Job:
     def _read(self, engine: Engine) -> _Text:
         request = self.request
         if request.window >= engine.max_model_len:
-            raise ConfigError(f"--window {request.window}: it must be less than the model's {engine.max_model_len} "
-                              "tokens")  # fmt: skip
-        pairs = [(name, library.leading_tokens(engine.encode, body, request.document_tokens))
-                 for name, body in self.documents]  # fmt: skip
+            raise ConfigError(
+                f"--window {request.window}: it must be less than the model's {engine.max_model_len} tokens"
+            )
+        pairs = [
+            (name, library.leading_tokens(engine.encode, body, request.document_tokens))
+            for name, body in self.documents
+        ]
         pairs = [(name, ids) for name, ids in pairs if len(ids) > 1]
         if not pairs:
             raise ConfigError(f"corpus={request.corpus}: no document has two tokens")
         if request.prompts and request.prompt_tokens + request.length >= engine.max_model_len:
-            raise ConfigError(f"--prompt-tokens {request.prompt_tokens} and --length {request.length}: together they "
-                              f"must be fewer than the model's {engine.max_model_len} tokens")  # fmt: skip
+            raise ConfigError(
+                f"--prompt-tokens {request.prompt_tokens} and --length {request.length}: together they "
+                f"must be fewer than the model's {engine.max_model_len} tokens"
+            )
         prompts = []
         if request.prompts:
             try:
-                prompts = library.token_windows(engine.encode, self.documents, request.prompt_tokens, request.prompts,
-                                                engine.cfg.seed)  # fmt: skip
+                prompts = library.token_windows(
+                    engine.encode, self.documents, request.prompt_tokens, request.prompts, engine.cfg.seed
+                )
             except ValueError as error:
                 raise ConfigError(f"corpus={request.corpus}: {error}; ask for fewer or shorter --prompts") from error
         return _Text([name for name, _ in pairs], [ids for _, ids in pairs], prompts)
 
     def _score_text(self, engine: Engine, text: _Text) -> Scores:
-        places = [(number, *place) for number, ids in enumerate(text.ids)
-                  for place in windows.rolling(len(ids), self.request.window, self.request.stride)]  # fmt: skip
+        places = [
+            (number, *place)
+            for number, ids in enumerate(text.ids)
+            for place in windows.rolling(len(ids), self.request.window, self.request.stride)
+        ]
         passages = [Passage(text.ids[number][start:end], scored - start) for number, start, scored, end in places]
         found = Scores([0.0] * len(text.ids), [0] * len(text.ids))
         for (number, *_), one in zip(places, scoring.score(engine, passages, self.progress), strict=True):
@@ -249,11 +269,14 @@ class _Job:
         fresh = iter(
             scoring.score(
                 engine,
-                [Passage([*prompt, *output], len(prompt))
-                 for prompt, output, equal in zip(text.prompts, outputs, same, strict=True) if not equal],
+                [
+                    Passage([*prompt, *output], len(prompt))
+                    for prompt, output, equal in zip(text.prompts, outputs, same, strict=True)
+                    if not equal
+                ],
                 self.progress,
             )
-        )  # fmt: skip
+        )
         nats = [known[1].nats[at] if equal and known else -next(fresh).log_likelihood for at, equal in enumerate(same)]
         return Scores(nats, [len(output) for output in outputs])
 
@@ -284,8 +307,10 @@ class _Job:
             accepted = part.verified.accepted if part.verified is not None else None
             drafts = {"drafted": part.drafted, "accepted": accepted} if planned.cfg.method == "layer_skip" else {}
             if drafts and not accepted:
-                self.found.warnings.append(f"{arms.label(planned)}: no draft was accepted in the {name} continuations; "
-                                           "that they are the baseline's says nothing about drafting")  # fmt: skip
+                self.found.warnings.append(
+                    f"{arms.label(planned)}: no draft was accepted in the {name} continuations; "
+                    "that they are the baseline's says nothing about drafting"
+                )
             found[name] = {"scores": vars(scores[name]), "outputs": len(part.outputs)} | (against or {}) | drafts
         self._save(planned, base, quality.GENERATED, self.request.of_generated(), found)
 

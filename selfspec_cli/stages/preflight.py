@@ -98,8 +98,10 @@ def check_model(cfg: RunConfig) -> None:
     if cfg.vocab.isdigit() and facts.vocab_size is not None and int(cfg.vocab) > facts.vocab_size:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{facts.vocab_size}, or full")
     if cfg.method is Method.layer_skip and facts.hybrid:
-        raise ConfigError(f"model={name}: it has layers with a recurrent state, in which rejected drafts would stay; "
-                          "method=layer_skip takes models of attention layers only")  # fmt: skip
+        raise ConfigError(
+            f"model={name}: it has layers with a recurrent state, in which rejected drafts would stay; "
+            "method=layer_skip takes models of attention layers only"
+        )
     check_weights(cfg, WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe))
 
 
@@ -108,12 +110,16 @@ def check_files(cfg: RunConfig) -> None:
     model = cfg.model
     weights = Path(model_path(model)).expanduser()
     if model.load_format == "auto" and weights.is_dir() and not _has(weights, WEIGHTS):
-        raise ConfigError(f"model={model.name}: {weights} holds no weights ({', '.join(WEIGHTS)}); copy them there, or "
-                          "measure speed alone with model.load_format=dummy")  # fmt: skip
+        raise ConfigError(
+            f"model={model.name}: {weights} holds no weights ({', '.join(WEIGHTS)}); copy them there, or "
+            "measure speed alone with model.load_format=dummy"
+        )
     folder = _tokenizer_folder(cfg)
     if folder is not None and not _has(folder, TOKENIZERS):
-        raise ConfigError(f"model={model.name}: {folder} holds no tokenizer (such as tokenizer.json); name another "
-                          "folder or a Hugging Face id: model.tokenizer=NAME")  # fmt: skip
+        raise ConfigError(
+            f"model={model.name}: {folder} holds no tokenizer (such as tokenizer.json); name another "
+            "folder or a Hugging Face id: model.tokenizer=NAME"
+        )
 
 
 def _tokenizer_folder(cfg: RunConfig) -> Path | None:
@@ -163,8 +169,10 @@ def check_context(cfg: RunConfig) -> None:
     asked = cfg.model.max_model_len or cfg.engine.extra.get("max_model_len")
     # vLLM's own way to allow it.
     if asked and positions and asked > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
-        raise ConfigError(f"model.max_model_len={asked}: {cfg.model.name} has {positions} positions; must be in "
-                          f"1..{positions}, or scale them by model.hf_overrides.rope_parameters")  # fmt: skip
+        raise ConfigError(
+            f"model.max_model_len={asked}: {cfg.model.name} has {positions} positions; must be in "
+            f"1..{positions}, or scale them by model.hf_overrides.rope_parameters"
+        )
     if cfg.method in SPECULATIVE and cfg.k is not None and cfg.k >= limit:
         raise ConfigError(f"k={cfg.k}: a draft must fit the {limit} tokens of {cfg.model.name}; choose a smaller k")
 
@@ -176,8 +184,10 @@ def check_folder(name: str, setting: str = "results_dir") -> None:
     if not there.is_dir():
         raise ConfigError(f"{setting}={name}: {there} is a file and not a folder; choose another {setting}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}={name}: {there} cannot be written; choose another {setting}, or make it writable "
-                          f"(chmod u+w {there})")  # fmt: skip
+        raise ConfigError(
+            f"{setting}={name}: {there} cannot be written; choose another {setting}, or make it writable "
+            f"(chmod u+w {there})"
+        )
 
 
 def check_device(cfg: RunConfig) -> None:
@@ -185,8 +195,10 @@ def check_device(cfg: RunConfig) -> None:
     installed, wanted = installed_device(), device_of(cfg)
     if installed is not None and installed != wanted:
         remedy = install("cuda") if wanted == "cuda" else "choose engine=gpu, or engine.device=cuda"
-        raise ConfigError(f"engine={cfg.engine.name}: it runs on {wanted}, and the vLLM that is installed here is "
-                          f"built for {installed}; {remedy}")  # fmt: skip
+        raise ConfigError(
+            f"engine={cfg.engine.name}: it runs on {wanted}, and the vLLM that is installed here is "
+            f"built for {installed}; {remedy}"
+        )
 
 
 def with_calibration(cfg: RunConfig) -> RunConfig:
@@ -227,9 +239,11 @@ def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
     layer, view = exit_layer(cfg), DraftView.of(cfg)
     if cfg.method is not Method.layer_skip or cfg.layer or cfg.model.exit_layer or view.options() or layer is None:
         return None
-    return (f"model={cfg.model.name}: its first {layer} layers draft, from which only models that were trained for "
-            "early exit gain; others draft with copies of all layers on a GPU, such as draft_weights=int4, which "
-            "selfspec tune tries there")  # fmt: skip
+    return (
+        f"model={cfg.model.name}: its first {layer} layers draft, from which only models that were trained for "
+        "early exit gain; others draft with copies of all layers on a GPU, such as draft_weights=int4, which "
+        "selfspec tune tries there"
+    )
 
 
 def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
@@ -250,8 +264,10 @@ def nothing_drawn(cfgs: Iterable[RunConfig]) -> list[str]:
     for cfg in cfgs:
         drawn = cfg.method is not Method.baseline and cfg.draft_sample_method != RunConfig.draft_sample_method
         if drawn and cfg.workload.temperature == 0:
-            return [f"draft_sample_method={cfg.draft_sample_method} with workload.temperature=0: greedy requests draft "
-                    "the likeliest tokens either way; sampled ones: workload.temperature=0.8"]  # fmt: skip
+            return [
+                f"draft_sample_method={cfg.draft_sample_method} with workload.temperature=0: greedy requests draft "
+                "the likeliest tokens either way; sampled ones: workload.temperature=0.8"
+            ]
     return []
 
 

@@ -109,8 +109,14 @@ def _observe(cfg: RunConfig, engine: Engine, tokens: int, scratch: Path, progres
     prompts, length = _work(cfg, engine, tokens)
     about, text = engine.call("early_exit_about"), profiling.can_detokenize(engine)
     for done in range(2):  # the first warms up
-        plain = engine.generate(prompts, length, batch=cfg.workload.batch, temperature=cfg.workload.temperature,
-                                seed=cfg.seed, detokenize=text)  # fmt: skip
+        plain = engine.generate(
+            prompts,
+            length,
+            batch=cfg.workload.batch,
+            temperature=cfg.workload.temperature,
+            seed=cfg.seed,
+            detokenize=text,
+        )
         progress("profile", done + 1, STEPS)
         interrupts.check()
     profiling.annotate(engine)
@@ -145,9 +151,19 @@ def under_nsight(cfg: RunConfig, *, open_engine: OpenEngine, tokens: int = TOKEN
 
 def nsight_command(own: Sequence[str], out: Path) -> list[str]:
     """`own`, a command that calls `under_nsight`, under Nsight Systems; the recording goes to `out`.nsys-rep."""
-    return ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--cuda-graph-trace=node", "--sample=none",
-            "--trace-fork-before-exec=true", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
-            "--force-overwrite=true", f"--output={out}", *own]  # fmt: skip
+    return [
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx,osrt",
+        "--cuda-graph-trace=node",
+        "--sample=none",
+        "--trace-fork-before-exec=true",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--force-overwrite=true",
+        f"--output={out}",
+        *own,
+    ]
 
 
 def _draft_step(engine: Engine, prompts: Sequence[list[int]], scratch: Path) -> list[tuple[str, str]]:
@@ -166,8 +182,14 @@ def _draft_steps(engine: Engine) -> int | None:
 
 def _kernel(one: trace.Kernel, rate: float | None) -> dict[str, Any]:
     share = None if one.bytes is None or not rate or not one.seconds else one.bytes / one.seconds / rate
-    return {"name": one.name[:200], "part": one.part, "seconds": one.seconds, "calls": one.calls, "bytes": one.bytes,
-            "rate": share}  # fmt: skip
+    return {
+        "name": one.name[:200],
+        "part": one.part,
+        "seconds": one.seconds,
+        "calls": one.calls,
+        "bytes": one.bytes,
+        "rate": share,
+    }
 
 
 def _unknown(cfg: RunConfig, seen: _Observed) -> list[str]:
@@ -183,7 +205,9 @@ def _unknown(cfg: RunConfig, seen: _Observed) -> list[str]:
 
 def _perfetto(events: Sequence[dict[str, Any]], parts: trace.Breakdown) -> bytes:
     """A packed trace in Chrome's format, with a track of its own that says which part each moment was counted as."""
-    track = [{"ph": "X", "cat": "part", "name": part, "pid": "selfspec: parts", "tid": 0, "ts": begin,
-              "dur": end - begin} for begin, end, part in parts.timeline]  # fmt: skip
+    track = [
+        {"ph": "X", "cat": "part", "name": part, "pid": "selfspec: parts", "tid": 0, "ts": begin, "dur": end - begin}
+        for begin, end, part in parts.timeline
+    ]
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": [*track, *events]}, separators=(",", ":"))
     return gzip.compress(text.encode(), mtime=0, compresslevel=5)

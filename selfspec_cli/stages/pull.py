@@ -69,15 +69,19 @@ def wanted(names: Sequence[str], shards: Sequence[str] | None, remote_code: bool
         weights = [name for name in top if name in set(shards)]
         absent = sorted(set(shards) - set(weights))
         if absent:
-            raise ConfigError(f"the repository is not whole: its {INDEX} names {len(absent)} file(s) that it does not "
-                              f"hold: {', '.join(absent[:3])}")  # fmt: skip
+            raise ConfigError(
+                f"the repository is not whole: its {INDEX} names {len(absent)} file(s) that it does not "
+                f"hold: {', '.join(absent[:3])}"
+            )
     else:
         kinds = ([name for name in top if name.endswith(kind)] for kind in WEIGHTS)
         weights = next((found for found in kinds if found), [])
         weights = [name for name in weights if not name.startswith("consolidated")] or weights
     if not weights:
-        raise ConfigError(f"the repository holds no weights that vLLM reads ({', '.join(WEIGHTS)} at its top); "
-                          f"its files: {', '.join(sorted(top)[:12]) or 'none'}")  # fmt: skip
+        raise ConfigError(
+            f"the repository holds no weights that vLLM reads ({', '.join(WEIGHTS)} at its top); "
+            f"its files: {', '.join(sorted(top)[:12]) or 'none'}"
+        )
     ends = (*BESIDE, ".py") if remote_code else BESIDE
     beside = [name for name in top if name.endswith(ends) and not name.endswith(".bin.index.json")]
     templates = [name for name in names if name.startswith("additional_chat_templates/") and name.endswith(".jinja")]
@@ -93,8 +97,10 @@ def plan(cfg: RunConfig) -> Pull:
     """
     name = cfg.model.path
     if paths.model_path(cfg.model) != name or "/" not in name:
-        raise ConfigError(f"model={name}: only a model on the Hugging Face Hub can be pulled, such as "
-                          "model=HuggingFaceTB/SmolLM2-135M-Instruct; this one is a folder")  # fmt: skip
+        raise ConfigError(
+            f"model={name}: only a model on the Hugging Face Hub can be pulled, such as "
+            "model=HuggingFaceTB/SmolLM2-135M-Instruct; this one is a folder"
+        )
     from huggingface_hub import HfApi
 
     with _explained(cfg):

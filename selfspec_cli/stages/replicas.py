@@ -58,8 +58,9 @@ class Program:
 
     def line(self) -> str:
         """The command for a shell, with the environment before it."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()),
-                         shlex.join(self.command)])  # fmt: skip
+        return " ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.command)]
+        )
 
 
 def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
@@ -68,8 +69,10 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
     Raises:
         ConfigError: no number of replicas, or one of the two words is misspelt.
     """
-    own = {name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-           for name in ("replicas", "router")}  # fmt: skip
+    own = {
+        name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+        for name in ("replicas", "router")
+    }
     others = [word for word in words if word.partition("=")[0] not in own]
     for name in (word.partition("=")[0] for word in others):
         if nearest(name, own, alike=0.8):  # the settings of a model know nothing of these two
@@ -96,8 +99,10 @@ def plan(
     """
     for name in (word.partition("=")[0] for word in more):
         if name.replace("_", "-") in OF_ONE_SERVER:
-            raise ConfigError(f"-- {name}: {count} servers behind a router answer by plain HTTP, each at a port of its "
-                              "own; leave it out, or start one server")  # fmt: skip
+            raise ConfigError(
+                f"-- {name}: {count} servers behind a router answer by plain HTTP, each at a port of its "
+                "own; leave it out, or start one server"
+            )
     options, host, port = _address(more)
     if not (port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
@@ -147,15 +152,17 @@ def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
     if device_of(cfg) == "cpu":
         cores = devices.own_cores()
         if count > len(cores):
-            raise ConfigError(f"replicas={count}: this machine has {len(cores)} processor cores; allowed: up to "
-                              f"{len(cores)}")  # fmt: skip
+            raise ConfigError(
+                f"replicas={count}: this machine has {len(cores)} processor cores; allowed: up to {len(cores)}"
+            )
         shares = [cores[number::count] for number in range(count)]
         return [{"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share))} for share in shares]
     each, cards = cfg.model.tensor_parallel_size, len(machine.visible_gpus())
     if count * each > cards:
         needed = f"{count} x model.tensor_parallel_size={each} GPUs" if each > 1 else f"{count} GPUs"
-        raise ConfigError(f"replicas={count}: {needed} are needed, and {cards} can be seen; allowed: up to "
-                          f"{cards // each}")  # fmt: skip
+        raise ConfigError(
+            f"replicas={count}: {needed} are needed, and {cards} can be seen; allowed: up to {cards // each}"
+        )
     names = devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[number * each :][:each])} for number in range(count)]
 
@@ -180,9 +187,10 @@ def _front(
     if router not in ROUTERS and "/" not in router:
         raise ConfigError(closest(router, ROUTERS, "router") + "; or the path of a vllm-router")
     backend = BackendSettings(
-        name="router", kind="pool",
+        name="router",
+        kind="pool",
         words=[*urls, f"program={router}", "--host", host, "--policy", "power_of_two"],
-    )  # fmt: skip
+    )
     pool.check(backend)
     command = pool.command(backend, int(port))
     assert command is not None
@@ -225,8 +233,10 @@ def look(replicas: Sequence[Program], front: Program, folder: Path, say: Say) ->
         assert one.process is not None
         one.deaths += 1
         again = one.deaths <= RESTARTS
-        say(f"{one.name}: ended with exit code {one.process.returncode}"
-            + ("; it is started again" if again else f" for the {one.deaths}th time, and is left alone"))  # fmt: skip
+        say(
+            f"{one.name}: ended with exit code {one.process.returncode}"
+            + ("; it is started again" if again else f" for the {one.deaths}th time, and is left alone")
+        )
         children.end(one.process, signal.SIGKILL, 0)  # what its session has left
         one.process = None
         if again:

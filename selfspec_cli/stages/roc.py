@@ -78,8 +78,13 @@ class RocResult:
         best = self.best
         outcome, fixed = best.exit.best, best.best["none"]
         words = tuned.overrides(self.config)
-        return {"overrides": words, "expected_speedup": outcome.speedup, "best_fixed_k": fixed.setting.k,
-                "best_fixed_speedup": fixed.speedup, "oracle_speedup": best.oracle.speedup}  # fmt: skip
+        return {
+            "overrides": words,
+            "expected_speedup": outcome.speedup,
+            "best_fixed_k": fixed.setting.k,
+            "best_fixed_speedup": fixed.speedup,
+            "oracle_speedup": best.oracle.speedup,
+        }
 
 
 def facts(cfgs: Sequence[RunConfig], longest: int = LONGEST, prompts: int = PROMPTS) -> dict[str, Any]:
@@ -203,8 +208,10 @@ def write(result: RocResult, folder: Path) -> dict[str, str]:
     return files | {"choice": str(choice), "curves": str(panels)}
 
 
-ASKED = {False: "every drafted token, as the gate meets it in the draft",
-         True: "tokens whose predecessors were right, each by itself"}  # fmt: skip
+ASKED = {
+    False: "every drafted token, as the gate meets it in the draft",
+    True: "tokens whose predecessors were right, each by itself",
+}
 
 
 def drawn(found: Sequence[Judgement]) -> list[dict[str, Any]]:
@@ -217,10 +224,16 @@ def drawn(found: Sequence[Judgement]) -> list[dict[str, Any]]:
             areas = {name: curves.auc(log, name, calibration, at_stake=at_stake) for name in names}
             known = sorted((name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0))
             lines = [curves.curve(log, name, calibration, at_stake=at_stake) for name in known]
-            panels.append({"title": _title(one), "of": asked, "curves": [
-                {"gate": name, "auc": areas[name], "false": _thinned(false), "true": _thinned(true)}
-                for name, (false, true) in zip(known, lines, strict=True)
-            ]})  # fmt: skip
+            panels.append(
+                {
+                    "title": _title(one),
+                    "of": asked,
+                    "curves": [
+                        {"gate": name, "auc": areas[name], "false": _thinned(false), "true": _thinned(true)}
+                        for name, (false, true) in zip(known, lines, strict=True)
+                    ],
+                }
+            )
     return panels
 
 

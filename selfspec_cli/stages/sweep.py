@@ -182,8 +182,10 @@ def run_unit(
     """
 
     def renamed(points: list[Planned]) -> list[Planned]:
-        return [replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))
-                for one in points]  # fmt: skip
+        return [
+            replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))
+            for one in points
+        ]
 
     context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, go_on, keep)
     with interrupts.deferred():

@@ -89,9 +89,7 @@ class TuneResult:
         return [*self.failed, *few, *doubts(self.finalists)]
 
 
-def facts(
-    cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = ()
-) -> dict[str, Any]:
+def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
     """What `run` would do with these, for --dry-run. minutes, trials, heads: as `run` and `Budget` take them."""
     plan = exits.distinct(cfgs, LONGEST)
     more = {exits.name_of(other): None for cfg in plan for other in with_heads(cfg, heads)}
@@ -141,8 +139,10 @@ def run(
         choice = replace(choice, cfg=replace(choice.cfg, workload=first.workload))
     words = [*model_words, *tuned.overrides(choice.cfg)]
     work = choice.cfg.workload
-    about = (f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
-             f"batch {work.batch}")  # fmt: skip
+    about = (
+        f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
+        f"batch {work.batch}"
+    )
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     untried = [exits.name_of(cfg) for cfg in late]
@@ -193,8 +193,10 @@ def doubts(finalists: Sequence[Finalist]) -> list[str]:
     if change <= DRIFT:
         return []
     paces = " and ".join(f"{one.plain_tok_s:.0f} tok/s beside {exits.name_of(one.cfg)}" for one in (slow, fast))
-    return [f"plain decoding reached {paces}: the machine's pace changed by {change:.0%} between their engines, so the "
-            "order of the exits is uncertain; tune again when nothing else runs here"]  # fmt: skip
+    return [
+        f"plain decoding reached {paces}: the machine's pace changed by {change:.0%} between their engines, so the "
+        "order of the exits is uncertain; tune again when nothing else runs here"
+    ]
 
 
 def short_of_time(finalists: Sequence[Finalist], wanted: WorkloadConfig, untried: Sequence[str]) -> list[str]:
@@ -206,8 +208,10 @@ def short_of_time(finalists: Sequence[Finalist], wanted: WorkloadConfig, untried
     if few.output_len < wanted.output_len:
         cut.append(f"{few.output_len} of the {wanted.output_len} tokens of a request")
     if cut:
-        found.append(f"there was time for {' and for '.join(cut)}, so the speedups are rough; with more --minutes the "
-                     "same command goes on")  # fmt: skip
+        found.append(
+            f"there was time for {' and for '.join(cut)}, so the speedups are rough; with more --minutes the "
+            "same command goes on"
+        )
     if untried:
         found.append(f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too")
     return found

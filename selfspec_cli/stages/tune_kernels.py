@@ -34,11 +34,15 @@ def shape_of(cfg: RunConfig) -> kernel_choice.DraftShape:
     width = getattr(kind, "width", None)
     if kind.kernels is None or width is None:
         tunable = [name for name, one in DRAFT_WEIGHTS.items() if hasattr(one, "width") and one.kernels is not None]
-        raise ConfigError(f"draft_weights={cfg.draft_weights}: tune-kernels chooses settings of kernels for integer "
-                          f"copies; allowed: {', '.join(tunable)}")  # fmt: skip
+        raise ConfigError(
+            f"draft_weights={cfg.draft_weights}: tune-kernels chooses settings of kernels for integer "
+            f"copies; allowed: {', '.join(tunable)}"
+        )
     if facts.model_facts(cfg, fetch=True).is_moe:
-        raise ConfigError(f"model={cfg.model.path}: its experts are multiplied by vLLM's kernels, which have settings "
-                          "of vLLM's; tune-kernels is for models without experts")  # fmt: skip
+        raise ConfigError(
+            f"model={cfg.model.path}: its experts are multiplied by vLLM's kernels, which have settings "
+            "of vLLM's; tune-kernels is for models without experts"
+        )
     file = facts.config_file(cfg.model, fetch=True)
     document = {} if file is None else facts.config_document(file)
     text = document | (document.get("text_config") or {}) | cfg.model.hf_overrides
@@ -46,12 +50,16 @@ def shape_of(cfg: RunConfig) -> kernel_choice.DraftShape:
         shape = kernel_choice.DraftShape.of(text, width, cfg.model.tensor_parallel_size, vocab_size(cfg))
     except KeyError as error:
         key = error.args[0]
-        raise ConfigError(f"model={cfg.model.path}: its config.json does not say {key}; tune-kernels knows layers as "
-                          f"Llama's; say it with model.hf_overrides.{key}=NUMBER") from error  # fmt: skip
+        raise ConfigError(
+            f"model={cfg.model.path}: its config.json does not say {key}; tune-kernels knows layers as "
+            f"Llama's; say it with model.hf_overrides.{key}=NUMBER"
+        ) from error
     odd = next((name for name, (_, columns) in shape.products.items() if columns % 64), None)
     if odd is not None:
-        raise ConfigError(f"model={cfg.model.path}: rows of {odd} have {shape.products[odd][1]} values, and copies "
-                          "are in groups of 64")  # fmt: skip
+        raise ConfigError(
+            f"model={cfg.model.path}: rows of {odd} have {shape.products[odd][1]} values, and copies "
+            "are in groups of 64"
+        )
     return shape
 
 

@@ -117,8 +117,12 @@ def _by_depth(root: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
     level: list[tuple[tuple[str, ...], nn.Module]] = [((), root)]
     while level:
         yield from level
-        level = [((*path, name), child) for path, module in level for name, child in module.named_children()
-                 if not isinstance(child, nn.ModuleList)]  # fmt: skip
+        level = [
+            ((*path, name), child)
+            for path, module in level
+            for name, child in module.named_children()
+            if not isinstance(child, nn.ModuleList)
+        ]
 
 
 def _has_all(inner: nn.Module, layers: nn.ModuleList) -> bool:

@@ -37,8 +37,10 @@ def interpret_kernels() -> None:
         return
     installed = entry_points(group="triton.backends", name="cpu")
     if "vllm.triton_utils" in sys.modules or ("triton" in sys.modules and not installed):
-        raise SettingsError("vLLM's V2 model runner on a CPU needs a process that has not imported vLLM or Triton "
-                            "without it; start it by itself, or unset VLLM_USE_V2_MODEL_RUNNER=1")  # fmt: skip
+        raise SettingsError(
+            "vLLM's V2 model runner on a CPU needs a process that has not imported vLLM or Triton "
+            "without it; start it by itself, or unset VLLM_USE_V2_MODEL_RUNNER=1"
+        )
     if installed:
         return
     os.environ[SWITCH] = "1"

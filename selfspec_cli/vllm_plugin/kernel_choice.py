@@ -110,8 +110,11 @@ class KernelChoice:
 
     def unchosen(self) -> list[str]:
         """What ran without a setting from the file; of a file that is refused all that it was for."""
-        return [*self.names.values(), "attention"] if self.stale else [name for name, found in self.ran.items()
-                                                                       if not found]  # fmt: skip
+        return (
+            [*self.names.values(), "attention"]
+            if self.stale
+            else [name for name, found in self.ran.items() if not found]
+        )
 
     def __str__(self) -> str:
         """How many of the kernels that ran were chosen, and which were not."""
@@ -150,9 +153,13 @@ def write(path: Path, device: str, shape: DraftShape, rows: Iterable[Mapping[str
     """Keep what was chosen; rows: see `read`."""
     products = {name: list(size) for name, size in shape.products.items()}
     document = {
-        "device": device, "kernels": version(), "bits": shape.bits, "products": products,
-        "heads": [shape.query_heads, shape.heads, shape.dim], "chosen": list(rows),
-    }  # fmt: skip
+        "device": device,
+        "kernels": version(),
+        "bits": shape.bits,
+        "products": products,
+        "heads": [shape.query_heads, shape.heads, shape.dim],
+        "chosen": list(rows),
+    }
     with written(path) as part:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

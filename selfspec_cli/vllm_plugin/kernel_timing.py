@@ -45,8 +45,17 @@ FEW_TOKENS = [
     *itertools.product((16, 32), (1, 2), (1, 2), (8,)),
 ]
 """Rows, parts, stages and warps (`lowbit_few_tokens.Settings`)."""
-ATTENTION = [(64, 2, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2), (128, 4, 1), (128, 4, 2), (128, 8, 1), (128, 8, 2),
-             (256, 8, 1)]  # fmt: skip
+ATTENTION = [
+    (64, 2, 2),
+    (64, 4, 1),
+    (64, 4, 2),
+    (64, 8, 2),
+    (128, 4, 1),
+    (128, 4, 2),
+    (128, 8, 1),
+    (128, 8, 2),
+    (256, 8, 1),
+]
 """Keys of a step, warps and stages; each with half the usual splits, as many, and twice as many."""
 
 
@@ -222,8 +231,9 @@ class Attended:
         lengths = torch.full((n,), self.context, device=device, dtype=torch.int32)
         slots = table[:, (self.context - 1) // PAGE].long() * PAGE + (self.context - 1) % PAGE
         shape = (n * pages, self.heads, PAGE, 2 * self.dim)
-        caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
-                  for _ in range(room // self.bytes + 1)]  # fmt: skip
+        caches = [
+            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(room // self.bytes + 1)
+        ]
         return [partial(self._run, *given, cache, table, lengths, slots) for cache in caches]
 
     def in_front(self, device: torch.device) -> None:
@@ -362,11 +372,14 @@ def chosen(case: Case, points: Sequence[Timings]) -> dict[str, Any]:
     if regret(usual, points) <= SAME * regret(best, points):
         best = usual
     return {
-        "setting": dict(best), "us": points[-1].us[best],
-        "usual": dict(usual), "usual_us": points[-1].us[usual],
-        "usual_over_best": max(point.us[usual] / point.us[best] for point in points), "tried": len(settings),
+        "setting": dict(best),
+        "us": points[-1].us[best],
+        "usual": dict(usual),
+        "usual_us": points[-1].us[usual],
+        "usual_over_best": max(point.us[usual] / point.us[best] for point in points),
+        "tried": len(settings),
         "failed": sorted({reason for point in points for reason in point.failed.values()}),
-    }  # fmt: skip
+    }
 
 
 def tuned(

@@ -296,11 +296,18 @@ _GPU = "vllm.v1.worker.gpu"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 CHANGES: tuple[Change, ...] = (
-    Change("vllm.config:SpeculativeConfig.__class__", "spec_config", "a name in the log and a key of its own for what "
-           "vLLM keeps by the configuration"),
+    Change(
+        "vllm.config:SpeculativeConfig.__class__",
+        "spec_config",
+        "a name in the log and a key of its own for what vLLM keeps by the configuration",
+    ),
     Change("vllm.config:SpeculativeConfig.selfspec", "spec_config", "settings travel to the workers with it"),
-    Change("vllm.config:SpeculativeConfig.selfspec_plain_sizes", "compile_cache", "the key of a plain engine's compiled"
-           " code needs its sizes of graphs", "cuda"),
+    Change(
+        "vllm.config:SpeculativeConfig.selfspec_plain_sizes",
+        "compile_cache",
+        "the key of a plain engine's compiled code needs its sizes of graphs",
+        "cuda",
+    ),
     Change("vllm.config:ParallelConfig.worker_extension_cls", "spec_config", "vLLM's way to give a worker methods"),
     Change(f"{_SCHEDULER}.early_exit_planner", "v2.widths", "a scheduler has one planner of widths"),
     Change(f"{_SCHEDULER}.dynamic_sd_lookup", "v2.widths", "vLLM's list of draft lengths, for each step"),
@@ -311,17 +318,29 @@ CHANGES: tuple[Change, ...] = (
     Change(f"{_GPU}.model_runner:GPUModelRunner.speculator", "v2.drafting_disabled", "None for a step without drafts"),
     Change(f"{_GPU}.model_runner:GPUModelRunner.num_speculative_steps", "v2.drafting_disabled", "0 for that call"),
     Change(f"{_GPU}.cudagraph_utils:ModelCudaGraphManager.step", "v2.requests", "the longest query chooses a graph"),
-    Change(f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager._capture_descs",
-           "v2.draft_loop", "a graph for each draft length, where a loop cannot end on the device", "cuda"),
-    Change("vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.all_gather", "v2.ranks",
-           "while a loop is captured: its exchange must be a kernel", "cuda"),
+    Change(
+        f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager._capture_descs",
+        "v2.draft_loop",
+        "a graph for each draft length, where a loop cannot end on the device",
+        "cuda",
+    ),
+    Change(
+        "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.all_gather",
+        "v2.ranks",
+        "while a loop is captured: its exchange must be a kernel",
+        "cuda",
+    ),
     Change("vllm.v1.outputs:ModelRunnerOutput.early_exit_totals", "observe.transport", "counts travel with a step"),
     Change("vllm.v1.worker.gpu_worker:Worker.early_exit_warned_of_nan", "observe.transport", "a warning is said once"),
     Change("vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers", "observe.metrics", "one logger more"),
     Change("torch.nn:Module.load_weights", "weights.renewed", "new weights make copies of the old ones stale"),
     Change("torch.nn:Module.compute_logits", "loaded_model", "the model ends after E layers", "skip"),
     Change("torch.nn:Module.early_exit_tap", "fitting.collect", "hidden states are collected", "fit"),
-    Change("vllm:*", "observe.annotate, observe.watch, kernel_timing", "methods in named ranges, or counted, until the "
-           "command ends", "profile"),
-)  # fmt: skip
+    Change(
+        "vllm:*",
+        "observe.annotate, observe.watch, kernel_timing",
+        "methods in named ranges, or counted, until the command ends",
+        "profile",
+    ),
+)
 """What patches and vLLM's own arguments leave open. tests/engine/v2/test_v2_boundary.py compares live engines."""

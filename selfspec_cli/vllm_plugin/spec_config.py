@@ -76,8 +76,10 @@ def understand_layer_skip(original: Original) -> Original:
         spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
         if spec["method"] not in METHODS:
             if "draft_weights" in spec:
-                raise SettingsError(f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
-                                    f"{spec.get('method')!r} has no use for it; allowed with: layer_skip")  # fmt: skip
+                raise SettingsError(
+                    f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
+                    f"{spec.get('method')!r} has no use for it; allowed with: layer_skip"
+                )
             return original(self, target_model_config, target_parallel_config)
         refusals.refuse_engine(self)
         _refuse_keys(spec)
@@ -137,8 +139,10 @@ def _spec_of(args: EngineArgs) -> dict[str, Any]:
     ours = (args.spec_method or spec.get("method")) in METHODS
     for key, value in given.items():
         if ours and value is not None and key in spec:
-            raise SettingsError(f"{key} = {spec[key]!r} in the speculative_config and {value!r} by an option of the "
-                                "command line mean the same setting; give one")  # fmt: skip
+            raise SettingsError(
+                f"{key} = {spec[key]!r} in the speculative_config and {value!r} by an option of the "
+                "command line mean the same setting; give one"
+            )
         spec |= {} if value is None else {key: value}
     return spec
 

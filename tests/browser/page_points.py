@@ -96,7 +96,20 @@ def profile(point, seconds):
     """A profile of the arm of a point. seconds: of each part."""
     wall = sum(seconds.values())
     return Profile(
-        key=point.key, run_id=RUN, time=point.time, device=point.device, arm=point.arm, seconds=seconds, wall=wall,
-        rounds=100, tokens=128, tok_s=128 / wall, tok_s_profiled=100 / wall, kernels=[], memory_rate=None, gpu=True,
-        unknown=[], trace=f"{point.key}.trace.json.gz",
-    )  # fmt: skip
+        key=point.key,
+        run_id=RUN,
+        time=point.time,
+        device=point.device,
+        arm=point.arm,
+        seconds=seconds,
+        wall=wall,
+        rounds=100,
+        tokens=128,
+        tok_s=128 / wall,
+        tok_s_profiled=100 / wall,
+        kernels=[],
+        memory_rate=None,
+        gpu=True,
+        unknown=[],
+        trace=f"{point.key}.trace.json.gz",
+    )

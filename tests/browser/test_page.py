@@ -51,8 +51,10 @@ def driver(tmp_path_factory):
     made = webdriver.Chrome(options=options, service=Service(DRIVER))
     made.set_script_timeout(PATIENCE)
     made.execute_cdp_cmd("Network.enable", {})
-    made.execute_cdp_cmd("Network.emulateNetworkConditions",
-                         {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0})  # fmt: skip
+    made.execute_cdp_cmd(
+        "Network.emulateNetworkConditions",
+        {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+    )
     yield made
     made.quit()
 

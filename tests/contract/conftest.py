@@ -12,9 +12,15 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=LEN,
-    ).save_pretrained(folder)  # fmt: skip
+        architectures=["LlamaForCausalLM"],
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=LEN,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -36,9 +42,16 @@ def make(folder, monkeypatch):
     def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
         config = EngineArgs(
-            str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=MOST, max_model_len=LEN,
-            max_num_batched_tokens=64, block_size=BLOCK, speculative_config=spec, enable_prefix_caching=False,
-        ).create_engine_config()  # fmt: skip
+            str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_num_seqs=MOST,
+            max_model_len=LEN,
+            max_num_batched_tokens=64,
+            block_size=BLOCK,
+            speculative_config=spec,
+            enable_prefix_caching=False,
+        ).create_engine_config()
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         group = KVCacheGroupSpec(
@@ -48,9 +61,11 @@ def make(folder, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
             return kind(
-                vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
+                vllm_config=config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK,
                 kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group]),
                 log_stats=log_stats,
-            )  # fmt: skip
+            )
 
     return scheduler

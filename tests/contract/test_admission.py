@@ -46,17 +46,35 @@ def test_one_that_changed_nothing_that_is_used_is_taken(release):
 @pytest.mark.parametrize(
     ("module", "old", "new", "lines"),
     [
-        ("vllm.v1.worker.gpu.model_runner", "num_spec_tokens_to_schedule", "num_drafts_to_schedule",
-         [f"{RUNNER}:ExecuteModelState has no num_spec_tokens_to_schedule"]),
-        ("vllm.v1.core.sched.scheduler", "def make_spec_decoding_stats(", "def make_draft_stats(",
-         ["vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats is not there"]),
-        ("vllm.v1.engine.core", "batch_queue(\n        self,", "batch_queue(\n        self, wait,",
-         ["vllm.v1.engine.core:EngineCore.step_with_batch_queue takes other parameters: with wait"]),
-        ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "class RejectionSampler", "class DraftVerifier",
-         ["vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler is not there",
-          f"{RUNNER}:RejectionSampler is not there"]),
+        (
+            "vllm.v1.worker.gpu.model_runner",
+            "num_spec_tokens_to_schedule",
+            "num_drafts_to_schedule",
+            [f"{RUNNER}:ExecuteModelState has no num_spec_tokens_to_schedule"],
+        ),
+        (
+            "vllm.v1.core.sched.scheduler",
+            "def make_spec_decoding_stats(",
+            "def make_draft_stats(",
+            ["vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats is not there"],
+        ),
+        (
+            "vllm.v1.engine.core",
+            "batch_queue(\n        self,",
+            "batch_queue(\n        self, wait,",
+            ["vllm.v1.engine.core:EngineCore.step_with_batch_queue takes other parameters: with wait"],
+        ),
+        (
+            "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+            "class RejectionSampler",
+            "class DraftVerifier",
+            [
+                "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler is not there",
+                f"{RUNNER}:RejectionSampler is not there",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_that_renamed_something_is_refused_with_its_name(release, module, old, new, lines):
     known, source = release
     found = admission.moved(MadeUp(source, module, old, new), known)

@@ -133,9 +133,12 @@ def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
         return ("attended", own, query, key)
 
     return SimpleNamespace(
-        attn_backend=SimpleNamespace(get_name=lambda: backend), impl=SimpleNamespace(forward=forward), num_heads=2,
-        head_size=4, **{"kv_cache_dtype": "auto", "kv_sharing_target_layer_name": None, **more},
-    )  # fmt: skip
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        impl=SimpleNamespace(forward=forward),
+        num_heads=2,
+        head_size=4,
+        **{"kv_cache_dtype": "auto", "kv_sharing_target_layer_name": None, **more},
+    )
 
 
 def kernel(layers: dict[str, object], **more: object):
@@ -208,10 +211,18 @@ def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     passed: list[list[int]] = []
     context = SimpleNamespace(begin=lambda ends, rejected: passed.append((ends - 1 - rejected).tolist()))
     proposer = SimpleNamespace(
-        runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)), free=None,
-        lengths=SimpleNamespace(verdict=lambda *_: None), recorder=None, draft_length=3, _context=context, worth=None,
-        _weights=SimpleNamespace(stale=False), _start=stop, _sampled=[[5], [7, 8, 9], []], _verified=[3, 2, 0],
-    )  # fmt: skip
+        runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)),
+        free=None,
+        lengths=SimpleNamespace(verdict=lambda *_: None),
+        recorder=None,
+        draft_length=3,
+        _context=context,
+        worth=None,
+        _weights=SimpleNamespace(stale=False),
+        _start=stop,
+        _sampled=[[5], [7, 8, 9], []],
+        _verified=[3, 2, 0],
+    )
     common = SimpleNamespace(query_start_loc=torch.tensor([0, 4, 7, 15, 15]))
     for _ in range(2):
         with pytest.raises(Stop):

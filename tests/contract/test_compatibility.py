@@ -124,8 +124,15 @@ def test_every_refusal_of_ours_has_a_row():
         "refuse_model": set(refusals.NO_TARGETS),
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
-    others = {"refuse_adapters", "refuse_fitted_copies", "refuse_runner", "refuse_gate",
-              "refuse_context", "refuse_latents", "refuse_streamed_input"}  # fmt: skip
+    others = {
+        "refuse_adapters",
+        "refuse_fitted_copies",
+        "refuse_runner",
+        "refuse_gate",
+        "refuse_context",
+        "refuse_latents",
+        "refuse_streamed_input",
+    }
     assert functions == {*covered, *others}, "a new refusal wants a row"
     said = "\n".join(_message(row) for row in OURS)
     for name in covered["refuse_engine"]:
@@ -134,8 +141,16 @@ def test_every_refusal_of_ours_has_a_row():
     assert raises == 3, "a new refusal of engine arguments wants a row"
     for reason in refusals.NO_TARGETS.values():
         assert reason in said
-    phrases = ("enable_lora = True", "as a pooling model", "has no meaning for method",
-               "model runner", "draft_weights_path is", "draft_window =", "(MLA)", "input that streams in")  # fmt: skip
+    phrases = (
+        "enable_lora = True",
+        "as a pooling model",
+        "has no meaning for method",
+        "model runner",
+        "draft_weights_path is",
+        "draft_window =",
+        "(MLA)",
+        "input that streams in",
+    )
     for phrase in phrases:
         assert phrase in said
 

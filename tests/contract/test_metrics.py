@@ -9,8 +9,16 @@ import pytest
 pytestmark = pytest.mark.contract
 
 K = 3
-TOTALS = {"rounds": 5, "steps": 9, "gate_ended": 2, "nan_logits": 0, "length_histogram.1": 2, "position_histogram.0": 7,
-          "off.load": 4, "in_force": 2}  # fmt: skip
+TOTALS = {
+    "rounds": 5,
+    "steps": 9,
+    "gate_ended": 2,
+    "nan_logits": 0,
+    "length_histogram.1": 2,
+    "position_histogram.0": 7,
+    "off.load": 4,
+    "in_force": 2,
+}
 
 
 @pytest.fixture
@@ -30,9 +38,15 @@ def config(tmp_path):
 
     register()
     LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
-        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64,
-    ).save_pretrained(tmp_path)  # fmt: skip
+        architectures=["LlamaForCausalLM"],
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path)
 
     def made(spec):
         return EngineArgs(
@@ -81,8 +95,12 @@ def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_not
     assert at_first["draft_length",] == K
     assert at_first["draft_cost",] == (1 + 1) / 4
     assert {name for name, number in at_first.items() if number} == {("draft_length",), ("draft_cost",)}
-    assert {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"} == {"load", "context", "request",
-                                                                                          "cost"}  # fmt: skip
+    assert {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"} == {
+        "load",
+        "context",
+        "request",
+        "cost",
+    }
     assert [name[1] for name in at_first if name[0] == "draft_rounds_by_length_total"] == ["1", "2", "3"]
     assert [name[1] for name in at_first if name[0] == "draft_tokens_per_pos_total"] == ["0", "1", "2"]
 

@@ -74,8 +74,10 @@ def test_a_trace_has_the_ranges_on_the_clock_of_this_process(tmp_path, scheduler
         return frontend.output_processor.process_outputs(1)
 
     names = [*annotate(runner, drafter), *annotate_frontend(frontend)]
-    assert names == [f"selfspec.{name}" for name in ("verify", "sample", "draft", "logits", "trunk", "head", "gate",
-                                                     "schedule", "step", "detokenise")]  # fmt: skip
+    assert names == [
+        f"selfspec.{name}"
+        for name in ("verify", "sample", "draft", "logits", "trunk", "head", "gate", "schedule", "step", "detokenise")
+    ]
     assert {name.removeprefix("selfspec.") for name in names} == set(trace.PART_OF)
     x, file = torch.ones(256, 256), tmp_path / "trace.json.gz"
     profiler = Profiler(torch.device("cpu"))

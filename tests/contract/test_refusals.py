@@ -55,9 +55,12 @@ def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for
     from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
     proposer = SimpleNamespace(
-        vllm_config=config_of(100), max_model_len=4096, num_speculative_tokens=5, _find_groups=lambda: None,
+        vllm_config=config_of(100),
+        max_model_len=4096,
+        num_speculative_tokens=5,
+        _find_groups=lambda: None,
         runner=SimpleNamespace(effective_drafter_max_model_len=4096),
-    )  # fmt: skip
+    )
     _EarlyExit.initialize_attn_backend(proposer, None)
     assert proposer._last_useful == 99
     assert proposer.runner.effective_drafter_max_model_len == 105
@@ -68,9 +71,11 @@ def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_f
     from selfspec_cli.vllm_plugin.v2 import speculator
 
     ours = SimpleNamespace(
-        vllm_config=config_of(100), max_model_len=4096, _find_groups=lambda: None,
+        vllm_config=config_of(100),
+        max_model_len=4096,
+        _find_groups=lambda: None,
         state=SimpleNamespace(max_model_len=4096),
-    )  # fmt: skip
+    )
     speculator.EarlyExitSpeculator.set_attn(ours, None, None, None, None, None)
     assert ours.state.max_model_len == 100
 

@@ -20,12 +20,14 @@ def engine(**changes):
     requests = changes.pop("max_num_seqs", 100)
     settings = ResolvedSettings.from_user({"gate": "auto", "num_speculative_tokens": 4, **changes}, 24)
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}), additional_config=None,
+        speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
+        additional_config=None,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 24}), dtype="bfloat16"),
         scheduler_config=SimpleNamespace(max_num_seqs=requests),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        compilation_config=SimpleNamespace(cudagraph_mode="FULL"), attention_config=SimpleNamespace(backend=None),
-    )  # fmt: skip
+        compilation_config=SimpleNamespace(cudagraph_mode="FULL"),
+        attention_config=SimpleNamespace(backend=None),
+    )
 
 
 @pytest.fixture
@@ -44,8 +46,10 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(step_times, "_bytes_per_second", lambda: RATE)
 
     def measure(config, decodes=(0, 2, 4), drafts=(1, 3, 8, 100)):
-        verify = {width: {n: lambda width=width, n=n: ("verify", width, n, 1e-3 * n + 1e-4 * width)
-                          for n in (1, 3, 8, 100)} for width in decodes}  # fmt: skip
+        verify = {
+            width: {n: lambda width=width, n=n: ("verify", width, n, 1e-3 * n + 1e-4 * width) for n in (1, 3, 8, 100)}
+            for width in decodes
+        }
         return step_times.measure(config, verify, {n: lambda n=n: ("draft", n, 1e-5 * n) for n in drafts}, KV_TOKEN)
 
     return SimpleNamespace(measure=measure, known=step_times.known, replayed=replayed, folder=tmp_path / "step_times")

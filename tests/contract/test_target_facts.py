@@ -8,8 +8,15 @@ import pytest
 
 pytestmark = pytest.mark.contract
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture
@@ -75,10 +82,17 @@ def test_a_layer_that_the_checkpoint_was_trained_to_exit_after(facts, value, lay
         ("bitsandbytes", {"load_in_4bit": True}, 4),
         ("mxfp4", None, 4),
         ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}, 4),
-        ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"},
-                                                               "input_activations": {"num_bits": 8}}}}, 8),
+        (
+            "compressed-tensors",
+            {
+                "config_groups": {
+                    "group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}
+                }
+            },
+            8,
+        ),
     ],
-)  # fmt: skip
+)
 def test_bits_of_the_weights(method, config, bits):
     from selfspec_cli.vllm_plugin.target_facts import bits_of
 

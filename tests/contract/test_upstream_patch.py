@@ -16,7 +16,12 @@ def test_the_patch_applies_to_the_source_of_the_release():
         pytest.skip(f"vLLM {RELEASE} is not unpacked here: python tests/contract/vllm_source.py {RELEASE}")
     # Outside of a repository git compares with the files as they are.
     run = ["git", "-c", "safe.directory=*", "apply", "--check", "--verbose", str(PATCH)]
-    done = subprocess.run(run, cwd=folder, env={"GIT_CEILING_DIRECTORIES": str(folder), "PATH": "/usr/bin:/bin"},
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        run,
+        cwd=folder,
+        env={"GIT_CEILING_DIRECTORIES": str(folder), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Checking patch") == PATCH.read_text(encoding="utf-8").count("diff --git")

@@ -31,8 +31,16 @@ def metadata_of(**changes):
     from vllm.v1.sample.logits_processor.state import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
-    unused = ("top_p", "top_k", "max_num_logprobs", "prompt_token_ids", "frequency_penalties", "presence_penalties",
-              "repetition_penalties", "allowed_token_ids_mask")  # fmt: skip
+    unused = (
+        "top_p",
+        "top_k",
+        "max_num_logprobs",
+        "prompt_token_ids",
+        "frequency_penalties",
+        "presence_penalties",
+        "repetition_penalties",
+        "allowed_token_ids_mask",
+    )
     fields = {
         "temperature": torch.tensor([0.8, 0.8]),
         "all_greedy": False,
@@ -154,8 +162,10 @@ def processors_of(params, custom=()):
     from selfspec_cli.vllm_plugin.v1.processors import build_all
 
     settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4}, 24)
-    config = SimpleNamespace(speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
-                             scheduler_config=SimpleNamespace(max_num_seqs=8))  # fmt: skip
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
     given = (config, torch.device("cpu"), False, False, custom)
     if custom:
         with pytest.raises(ValueError, match="Custom logits processors are not supported when speculative decoding is"):

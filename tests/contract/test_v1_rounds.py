@@ -62,8 +62,10 @@ def test_every_step_writes_where_the_block_table_says_whoever_has_left():
         assert list(metadata) == list(slots) == ["a", "b", "c"]
         for one, name in zip(tables, ("a", "c"), strict=True):
             blocks, size = one.get_device_tensor(5), one.block_size
-            want = [int(blocks[row, at // size]) * size + at % size
-                    for row, at in zip(state.rows.tolist(), state.positions.tolist(), strict=True)]  # fmt: skip
+            want = [
+                int(blocks[row, at // size]) * size + at % size
+                for row, at in zip(state.rows.tolist(), state.positions.tolist(), strict=True)
+            ]
             assert slots[name].tolist() == want
             assert slots[name].is_contiguous()
             common = metadata[name]
@@ -181,8 +183,10 @@ def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(windo
         common = metadata["a"]
         assert common.max_seq_len == max(common.seq_lens.tolist())
         for row, end in enumerate((ends + step).tolist()):
-            read = [int(common.block_table_tensor[row, at // size]) * size + at % size
-                    for at in range(int(common.seq_lens[row]))]  # fmt: skip
+            read = [
+                int(common.block_table_tensor[row, at // size]) * size + at % size
+                for at in range(int(common.seq_lens[row]))
+            ]
             cached = [int(blocks[row, at // size]) * size + at % size for at in range(end + 1)]
             assert read[-1] == slots["a"].tolist()[row] == cached[-1]
             assert read[:size] == cached[:size]

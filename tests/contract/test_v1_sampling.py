@@ -30,8 +30,17 @@ def metadata(drafts, written=(5, 2, 9, 3), least=6):
         for row, stops in STOPS.items()
     ]
     processor.update_state(BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
-    unused = ("temperature", "top_p", "top_k", "max_num_logprobs", "prompt_token_ids", "frequency_penalties",
-              "presence_penalties", "repetition_penalties", "allowed_token_ids_mask")  # fmt: skip
+    unused = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_num_logprobs",
+        "prompt_token_ids",
+        "frequency_penalties",
+        "presence_penalties",
+        "repetition_penalties",
+        "allowed_token_ids_mask",
+    )
     return processor, SamplingMetadata(
         all_greedy=True,
         all_random=False,

@@ -24,8 +24,10 @@ def holders(ends=ENDS):
     if theirs.__module__.startswith("selfspec_cli"):  # another test's engine has replaced it
         theirs = theirs.__mro__[1]
     config = SimpleNamespace(reasoning_start_token_ids=THINKS, reasoning_end_token_ids=ends)
-    return [kind(config, 4, drafts, torch.device("cpu"), False)
-            for kind, drafts in ((exact_with_drafts(theirs), 3), (theirs, 0))]  # fmt: skip
+    return [
+        kind(config, 4, drafts, torch.device("cpu"), False)
+        for kind, drafts in ((exact_with_drafts(theirs), 3), (theirs, 0))
+    ]
 
 
 def update(added=(), removed=(), moved=()):

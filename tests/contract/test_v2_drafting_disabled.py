@@ -20,9 +20,12 @@ def runner(**changes):
     handler.req_ids, handler.draft_tokens_np, handler.num_draft_tokens = ["gone"], torch.zeros(1, 4).numpy(), 4
     batch = SimpleNamespace(req_ids=["a", "b", "c"], num_draft_tokens=0, has_structured_output_reqs=False)
     made = SimpleNamespace(
-        speculator=SimpleNamespace(drafting_disabled=True), num_speculative_steps=4, draft_tokens_handler=handler,
-        execute_model_state=SimpleNamespace(input_batch=batch, num_spec_tokens_to_schedule=0), pp_handler=None,
-    )  # fmt: skip
+        speculator=SimpleNamespace(drafting_disabled=True),
+        num_speculative_steps=4,
+        draft_tokens_handler=handler,
+        execute_model_state=SimpleNamespace(input_batch=batch, num_spec_tokens_to_schedule=0),
+        pp_handler=None,
+    )
     for path, value in changes.items():
         *owners, name = path.split("__")
         owner = made
@@ -101,8 +104,12 @@ def test_vllm_does_without_a_speculator_wherever_it_asks_for_one():
     original = inspect.unwrap(model_runner.GPUModelRunner.sample_tokens)
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(original))).body
     guarded = [node for node in ast.walk(function) if isinstance(node, ast.If | ast.Assign)]
-    asks = {id(part) for node in guarded if "self.speculator is not None" in ast.unparse(getattr(node, "test", node))
-            for part in ast.walk(node)}  # fmt: skip
+    asks = {
+        id(part)
+        for node in guarded
+        if "self.speculator is not None" in ast.unparse(getattr(node, "test", node))
+        for part in ast.walk(node)
+    }
     uses = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "speculator"]
     assert uses and all(id(node) in asks for node in uses)
     sample = inspect.getsource(model_runner.GPUModelRunner.sample)

@@ -47,12 +47,16 @@ def serve(scheduler, requests, rate=0.7, late=1):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
-@pytest.mark.parametrize("spec", [
-    {},
-    {"length_table": "1:4 3:2 5:0"},
-    {"length_table": "1:4 1@60:1 4:0 4@80:4"},
-    {"length_table": "1:4 6:2", "gate": "auto"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"length_table": "1:4 3:2 5:0"},
+        {"length_table": "1:4 1@60:1 4:0 4@80:4"},
+        {"length_table": "1:4 6:2", "gate": "auto"},
+    ],
+    ids=str,
+)
 def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchronous, blocks, spec):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
     scheduler = make(asynchronous, blocks, **spec)

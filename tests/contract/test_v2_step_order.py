@@ -206,10 +206,12 @@ def test_a_step_that_fails_leaves_the_scheduler_as_it_was(make):
 
 def step_of(requests, tokens=5, new=(), width=WIDTH):
     return SimpleNamespace(
-        num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), tokens), scheduled_new_reqs=list(new),
-        total_num_scheduled_tokens=requests * tokens, num_spec_tokens_to_schedule=width,
+        num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), tokens),
+        scheduled_new_reqs=list(new),
+        total_num_scheduled_tokens=requests * tokens,
+        num_spec_tokens_to_schedule=width,
         has_structured_output_requests=False,
-    )  # fmt: skip
+    )
 
 
 def future(event=True):

@@ -36,8 +36,9 @@ def step(requests, new=(), finished=(), tokens=1):
 
 
 def running(**contexts):
-    return {name: SimpleNamespace(num_computed_tokens=context, num_tokens=context + 1)
-            for name, context in contexts.items()}  # fmt: skip
+    return {
+        name: SimpleNamespace(num_computed_tokens=context, num_tokens=context + 1) for name, context in contexts.items()
+    }
 
 
 def test_the_width_is_the_tables_at_the_number_of_requests():
@@ -186,9 +187,11 @@ def decoded(plan, names, drafts, prefill=()):
     """A step that was scheduled for `names` with so many drafts each, as `read` takes it."""
     scheduled = dict.fromkeys(names, 1 + drafts) | dict.fromkeys(prefill, 64)
     return SimpleNamespace(
-        num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()), scheduled_new_reqs=[],
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_new_reqs=[],
         scheduled_spec_decode_tokens={name: [0] * drafts for name in names} if drafts else {},
-    )  # fmt: skip
+    )
 
 
 def test_only_decode_steps_after_one_of_as_many_requests_say_what_a_step_takes():
@@ -299,11 +302,14 @@ def manager(spec, **more):
         speculative = SimpleNamespace(**values)
     heads = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 8)
     made.vllm_config = SimpleNamespace(
-        speculative_config=speculative, additional_config=None, num_speculative_tokens=K, model_config=heads,
+        speculative_config=speculative,
+        additional_config=None,
+        num_speculative_tokens=K,
+        model_config=heads,
         cache_config=SimpleNamespace(use_kda_recoverssm=False, kv_sharing_fast_prefill=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         kv_transfer_config=None,
-    )  # fmt: skip
+    )
     made.compilation_config = SimpleNamespace(
         cudagraph_capture_sizes=[1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40], max_cudagraph_capture_size=40
     )
@@ -336,9 +342,10 @@ def captured_with(manager, support="ALWAYS", backend="FLASH_ATTN", additional="A
 
     builder = SimpleNamespace(get_cudagraph_support=lambda config, spec: AttentionCGSupport[support])
     group = SimpleNamespace(
-        backend=type("Backend", (), {"get_name": staticmethod(lambda: backend)}), kv_cache_spec=None,
+        backend=type("Backend", (), {"get_name": staticmethod(lambda: backend)}),
+        kv_cache_spec=None,
         get_metadata_builder=lambda place: builder,
-    )  # fmt: skip
+    )
     own = {"supports_mm_inputs": False, "get_additional_cg_support": lambda: (AttentionCGSupport[additional], None)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelCudaGraphManager, "capture", lambda self, *arguments, **more: None)
@@ -379,15 +386,18 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
         assert graph_of(drafting, requests, 0)[2] == 1
 
 
-@pytest.mark.parametrize(("attention", "config"), [
-    ({"support": "UNIFORM_BATCH"}, {}),
-    ({"supports_mm_inputs": True}, {}),
-    ({"additional": "NEVER"}, {}),
-    ({}, {"kv_transfer_config": SimpleNamespace(kv_connector="any")}),
-    ({}, {"cache_config.kv_sharing_fast_prefill": True}),
-    ({}, {"parallel_config.decode_context_parallel_size": 2}),
-    ({}, {"parallel_config.prefill_context_parallel_size": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("attention", "config"),
+    [
+        ({"support": "UNIFORM_BATCH"}, {}),
+        ({"supports_mm_inputs": True}, {}),
+        ({"additional": "NEVER"}, {}),
+        ({}, {"kv_transfer_config": SimpleNamespace(kv_connector="any")}),
+        ({}, {"cache_config.kv_sharing_fast_prefill": True}),
+        ({}, {"parallel_config.decode_context_parallel_size": 2}),
+        ({}, {"parallel_config.prefill_context_parallel_size": 2}),
+    ],
+)
 def test_steps_have_the_graphs_that_vllm_gives_them_where_not_any_mix_can_be_captured(attention, config):
     from vllm.config.compilation import CUDAGraphMode
 
@@ -470,8 +480,10 @@ def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture, max_cudagraph_capture_size=most),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
-        speculative_config=speculative, additional_config=None, use_v2_model_runner=True,
-    )  # fmt: skip
+        speculative_config=speculative,
+        additional_config=None,
+        use_v2_model_runner=True,
+    )
     capture_every_width(original)(config)
     chosen = config.compilation_config
     assert chosen.max_cudagraph_capture_size in (most, chosen.cudagraph_capture_sizes[-1] if own else 0)

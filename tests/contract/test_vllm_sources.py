@@ -84,12 +84,17 @@ def test_every_call_of_an_imported_function_fits_its_parameters(vllm, release):
 @pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
 def test_what_our_subclasses_read_of_themselves_is_theirs_or_their_bases(vllm, base):
     ours = [node for one in our_classes(base) for node in one.body]
-    read = {node.attr for one in ours for node in ast.walk(one) if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"}  # fmt: skip
+    read = {
+        node.attr
+        for one in ours
+        for node in ast.walk(one)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"
+    }
     own = {name for one in our_classes(base) for name in assigned_on_self(one)}
     own |= {node.name for node in ours if isinstance(node, ast.FunctionDef)}
-    own |= {node.id for part in ours if isinstance(part, ast.Assign) for node in part.targets
-            if isinstance(node, ast.Name)}  # fmt: skip
+    own |= {
+        node.id for part in ours if isinstance(part, ast.Assign) for node in part.targets if isinstance(node, ast.Name)
+    }
     own |= {part.target.id for part in ours if isinstance(part, ast.AnnAssign)}
     assert len(read - own) > 5
     assert read - own <= vllm.attributes(base), read - own - vllm.attributes(base)

@@ -44,11 +44,18 @@ class Runner:
             places = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
             self.lengths.append((len(names), places))
         return SimpleNamespace(
-            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={},
-            pooler_output=None, num_nans_in_logits=None, kv_connector_output=None, ec_connector_output=None,
-            cudagraph_stats=None, req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            prompt_token_id_logprobs_dict={},
+            pooler_output=None,
+            num_nans_in_logits=None,
+            kv_connector_output=None,
+            ec_connector_output=None,
+            cudagraph_stats=None,
+            req_id_to_index={name: place for place, name in enumerate(names)},
             aux_output_connector_output=None,
-        )  # fmt: skip
+        )
 
 
 def crowd(count=24, extra=lambda number: None):

@@ -36,19 +36,61 @@ DAMPING = 0.2  # of the weights of the layers after the exit, so that its drafts
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
-    "intermediate_size": 128, "n_inner": 128, "ffn_dim": 128, "ffn_hidden_size": 128, "intermediate_size_mlp": 128,
-    "num_hidden_layers": LAYERS, "n_layer": LAYERS, "n_layers": LAYERS, "num_layers": LAYERS,
-    "num_attention_heads": 2, "n_head": 2, "n_heads": 2, "num_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "max_position_embeddings": MAX_LEN, "n_positions": MAX_LEN, "n_ctx": MAX_LEN, "max_seq_len": MAX_LEN,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rotary_dim": 16, "sliding_window": 48,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 0, "n_shared_experts": 1,
-    "moe_num_shared_experts": 1, "shared_expert_intermediate_size": 64, "shared_intermediate_size": 64,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "q_lora_rank": None,
-    "query_pre_attn_scalar": 32, "attention_chunk_size": 64, "partial_rotary_factor": 0.5,
-}  # fmt: skip
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "word_embed_proj_dim": 64,
+    "embedding_size": 64,
+    "intermediate_size": 128,
+    "n_inner": 128,
+    "ffn_dim": 128,
+    "ffn_hidden_size": 128,
+    "intermediate_size_mlp": 128,
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "num_layers": LAYERS,
+    "num_attention_heads": 2,
+    "n_head": 2,
+    "n_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LEN,
+    "n_positions": MAX_LEN,
+    "n_ctx": MAX_LEN,
+    "max_seq_len": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "rotary_dim": 16,
+    "sliding_window": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 64,
+    "moe_layer_start_index": 0,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "query_pre_attn_scalar": 32,
+    "attention_chunk_size": 64,
+    "partial_rotary_factor": 0.5,
+}
 """Fields of a tiny model's config; each config takes those that it has."""
 
 HEADS_OF_128: dict[str, Any] = (
@@ -71,16 +113,21 @@ HEADS_OF_128: dict[str, Any] = (
 """What is different on a GPU, where FlashAttention 3 is not batch-invariant at smaller heads."""
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
-                        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "DbrxForCausalLM": {
+        "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    },
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": None},
     "GptOssForCausalLM": {"head_dim": 64, "hidden_size": 128},
     "GPTJForCausalLM": {"n_head": 2, "rotary_dim": 16},
-    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB,
-                           "hidden_size_per_layer_input": 32},
+    "Gemma3nForCausalLM": {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 32,
+    },
     "OPTForCausalLM": {"do_layer_norm_before": True},
     "StableLmForCausalLM": {"partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 """What single architectures need beside it."""
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -94,13 +141,15 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
     "MiMoForCausalLM": ("Qwen2ForCausalLM", {"num_nextn_predict_layers": 1}),
-    "MiniCPMForCausalLM": ("LlamaForCausalLM", {"dim_model_base": 8, "scale_emb": 12, "scale_depth": 1.4,
-                                                "num_experts": 0}),
+    "MiniCPMForCausalLM": (
+        "LlamaForCausalLM",
+        {"dim_model_base": 8, "scale_emb": 12, "scale_depth": 1.4, "num_experts": 0},
+    ),
     "InternLM3ForCausalLM": ("LlamaForCausalLM", {}),
     "IQuestCoderForCausalLM": ("LlamaForCausalLM", {}),
     "TeleChat3ForCausalLM": ("LlamaForCausalLM", {}),
     "LLaMAForCausalLM": ("LlamaForCausalLM", {}),
-}  # fmt: skip
+}
 """Architectures that transformers has no class for, and whose checkpoints have the config and the names of weights of
 one that it has -> that one, and what their config says beside it."""
 
@@ -109,8 +158,11 @@ ENGINES: dict[str, dict[str, Any]] = {"HrmTextForCausalLM": {"max_num_batched_to
 """Arguments of the engine that single architectures need. Of HrmText vLLM cuts no prompts: one that is longer than a
 step takes would wait for ever."""
 
-ATTEMPTS: tuple[dict[str, Any], ...] = ({"dtype": "bfloat16"}, {"load_format": "dummy"},
-                                        {"load_format": "dummy", "dtype": "bfloat16"})  # fmt: skip
+ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16"},
+    {"load_format": "dummy"},
+    {"load_format": "dummy", "dtype": "bfloat16"},
+)
 """What else is tried where the plain engine cannot run a model in float32 from its file: kernels for bfloat16 alone,
 and checkpoints that transformers 5 saves under other names than vLLM reads; then they are vLLM's random ones."""
 
@@ -349,11 +401,22 @@ def main() -> None:
     parser.add_argument("--transformers", action="store_true", help="all of them through vLLM's Transformers backend")
     parser.add_argument("--compiled", action="store_true", help="not eagerly")
     parser.add_argument("--heads-of-128", action="store_true", help="larger models, for a GPU")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of every engine, or keys "
-                        "of the speculative_config: " + ", ".join(SPEC))  # fmt: skip
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="arguments of every engine, or keys of the speculative_config: " + ", ".join(SPEC),
+    )
     given = parser.parse_args()
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-                      VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # fmt: skip
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
     import time
 
     import harness  # noqa: F401
@@ -374,8 +437,11 @@ def main() -> None:
         found = _in_a_fork(name, given.seconds, changes)
         with open(given.out, "a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")
-        print(f"{found['verdict']:9} {name} {found.get('layers', '')} {found.get('accepted', '')}/"
-              f"{found.get('drafted', '')} {found.get('reason', '')}", flush=True)  # fmt: skip
+        print(
+            f"{found['verdict']:9} {name} {found.get('layers', '')} {found.get('accepted', '')}/"
+            f"{found.get('drafted', '')} {found.get('reason', '')}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

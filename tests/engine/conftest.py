@@ -23,12 +23,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = (
-    "test_draft_weights.py", "test_verify.py", "test_load.py", "test_server_stress.py", "test_lossless.py",
-    "test_lossless_others.py", "test_gateway.py", "test_two_ranks.py", "test_performance_checks_cpu.py",
-    "test_views.py", "test_beside_vllm.py", "test_fit_heads.py", "test_third_party.py", "test_screen.py",
-    "test_lossless_edges.py", "test_server.py", "test_request_faults.py", "test_sampling.py", "test_rivals.py",
+    "test_draft_weights.py",
+    "test_verify.py",
+    "test_load.py",
+    "test_server_stress.py",
+    "test_lossless.py",
+    "test_lossless_others.py",
+    "test_gateway.py",
+    "test_two_ranks.py",
+    "test_performance_checks_cpu.py",
+    "test_views.py",
+    "test_beside_vllm.py",
+    "test_fit_heads.py",
+    "test_third_party.py",
+    "test_screen.py",
+    "test_lossless_edges.py",
+    "test_server.py",
+    "test_request_faults.py",
+    "test_sampling.py",
+    "test_rivals.py",
     "test_prometheus.py",
-)  # fmt: skip
+)
 """Files that take a minute and more begin first, so that no process is left with one of them at the end."""
 
 

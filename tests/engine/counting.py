@@ -66,5 +66,7 @@ class PerTest:
         if files:
             terminalreporter.section("engines in the tests' own processes, and processor seconds")
             for name, sums in sorted(files.items(), key=lambda one: -one[1]["cpu_seconds"]):
-                terminalreporter.line(f"{sums['engines']:4.0f} engines ({sums['compiled']:.0f} compiled) "
-                                      f"{sums['tokens']:8.0f} tokens {sums['cpu_seconds']:6.0f} s  {name}")  # fmt: skip
+                terminalreporter.line(
+                    f"{sums['engines']:4.0f} engines ({sums['compiled']:.0f} compiled) "
+                    f"{sums['tokens']:8.0f} tokens {sums['cpu_seconds']:6.0f} s  {name}"
+                )

@@ -46,28 +46,38 @@ class Golden:
     def problems(self, model: str, vllm: str, prompts: list[list[int]], outputs: list[list[int]]) -> str | None:
         """What differs from this file, and what that means; None where nothing does."""
         if model != self.model:
-            return (f"{FILE.name} was made with the weights {self.model}, and the reference model's are {model}: it "
-                    f"says nothing of them. If the model was meant to change, make it again: {COMMAND}")  # fmt: skip
+            return (
+                f"{FILE.name} was made with the weights {self.model}, and the reference model's are {model}: it "
+                f"says nothing of them. If the model was meant to change, make it again: {COMMAND}"
+            )
         if prompts != self.prompts:
             return f"the prompts, or their tokens, are not those of {FILE.name}; make it again: {COMMAND}"
-        apart = {number: _first_difference(ours, other) for number, (ours, other)
-                 in enumerate(zip(outputs, self.outputs, strict=True)) if ours != other}  # fmt: skip
+        apart = {
+            number: _first_difference(ours, other)
+            for number, (ours, other) in enumerate(zip(outputs, self.outputs, strict=True))
+            if ours != other
+        }
         if not apart:
             return None
         places = ", ".join(f"prompt {number} from token {place} on" for number, place in apart.items())
         if vllm != self.vllm:
-            return (f"{places}: not what {FILE.name} holds. The weights are the same and vLLM is not ({self.vllm} "
-                    f"then, {vllm} now), so its arithmetic or its scheduling may have changed. Compare the two "
-                    "versions without selfspec; if they differ from each other in the same way, make the file again: "
-                    f"{COMMAND}"
-                    )  # fmt: skip
-        return (f"{places}: not what {FILE.name} holds, with the same weights and the same {vllm}. Something here "
-                "changes what plain vLLM generates, or this processor rounds otherwise")  # fmt: skip
+            return (
+                f"{places}: not what {FILE.name} holds. The weights are the same and vLLM is not ({self.vllm} "
+                f"then, {vllm} now), so its arithmetic or its scheduling may have changed. Compare the two "
+                "versions without selfspec; if they differ from each other in the same way, make the file again: "
+                f"{COMMAND}"
+            )
+        return (
+            f"{places}: not what {FILE.name} holds, with the same weights and the same {vllm}. Something here "
+            "changes what plain vLLM generates, or this processor rounds otherwise"
+        )
 
 
 def _first_difference(ours: Sequence[int], other: Sequence[int]) -> int:
-    return next((place for place, pair in enumerate(zip(ours, other, strict=False)) if pair[0] != pair[1]),
-                min(len(ours), len(other)))  # fmt: skip
+    return next(
+        (place for place, pair in enumerate(zip(ours, other, strict=False)) if pair[0] != pair[1]),
+        min(len(ours), len(other)),
+    )
 
 
 def read() -> Golden:

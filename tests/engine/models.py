@@ -113,9 +113,13 @@ def vocab_of(name: str) -> int:
 
 
 def save_tiny(
-    name: str, folder: Path, seed: int = 0, grade: dict[str, float] | None = None,
-    dtype: torch.dtype = torch.float32, **changes: Any,
-) -> Path:  # fmt: skip
+    name: str,
+    folder: Path,
+    seed: int = 0,
+    grade: dict[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Path:
     """Make the model `name` of ARCHITECTURES on the current device and save it to `folder`, as `vllm.LLM` loads it.
 
     grade: other values than FIRST, DECAY and SHARPNESS ("first", "decay", "sharpness"), for other depths, widths and

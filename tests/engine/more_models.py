@@ -23,9 +23,15 @@ _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 _BITS, _GROUP = 4, 32  # of quantised weights
 _SCHEME = {
     "targets": ["Linear"],
-    "weights": {"num_bits": _BITS, "type": "int", "strategy": "group", "group_size": _GROUP, "symmetric": True,
-                "dynamic": False},
-}  # fmt: skip
+    "weights": {
+        "num_bits": _BITS,
+        "type": "int",
+        "strategy": "group",
+        "group_size": _GROUP,
+        "symmetric": True,
+        "dynamic": False,
+    },
+}
 
 
 def save_adapter(folder: Path, model: Path, seed: int) -> Path:
@@ -83,8 +89,13 @@ def save_quantised(model: Path, folder: Path) -> Path:
         shape = torch.tensor(weight.shape)
         return {"weight_packed": _packed(whole), "weight_scale": scale.to(weight.dtype), "weight_shape": shape}
 
-    scheme = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-              "ignore": ["lm_head"], "config_groups": {"group_0": _SCHEME}}  # fmt: skip
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": _SCHEME},
+    }
     return _save_with(model, folder, pack, scheme)
 
 
@@ -95,11 +106,21 @@ def save_gptq(model: Path, folder: Path) -> Path:
         (rows, columns), (whole, scale) = weight.shape, _integers(weight)
         middle = torch.full((columns // _GROUP, rows), 2 ** (_BITS - 1) - 1, dtype=torch.int32)  # one less than it is
         groups = torch.arange(columns, dtype=torch.int32) // _GROUP
-        return {"qweight": _packed(whole).t().contiguous(), "qzeros": _packed(middle), "g_idx": groups,
-                "scales": scale.t().to(torch.float16).contiguous()}  # fmt: skip
+        return {
+            "qweight": _packed(whole).t().contiguous(),
+            "qzeros": _packed(middle),
+            "g_idx": groups,
+            "scales": scale.t().to(torch.float16).contiguous(),
+        }
 
-    scheme = {"quant_method": "gptq", "bits": _BITS, "group_size": _GROUP, "desc_act": False, "sym": True,
-              "lm_head": False}  # fmt: skip
+    scheme = {
+        "quant_method": "gptq",
+        "bits": _BITS,
+        "group_size": _GROUP,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+    }
     return _save_with(model, folder, pack, scheme)
 
 
@@ -113,8 +134,11 @@ def save_awq(model: Path, folder: Path) -> Path:
         zero = (-low / scale).round().to(torch.int32)
         whole = (groups / scale.unsqueeze(2)).round().to(torch.int32) + zero.unsqueeze(2)
         whole = whole.clamp(0, 2**_BITS - 1).flatten(1)
-        return {"qweight": _packed(whole.t(), order), "qzeros": _packed(zero.t(), order),
-                "scales": scale.t().to(torch.float16).contiguous()}  # fmt: skip
+        return {
+            "qweight": _packed(whole.t(), order),
+            "qzeros": _packed(zero.t(), order),
+            "scales": scale.t().to(torch.float16).contiguous(),
+        }
 
     scheme = {"quant_method": "awq", "bits": _BITS, "group_size": _GROUP, "zero_point": True, "version": "gemm"}
     return _save_with(model, folder, pack, scheme)
@@ -131,10 +155,18 @@ def save_eight_bits(model: Path, folder: Path, dtype: torch.dtype = torch.int8) 
         return {"weight": (whole.round() if dtype == torch.int8 else whole).to(dtype), "weight_scale": scale}
 
     kind = {"num_bits": 8, "type": "int" if dtype == torch.int8 else "float", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": {**kind, "strategy": "channel", "dynamic": False},
-             "input_activations": {**kind, "strategy": "token", "dynamic": True}}  # fmt: skip
-    scheme = {"quant_method": "compressed-tensors", "format": f"{kind['type']}-quantized", "ignore": ["lm_head"],
-              "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+    group = {
+        "targets": ["Linear"],
+        "weights": {**kind, "strategy": "channel", "dynamic": False},
+        "input_activations": {**kind, "strategy": "token", "dynamic": True},
+    }
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind['type']}-quantized",
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
     return _save_with(model, folder, pack, scheme)
 
 
@@ -144,9 +176,13 @@ def save_with_eyes(model: Path, folder: Path) -> Path:
 
     language = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     vision = transformers.Idefics3VisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=_SIDE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=_SIDE,
         patch_size=_PATCH,
-    )  # fmt: skip
+    )
     config = transformers.Idefics3Config(
         vision_config=vision, text_config=language.config, image_token_id=IMAGE, pad_token_id=0, scale_factor=1
     )
@@ -165,15 +201,37 @@ def save_with_eyes(model: Path, folder: Path) -> Path:
 
 SEES = (252, 250, 253)  # a picture in a prompt of `save_with_several_positions`: its start, itself, its end
 SEVERAL_POSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Qwen2VL": ({"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": _PATCH},
-                {"mrope_section": [4, 6, 6]}),
-    "Qwen2_5_VL": ({"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
-                    "patch_size": _PATCH, "fullatt_block_indexes": [0], "window_size": 4 * _PATCH},
-                   {"mrope_section": [4, 6, 6]}),
-    "Qwen3VL": ({"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
-                 "patch_size": _PATCH, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
-                {"mrope_section": [6, 5, 5], "mrope_interleaved": True}),
-}  # fmt: skip
+    "Qwen2VL": (
+        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": _PATCH},
+        {"mrope_section": [4, 6, 6]},
+    ),
+    "Qwen2_5_VL": (
+        {
+            "depth": 1,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": _PATCH,
+            "fullatt_block_indexes": [0],
+            "window_size": 4 * _PATCH,
+        },
+        {"mrope_section": [4, 6, 6]},
+    ),
+    "Qwen3VL": (
+        {
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": _PATCH,
+            "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 64,
+        },
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    ),
+}
 """Vision tower and rotary embedding of models whose positions have three dimensions (M-RoPE)."""
 
 
@@ -184,17 +242,31 @@ def save_with_several_positions(
     import transformers
     from architectures import EXIT, SHAPE, _randomise
 
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    )
     tower, rope = SEVERAL_POSITIONS[kind]
-    text = {**{name: SHAPE[name] for name in names}, "head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope}, "bos_token_id": 1,
-            "eos_token_id": 2}  # fmt: skip
+    text = {
+        **{name: SHAPE[name] for name in names},
+        "head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     special = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), SEES, strict=True))
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**text, **changes}, vision_config={**tower, **(vision or {})}, tie_word_embeddings=False,
-        video_token_id=251, **special,
-    )  # fmt: skip
+        text_config={**text, **changes},
+        vision_config={**tower, **(vision or {})},
+        tie_word_embeddings=False,
+        video_token_id=251,
+        **special,
+    )
     torch.manual_seed(0)
     model: Any = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
     with torch.no_grad():

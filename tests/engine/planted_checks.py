@@ -54,8 +54,9 @@ def checks(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Cal
             file = check_file.with_words(check_file.read(other), [*words, f"results_dir={results}"])
             file = replace(file, after=(), runs=1, cases=file.cases[first:])
             cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.cases]
-            return stage.run(file, cfgs, open_engine=opener, bench=bench.run, plant=fault,
-                            reuse_baseline=bool(opener.engines))  # fmt: skip
+            return stage.run(
+                file, cfgs, open_engine=opener, bench=bench.run, plant=fault, reuse_baseline=bool(opener.engines)
+            )
 
         yield run
 

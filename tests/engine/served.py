@@ -53,8 +53,14 @@ def served(
     command = ["serve", *words, *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1", *ONE_PROCESS_FEWER, *options]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     with open(log, "wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *command], stdout=out, stderr=out, cwd=folder,
-                                   env=inherited | NOTHING_COMPILED | environment, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "selfspec_cli", *command],
+            stdout=out,
+            stderr=out,
+            cwd=folder,
+            env=inherited | NOTHING_COMPILED | environment,
+            start_new_session=True,
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait(process, url, log)

@@ -51,9 +51,11 @@ def beside(folder: Path, *paths: Path, method: str, own_process: str = "1") -> s
     path = [str(one) for one in (metadata.parent, *paths)]
     env: dict[str, Any] = os.environ | {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": own_process, "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_LOGGING_LEVEL": "INFO", "XDG_CACHE_HOME": str(folder / "cache"),
-    }  # fmt: skip
+        "VLLM_ENABLE_V1_MULTIPROCESSING": own_process,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
     words = [sys.executable, str(script), str(save_tiny("llama", folder / "llama")), method]
     run = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=400)
     return run.stdout + run.stderr

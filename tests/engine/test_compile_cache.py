@@ -60,8 +60,10 @@ def test_what_a_plain_engine_compiled_is_loaded_and_a_draft_is_compiled_once_for
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)
     env = os.environ | {
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "1",
-    }  # fmt: skip
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_AOT_COMPILE": "1",
+    }
     command = [sys.executable, str(script), str(model)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
     found = [json.loads(line.removeprefix("FOUND")) for line in run.stdout.splitlines() if line.startswith("FOUND")]

@@ -28,8 +28,10 @@ def asked(number: int) -> dict[str, Any]:
 
 def parameters(own: bool) -> list[Any]:
     """The batch shrinks towards the end. own: requests ask for something of their own, alternating."""
-    return [greedy(24 + 6 * number, **({"extra_args": asked(number) or None} if own else {}))
-            for number in range(len(PROMPTS))]  # fmt: skip
+    return [
+        greedy(24 + 6 * number, **({"extra_args": asked(number) or None} if own else {}))
+        for number in range(len(PROMPTS))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,11 @@ def watch(engine: Live) -> Seen:
             contexts = (batch.num_tokens_no_spec[: batch.num_reqs] - 1).tolist()
             drafts = propose(num_speculative_tokens, **arguments)
             going = [bool(one) and not drafter._ended(row) for row, one in enumerate(drafter._sampled)]
-            seen.extend((len(drafts), context, name, len(draft)) for context, name, draft, goes
-                        in zip(contexts, batch.req_ids, drafts, going, strict=False) if goes)  # fmt: skip
+            seen.extend(
+                (len(drafts), context, name, len(draft))
+                for context, name, draft, goes in zip(contexts, batch.req_ids, drafts, going, strict=False)
+                if goes
+            )
             return drafts
 
         drafter.propose = watched

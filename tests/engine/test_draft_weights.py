@@ -175,9 +175,16 @@ def experts_on_disk(path: Any, layer: int) -> dict[str, Tensor]:
     count = 1 + max(int(name.partition("experts.")[2].partition(".")[0]) for name in weights if "experts." in name)
 
     def stacked(*names: str) -> Tensor:
-        return torch.stack([next(weight for key, weight in weights.items()
-                                 if any(key.endswith(f"experts.{number}.{name}.weight") for name in names))
-                            for number in range(count)])  # fmt: skip
+        return torch.stack(
+            [
+                next(
+                    weight
+                    for key, weight in weights.items()
+                    if any(key.endswith(f"experts.{number}.{name}.weight") for name in names)
+                )
+                for number in range(count)
+            ]
+        )
 
     gate_and_up = torch.cat([stacked("w1", "gate_proj"), stacked("w3", "up_proj")], dim=1)
     return {"w13_weight": gate_and_up, "w2_weight": stacked("w2", "down_proj")}

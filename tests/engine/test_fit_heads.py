@@ -59,9 +59,16 @@ def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
     path, folder = expected("llama").path, tmp_path_factory.mktemp("heads")
     (folder / "quarter.txt").write_text(" ".join(map(str, range(1, VOCAB, 4))))
     done = fit.run(
-        config(path, folder), layers=EXITS, heads=NAMES, pairs=PAIRS, ridge=RIDGE, corpus="random",
-        vocabularies=("full", str(folder / "quarter.txt")), replay=REPLAYED, timed=1,
-    )  # fmt: skip
+        config(path, folder),
+        layers=EXITS,
+        heads=NAMES,
+        pairs=PAIRS,
+        ridge=RIDGE,
+        corpus="random",
+        vocabularies=("full", str(folder / "quarter.txt")),
+        replay=REPLAYED,
+        timed=1,
+    )
     reports = {(r["layer"], r["head"], "full" if r["vocab"] == "full" else "quarter"): r for r in done.reports}
     assert len(reports) == len(done.reports) == len(EXITS) * len(NAMES) * 2
     return Fitted(path, folder, reports)
@@ -123,8 +130,14 @@ def test_the_fit_is_that_of_transformers_hidden_states(fitted):
     assert found["pairs"] == report.pairs == PAIRS
 
 
-KEYS = [(2, "lsq", "full"), (4, "lens", "full"), (4, "lsq_argmax", "quarter"), (4, "translator", "quarter"),
-        (4, "translator_r4", "quarter"), (2, "translator_bias", "full")]  # fmt: skip
+KEYS = [
+    (2, "lsq", "full"),
+    (4, "lens", "full"),
+    (4, "lsq_argmax", "quarter"),
+    (4, "translator", "quarter"),
+    (4, "translator_r4", "quarter"),
+    (2, "translator_bias", "full"),
+]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)

@@ -11,8 +11,9 @@ from models import LAYERS, VOCAB
 pytestmark = pytest.mark.engine
 
 K, FREE = 4, 10
-PROMPTS = [(prompt[:15] * 9)[:100] if number % 2 else prompt
-           for number, prompt in enumerate(ragged_prompts(12, VOCAB, seed=6))]  # fmt: skip
+PROMPTS = [
+    (prompt[:15] * 9)[:100] if number % 2 else prompt for number, prompt in enumerate(ragged_prompts(12, VOCAB, seed=6))
+]
 """Every second prompt says the same again and again: requests with a match run beside others."""
 
 
@@ -83,8 +84,9 @@ def seen(engine: Live) -> dict[bool, set[int]]:
 
 
 def test_with_a_table_gate_auto_copies_a_window_and_preemption(model_dir, plain):
-    spec = layer_skip(LAYERS, K, free_drafts=FREE, draft_weights="int8", gate="auto",
-                      length_table="1:3 6:2", draft_window=32)  # fmt: skip
+    spec = layer_skip(
+        LAYERS, K, free_drafts=FREE, draft_weights="int8", gate="auto", length_table="1:3 6:2", draft_window=32
+    )
     small = {"kv_cache_memory_bytes": 24 * 2**16, "max_model_len": 384}
     with live(model_dir("llama"), spec, **small) as engine:
         lengths = seen(engine)[False]

@@ -70,7 +70,10 @@ def test_recording_changes_nothing_and_agrees_with_vllms_counters(drafting, plai
     drafting.call("early_exit_set_gate", gate, GATES[gate], CALIBRATION)
     made, log = recorded(drafting, plain)
     assert (len(log.drafted), int(log.drafted.sum()), int(log.accepted.sum())) == (
-        made.rounds, made.drafted, made.accepted)  # fmt: skip
+        made.rounds,
+        made.drafted,
+        made.accepted,
+    )
     assert len(log.request.unique()) == len(PROMPTS)
     assert torch.isfinite(log.statistics[log.was_drafted]).all()
     if gate != "none":

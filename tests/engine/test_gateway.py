@@ -23,8 +23,10 @@ from served import ENGINE_FORKED, START_SECONDS, free_port, metric, served
 pytestmark = pytest.mark.engine
 
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n", "# grüße, 世界 🙂\nimport os\n", "for index in range(10):\n")
-EXAMPLE = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": ' \
-          '{"shared_storage_path": "%s"}}'  # fmt: skip
+EXAMPLE = (
+    '{"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
+    '{"shared_storage_path": "%s"}}'
+)
 
 
 @dataclass
@@ -40,8 +42,9 @@ class Both:
 
     def complete(self, prompt: str, tokens: int = 48, backend: str | None = None, **more: Any) -> Any:
         wishes = {"selfspec": {"backend": backend} if backend else {}, "ignore_eos": True}
-        return self.client.completions.create(model="reference", prompt=prompt, max_tokens=tokens, temperature=0,
-                                              extra_body=wishes, **more)  # fmt: skip
+        return self.client.completions.create(
+            model="reference", prompt=prompt, max_tokens=tokens, temperature=0, extra_body=wishes, **more
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         time.sleep(0.6)  # the log is written several times a second
@@ -65,10 +68,18 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 def gateway(folder: Path, early: str, plain: str) -> Iterator[str]:
     """`selfspec gateway` over these servers, once all of its backends take requests."""
     port, file = free_port(), folder / "gateway.yaml"
-    backends = [{"name": "plain", "kind": "local", "url": plain}, {"name": "early", "kind": "local", "url": early},
-                {"name": "split", "kind": "split", "url": early, "prefill": plain, "weights": "split"}]  # fmt: skip
-    settings = {"port": port, "results_dir": str(folder), "ledger": {"plain_share": 0.0}, "log_text": True,
-                "backends": [{**one, "serves": ["reference"]} for one in backends]}  # fmt: skip
+    backends = [
+        {"name": "plain", "kind": "local", "url": plain},
+        {"name": "early", "kind": "local", "url": early},
+        {"name": "split", "kind": "split", "url": early, "prefill": plain, "weights": "split"},
+    ]
+    settings = {
+        "port": port,
+        "results_dir": str(folder),
+        "ledger": {"plain_share": 0.0},
+        "log_text": True,
+        "backends": [{**one, "serves": ["reference"]} for one in backends],
+    }
     file.write_text(json.dumps(settings))
     with open(folder / "gateway.log", "wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", "gateway", str(file)], stdout=out, stderr=out)
@@ -98,8 +109,9 @@ def test_clients_get_the_models_own_text_from_every_backend(both):
 
 
 def test_what_clients_ask_for_comes_through(both):
-    answer = both.complete(PROMPTS[0], tokens=4, backend="early", logprobs=2, stream=True,
-                           stream_options={"include_usage": True})  # fmt: skip
+    answer = both.complete(
+        PROMPTS[0], tokens=4, backend="early", logprobs=2, stream=True, stream_options={"include_usage": True}
+    )
     parts = list(answer)
     assert sum(len(part.choices[0].logprobs.tokens) for part in parts if part.choices) == 4
     assert parts[-1].usage.completion_tokens == 4
@@ -107,8 +119,13 @@ def test_what_clients_ask_for_comes_through(both):
         model="reference", prompt="def ", max_tokens=8, n=3, seed=1, temperature=1.0
     )
     assert len({choice.text for choice in several.choices}) > 1
-    picked = both.client.completions.create(model="reference", prompt="def ", max_tokens=8, temperature=0,
-                                            extra_body={"structured_outputs": {"choice": ["yes", "no"]}})  # fmt: skip
+    picked = both.client.completions.create(
+        model="reference",
+        prompt="def ",
+        max_tokens=8,
+        temperature=0,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
     assert picked.choices[0].text in ("yes", "no")
     with pytest.raises(openai.BadRequestError) as refused:
         both.complete(PROMPTS[0], tokens=100_000)  # a prompt of one token ends an engine with the example connector
@@ -152,14 +169,37 @@ def test_the_gateway_knows_what_drafts_are_worth(both):
 def test_vllms_own_benchmark_runs_against_it(both, tmp_path):
     from selfspec_cli.config import paths
 
-    code = "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); " \
-           "serve.add_cli_args(parser); serve.main(parser.parse_args())"  # fmt: skip
-    words = ["--backend", "openai", "--base-url", both.url, "--model", "reference", "--tokenizer",
-             str(paths.reference_model_dir()), "--dataset-name", "random", "--random-input-len", "16",
-             "--random-output-len", "16", "--num-prompts", "8", "--max-concurrency", "4", "--save-result",
-             "--result-dir", str(tmp_path), "--ignore-eos"]  # fmt: skip
-    run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=START_SECONDS,
-                         check=False)  # fmt: skip
+    code = (
+        "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
+        "serve.add_cli_args(parser); serve.main(parser.parse_args())"
+    )
+    words = [
+        "--backend",
+        "openai",
+        "--base-url",
+        both.url,
+        "--model",
+        "reference",
+        "--tokenizer",
+        str(paths.reference_model_dir()),
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        "16",
+        "--random-output-len",
+        "16",
+        "--num-prompts",
+        "8",
+        "--max-concurrency",
+        "4",
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+        "--ignore-eos",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=START_SECONDS, check=False
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())

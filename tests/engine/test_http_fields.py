@@ -25,8 +25,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 TOKENS = 12
 PLAIN: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 3}}, "required": ["city"],
-          "additionalProperties": False}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 3}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 
 # Field of vLLM's CompletionRequest -> a request's fields. Those that both APIs have are asked for in both.
@@ -113,8 +117,17 @@ def server(model_dir, tmp_path_factory) -> Iterator[str]:
     save_tokenizer(folder / "llama", "<think>", "</think>")
     (folder / "template.jinja").write_text(TEMPLATE)
     words = [f"model={folder / 'llama'}", f"layer={LAYERS // 2}", "k=4", "model.dtype=float32"]
-    options = ["--served-model-name", "tiny", "--chat-template", str(folder / "template.jinja"), "--reasoning-parser",
-               "deepseek_r1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # fmt: skip
+    options = [
+        "--served-model-name",
+        "tiny",
+        "--chat-template",
+        str(folder / "template.jinja"),
+        "--reasoning-parser",
+        "deepseek_r1",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+    ]
     with served(Path(folder), words, options) as (_, url, _):
         yield url
 

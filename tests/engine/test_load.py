@@ -30,13 +30,40 @@ def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
     prompts = tmp_path / "questions.jsonl"
     rows = [{"prompt": f"{number} " * (3 + number), "category": "odd" if number % 2 else "even"} for number in range(6)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [f"model={model}", "model.dtype=float32", "model.max_model_len=256", f"layer={LAYERS // 2}", "k=4",
-             "gate=maxp", f"tau={GATES['maxp']}", "engine.enforce_eager=true", "engine.max_num_seqs=4",
-             "engine.kv_cache_gib=0.0625", f"workload.prompts={prompts}", "workload.num_prompts=6",
-             "workload.input_len=64", "workload.output_len=24", "load.share=0.5", "load.clients=4",
-             "load.requests=12", "load.repeats=2", f"results_dir={tmp_path / 'results'}"]  # fmt: skip
-    command = [sys.executable, "-m", "selfspec_cli", "load", *words, "--tpot-limit", "100000", "--json", "--",
-               "--distributed-executor-backend", "uni"]  # fmt: skip
+    words = [
+        f"model={model}",
+        "model.dtype=float32",
+        "model.max_model_len=256",
+        f"layer={LAYERS // 2}",
+        "k=4",
+        "gate=maxp",
+        f"tau={GATES['maxp']}",
+        "engine.enforce_eager=true",
+        "engine.max_num_seqs=4",
+        "engine.kv_cache_gib=0.0625",
+        f"workload.prompts={prompts}",
+        "workload.num_prompts=6",
+        "workload.input_len=64",
+        "workload.output_len=24",
+        "load.share=0.5",
+        "load.clients=4",
+        "load.requests=12",
+        "load.repeats=2",
+        f"results_dir={tmp_path / 'results'}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "selfspec_cli",
+        "load",
+        *words,
+        "--tpot-limit",
+        "100000",
+        "--json",
+        "--",
+        "--distributed-executor-backend",
+        "uni",
+    ]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ENGINE_FORKED
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,8 +22,11 @@ def test_the_parts_of_a_run_add_up_to_its_wall_time(model_dir, tmp_path, report)
         model=ModelConfig(path=str(model_dir("llama")), max_model_len=256),
         engine=replace(EngineConfig(), enforce_eager=True, kv_cache_gib=0.1, extra={"skip_tokenizer_init": True}),
         workload=WorkloadConfig(name="short", prompts="random", num_prompts=2, batch=2, output_len=32),
-        method=Method.layer_skip, layer=3, k=3, results_dir=str(tmp_path),
-    )  # fmt: skip
+        method=Method.layer_skip,
+        layer=3,
+        k=3,
+        results_dir=str(tmp_path),
+    )
     found = {}
     for cfg in (replace(drafting, method=Method.baseline), drafting):
         made, path = profile.run(cfg, open_engine=open_engine, tokens=24)

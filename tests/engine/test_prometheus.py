@@ -25,8 +25,7 @@ pytestmark = [pytest.mark.engine, programs.needs("prometheus", "promtool")]
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 CODE = "def read_lines(path):\n"
 K, MANY, LONG = 4, 3, 150
-SETTINGS = ["layer=3", f"k={K}", "gate=auto",
-            f"length_table={MANY}:0 1@{LONG}:0"]  # fmt: skip
+SETTINGS = ["layer=3", f"k={K}", "gate=auto", f"length_table={MANY}:0 1@{LONG}:0"]
 WINDOW = "10m"  # of a rate; Grafana puts in one that fits its own zoom
 
 
@@ -142,8 +141,12 @@ def prometheus(url: str, folder: Path) -> Iterator[Callable[..., Any]]:
     text = text.replace("localhost:8000", url.removeprefix("http://")).replace("15s", "2s")
     (folder / "prometheus.yml").write_text(text, encoding="utf-8")
     port, log = free_port(), folder / "prometheus.log"
-    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-               f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
+    command = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
 
     def ask(query: str | None, what: str = "query") -> Any:
         parameters = {} if query is None else {"query": query}

@@ -34,8 +34,10 @@ def test_every_round_is_the_references(model_dir, report):
             log = DraftLog.from_plain(engine.call("early_exit_recorded"), K)
             gate = always if threshold is None else confident(threshold)
             draft = partial(model, layers=layer)
-            want = [generate(model, draft, model.new_cache(len(prompt) + LENGTH + 2 * K), prompt, LENGTH, k, gate)
-                    for prompt in PROMPTS]  # fmt: skip
+            want = [
+                generate(model, draft, model.new_cache(len(prompt) + LENGTH + 2 * K), prompt, LENGTH, k, gate)
+                for prompt in PROMPTS
+            ]
             assert not differing(got, [text for text, _ in want])
             rounds = {tuple(made) for _, made in want}
             assert {tuple(rounds_of(log, number)) for number in range(len(PROMPTS))} == rounds

@@ -131,9 +131,8 @@ def test_every_field_of_a_request_is_in_this_file():
 def test_each_field_alone(drafting: Live, wanted):
     before = drafting.counts()
     wrong = [
-        name for name in FIELDS
-        if not same(answer(drafting.generate([PROMPTS[name]], request(name))[0]), wanted[name])
-    ]  # fmt: skip
+        name for name in FIELDS if not same(answer(drafting.generate([PROMPTS[name]], request(name))[0]), wanted[name])
+    ]
     assert not wrong
     (drafting.counts() - before).require_both_verdicts()
 

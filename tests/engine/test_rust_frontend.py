@@ -41,15 +41,26 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rust")
-    words = ["model=reference", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.25",
-             "layer=6", "k=4"]  # fmt: skip
+    words = [
+        "model=reference",
+        "engine.enforce_eager=true",
+        "engine.max_num_seqs=4",
+        "engine.kv_cache_gib=0.25",
+        "layer=6",
+        "k=4",
+    ]
     (cfg,) = compose_runs(None, words, sweep=False)
     made = deployment(cfg, folder)
     script = folder / "serve.py"
     script.write_text(SERVE)
     command = [sys.executable, str(script), "serve", made.model, *made.arguments(), "--no-enable-prefix-caching"]
-    environment = {**os.environ, **made.environment, "VLLM_USE_RUST_FRONTEND": "1", "VLLM_SERVER_DEV_MODE": "1",
-                   "VLLM_LOGGING_LEVEL": "WARNING"}  # fmt: skip
+    environment = {
+        **os.environ,
+        **made.environment,
+        "VLLM_USE_RUST_FRONTEND": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     with servers.started(command, (), cfg, folder / "server.log", environment) as found:
         assert any(name == Path(PROGRAM).name[:15] for _, name, _ in found.processes())
         yield found

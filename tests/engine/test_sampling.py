@@ -104,8 +104,11 @@ def exact(logits) -> np.ndarray:
 
 
 CUT: dict[str, Any] = {"min_p": 0.03, "logit_bias": {3: 2.0, 7: -2.0, 11: 1.0}}
-WITH_AND_WITHOUT = {"min_p and logit_bias": CUT, "min_p alone": {"min_p": CUT["min_p"]},
-                    "logit_bias alone": {"logit_bias": CUT["logit_bias"]}}  # fmt: skip
+WITH_AND_WITHOUT = {
+    "min_p and logit_bias": CUT,
+    "min_p alone": {"min_p": CUT["min_p"]},
+    "logit_bias alone": {"logit_bias": CUT["logit_bias"]},
+}
 
 
 @dataclass(frozen=True)

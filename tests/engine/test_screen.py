@@ -22,10 +22,21 @@ from pseudo_terminal import Terminal
 pytestmark = pytest.mark.engine
 
 WORDS = [
-    "sweep", "gate=varH", "tau_v=4,5", "layer=3", "k=3", "model=./tiny", "model.max_model_len=256",
-    "engine.enforce_eager=true", "engine.kv_cache_gib=0.1", "engine.extra.skip_tokenizer_init=true",
-    "workload.prompts=random", "workload.num_prompts=2", "workload.output_len=48", "perplexity_tokens=0",
-]  # fmt: skip
+    "sweep",
+    "gate=varH",
+    "tau_v=4,5",
+    "layer=3",
+    "k=3",
+    "model=./tiny",
+    "model.max_model_len=256",
+    "engine.enforce_eager=true",
+    "engine.kv_cache_gib=0.1",
+    "engine.extra.skip_tokenizer_init=true",
+    "workload.prompts=random",
+    "workload.num_prompts=2",
+    "workload.output_len=48",
+    "perplexity_tokens=0",
+]
 FOREIGN = ("INFO", "WARNING", "Triton", "NUMA", "safetensors", "vllm/", "UserWarning")
 
 

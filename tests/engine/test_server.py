@@ -184,17 +184,25 @@ def test_a_stop_string_ends_the_text_before_it(server, plain):
 
 
 def test_structured_output(server):
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer",
-              "minimum": 0, "maximum": 999}}, "required": ["name", "size"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        },
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "file", "schema": schema}}
     messages = [{"role": "user", "content": '{"name": "a", "size": 1}'}]
     answer = server.ask("a JSON schema", messages=messages, response_format=form, max_tokens=200)
     found = json.loads(answer.choices[0].message.content)
     assert set(found) == {"name", "size"} and isinstance(found["size"], int)
     words = {"structured_outputs": {"choice": ["True", "False", "None"]}}
-    assert server.ask("one of three words", prompt="flag = ", extra_body=words).choices[0].text in words[
-        "structured_outputs"
-    ]["choice"]  # fmt: skip
+    assert (
+        server.ask("one of three words", prompt="flag = ", extra_body=words).choices[0].text
+        in words["structured_outputs"]["choice"]
+    )
 
 
 def test_a_client_that_goes_away_leaves_the_server_free(server, plain):
@@ -208,8 +216,12 @@ def test_a_client_that_goes_away_leaves_the_server_free(server, plain):
     while server.metric("num_requests_running") or server.metric("num_requests_waiting"):
         assert time.monotonic() < until, "the request of a client that is gone goes on"
         time.sleep(0.05)
-    server.transcript += ["## a client that goes away after three parts", f"parts: {json.dumps(parts)}",
-                          f"requests running afterwards: {server.metric('num_requests_running'):g}", ""]  # fmt: skip
+    server.transcript += [
+        "## a client that goes away after three parts",
+        f"parts: {json.dumps(parts)}",
+        f"requests running afterwards: {server.metric('num_requests_running'):g}",
+        "",
+    ]
     assert server.ask("and then", prompt=PROMPT).choices[0].text == plain
 
 

@@ -69,9 +69,18 @@ def plain(model: Path) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Starts a server, with more environment; each one that it started is ended with the module."""
-    words = [f"model={model}", "model.dtype=float32", f"model.max_model_len={LIMIT}", f"layer={LAYERS // 2}", "k=4",
-             "gate=maxp", f"tau={GATES['maxp']}", "engine.enforce_eager=true", f"engine.max_num_seqs={CROWD}",
-             f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}"]  # fmt: skip
+    words = [
+        f"model={model}",
+        "model.dtype=float32",
+        f"model.max_model_len={LIMIT}",
+        f"layer={LAYERS // 2}",
+        "k=4",
+        "gate=maxp",
+        f"tau={GATES['maxp']}",
+        "engine.enforce_eager=true",
+        f"engine.max_num_seqs={CROWD}",
+        f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}",
+    ]
     (cfg,) = compose_runs(None, words)
     folder = tmp_path_factory.mktemp("servers")
     log = folder / "server.log"
@@ -89,8 +98,15 @@ def server(plain: Any, start: Callable[..., Server]) -> Server:
 
 
 def body(server: Server, ids: list[int], length: int = LENGTH, **more: Any) -> dict[str, Any]:
-    return {"model": server.model, "prompt": ids, "max_tokens": length, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, **more}  # fmt: skip
+    return {
+        "model": server.model,
+        "prompt": ids,
+        "max_tokens": length,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
 
 
 def complete(server: Server, ids: list[int], length: int = LENGTH) -> list[int]:
@@ -165,8 +181,17 @@ def test_requests_at_the_limit_are_answered_to_the_last_token_and_longer_ones_ar
 
 def test_what_is_no_request_is_refused_beside_others_that_are_answered(server, plain):
     good = body(server, PROMPTS[0])
-    changes = ({"prompt": [VOCAB + 5]}, {"prompt": [-1]}, {"prompt": []}, {"max_tokens": -3}, {"temperature": -1},
-               {"top_p": 7}, {"n": 0}, {"model": "nobody"}, {"vllm_xargs": {"selfspec_k": 99}})  # fmt: skip
+    changes = (
+        {"prompt": [VOCAB + 5]},
+        {"prompt": [-1]},
+        {"prompt": []},
+        {"max_tokens": -3},
+        {"temperature": -1},
+        {"top_p": 7},
+        {"n": 0},
+        {"model": "nobody"},
+        {"vllm_xargs": {"selfspec_k": 99}},
+    )
     wrong = [b"", b"{", b"[1, 2]", json.dumps(good)[:-9].encode()]
     wrong += [json.dumps(good | change).encode() for change in changes]
     headers = {"Content-Type": "application/json"}
@@ -188,8 +213,10 @@ def _half_a_request(server: Server) -> None:
     """A client that promises more than it sends."""
     where = urlsplit(server.url)
     with socket.create_connection((where.hostname, where.port)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-                           b"Content-Length: 5000\r\n\r\n" + b'{"model": ')  # fmt: skip
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 5000\r\n\r\n" + b'{"model": '
+        )
 
 
 def test_gate_and_draft_length_changed_while_it_serves(server, plain):

@@ -91,8 +91,14 @@ def test_a_sweep_over_a_gate_and_a_head_of_another_package(toy, expected, tmp_pa
     given = [f"model={model}", "engine.enforce_eager=true", "engine.kv_cache_gib=0.0625", f"head_dir={tmp_path}/heads"]
     given += ["workload.prompts=random", "workload.input_len=24", "workload.output_len=32", "workload.num_prompts=4"]
     grid = ["gate=ratio", f"layer={EXIT}", "k=3", "perplexity_tokens=0", "repeats=3", "warmup=0"]
-    fit.run(config(model, tmp_path / "heads"), layers=[EXIT], heads=("one_direction",), pairs=1000, ridge=1e-3,
-            corpus="random")  # fmt: skip
+    fit.run(
+        config(model, tmp_path / "heads"),
+        layers=[EXIT],
+        heads=("one_direction",),
+        pairs=1000,
+        ridge=1e-3,
+        corpus="random",
+    )
     results = tmp_path / "results"
     words = ["sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}"]
     (plan,) = planned(*words).splitlines()

@@ -101,5 +101,9 @@ def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_pa
     path, few = model("llama"), torch.arange(0, VOCAB, 2)
     down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
     head = saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path)
-    check(path, {"draft_weights": "fp8"}, lsq_head_path=head, bytes_of_head=4 * HIDDEN * len(few) // 2
-          + 4 * 2 * HIDDEN * RANK + 8 * len(few))  # fmt: skip
+    check(
+        path,
+        {"draft_weights": "fp8"},
+        lsq_head_path=head,
+        bytes_of_head=4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few),
+    )

@@ -109,8 +109,12 @@ def test_keys_and_values_that_another_engine_made(model_dir, tmp_path):
     stored = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=where)
     prompts = [prompt * 8 for prompt in ragged_prompts(8, VOCAB, seed=11)]
     prompts, params = [prompt[:200] for prompt in prompts], greedy(40)
-    shared = {"kv_transfer_config": stored, "enable_prefix_caching": False, "max_num_batched_tokens": 2048,
-              "kv_cache_memory_bytes": 2**27}  # fmt: skip
+    shared = {
+        "kv_transfer_config": stored,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 2**27,
+    }
     with live(model_dir("llama"), **shared) as engine:
         want = tokens(engine.generate(prompts, params))
     assert any(tmp_path.iterdir())

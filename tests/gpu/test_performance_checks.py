@@ -63,9 +63,11 @@ def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, An
                 fine = caught[fault] in red(verdict)
             found["passed"] &= fine
             found["verdicts"][fault or "none"] = verdict
-            print(f"{'ok  ' if fine else 'FAIL'} {fault or 'no fault'}: {verdict['outcome']}"
-                  f" ({', '.join(sorted(red(verdict))) or 'nothing'} red), {time.perf_counter() - start:.1f} s",
-                  flush=True)  # fmt: skip
+            print(
+                f"{'ok  ' if fine else 'FAIL'} {fault or 'no fault'}: {verdict['outcome']}"
+                f" ({', '.join(sorted(red(verdict))) or 'nothing'} red), {time.perf_counter() - start:.1f} s",
+                flush=True,
+            )
     return found
 
 

@@ -97,10 +97,19 @@ more than 64 query rows a KV head, and in longer ones otherwise. It rounds a blo
 largest score so far, so a token's output depends on its neighbours (`tile_size_fwd_sm90`, `use_one_mma_wg`)."""
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 KEPT = (
-    "tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization", "model_impl",
-    "kv_cache_dtype", "enable_expert_parallel", "long_prefill_token_threshold", "dtype",
+    "tensor_parallel_size",
+    "max_num_seqs",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "quantization",
+    "model_impl",
+    "kv_cache_dtype",
+    "enable_expert_parallel",
+    "long_prefill_token_threshold",
+    "dtype",
     "load_format",
-)  # fmt: skip
+)
 """Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
 LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens generated; 256 on average
@@ -230,10 +239,13 @@ def short() -> Requests:
 def wishes() -> Requests:
     """Penalties, stops and a least number of tokens, each beside requests without."""
     kinds: list[dict[str, Any]] = [
-        {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-        {"stop_token_ids": [7, 11], "ignore_eos": False}, {"min_tokens": 24, "ignore_eos": False},
+        {},
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"stop_token_ids": [7, 11], "ignore_eos": False},
+        {"min_tokens": 24, "ignore_eos": False},
         {"stop": ["ab", "c"], "detokenize": True, "include_stop_str_in_output": True},
-    ]  # fmt: skip
+    ]
     return PROMPTS, [greedy(length, **kinds[number % 6]) for number, length in enumerate(LENGTHS)]
 
 
@@ -716,11 +728,23 @@ def kernel_rows() -> dict[str, int]:
         out = torch.empty(int(rows.sum()), heads, size, dtype=torch.bfloat16, device="cuda")
         table = torch.arange(len(keys), dtype=torch.int32, device="cuda").repeat(len(parts), 1)
         flash_attn_varlen_func(
-            torch.cat(parts), keys, values, max_seqlen_q=int(rows.max()), cu_seqlens_q=rows.cumsum(0).int(),
-            max_seqlen_k=length, seqused_k=torch.full((len(parts),), length, dtype=torch.int32, device="cuda"),
-            softmax_scale=size**-0.5, causal=True, block_table=table, out=out, q_descale=one, k_descale=one,
-            v_descale=one, num_splits=1, fa_version=3,
-        )  # fmt: skip
+            torch.cat(parts),
+            keys,
+            values,
+            max_seqlen_q=int(rows.max()),
+            cu_seqlens_q=rows.cumsum(0).int(),
+            max_seqlen_k=length,
+            seqused_k=torch.full((len(parts),), length, dtype=torch.int32, device="cuda"),
+            softmax_scale=size**-0.5,
+            causal=True,
+            block_table=table,
+            out=out,
+            q_descale=one,
+            k_descale=one,
+            v_descale=one,
+            num_splits=1,
+            fa_version=3,
+        )
         return out[len(parts[0]) - 1]
 
     found = {}

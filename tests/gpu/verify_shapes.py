@@ -107,8 +107,14 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | {"PYTHONPATH": paths}
     try:
-        done = subprocess.run(words(name, folder, options.results, options), capture_output=True, text=True,
-                              timeout=LIMIT, env=environment, check=False)  # fmt: skip
+        done = subprocess.run(
+            words(name, folder, options.results, options),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env=environment,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         said = error.stderr or b""
         return made | {"verdict": None, "error": f"not done after {LIMIT} s: {said[-2000:]!r}"}

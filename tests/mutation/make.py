@@ -18,8 +18,16 @@ from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 
-OUTSIDE = (cst.BaseNumber, cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.ComparisonTarget,
-           cst.Lambda, cst.Name, cst.IfExp)  # fmt: skip
+OUTSIDE = (
+    cst.BaseNumber,
+    cst.BinaryOperation,
+    cst.UnaryOperation,
+    cst.BooleanOperation,
+    cst.ComparisonTarget,
+    cst.Lambda,
+    cst.Name,
+    cst.IfExp,
+)
 
 
 @dataclass(frozen=True)

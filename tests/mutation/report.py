@@ -44,8 +44,10 @@ def table(found: list[Row], groups: list[Row]) -> list[str]:
     modules = defaultdict(list)
     for row in found:
         modules[row["module"]].append(row)
-    lines = ["| module | mutants | killed before | killed now | explained | left | not reached |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| module | mutants | killed before | killed now | explained | left | not reached |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, here in [*modules.items(), ("all", found)]:
         killed = [row for row in here if row["verdict"] in (KILLED, TIMEOUT)]
         before = sum(not row.get("newer") for row in killed)

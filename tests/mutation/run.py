@@ -120,8 +120,11 @@ class Session:
         self.reached = self.cov.get_data()
         gc.collect()
         functions = [thing for thing in gc.get_objects() if type(thing) is FunctionType]
-        self.caches = [thing for thing in gc.get_objects() if type(thing) is functools._lru_cache_wrapper
-                       and thing.__module__.startswith("selfspec_cli")]  # fmt: skip
+        self.caches = [
+            thing
+            for thing in gc.get_objects()
+            if type(thing) is functools._lru_cache_wrapper and thing.__module__.startswith("selfspec_cli")
+        ]
         gc.freeze()
         for path in self.modules:
             here = [function for function in functions if function.__code__.co_filename == str(path)]
@@ -150,8 +153,11 @@ class Session:
         kept = [row for row in rows(self.out) if not whole or row["module"] != name or key_of(row) in current]
         self.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
         spent = sum(os.times()[:4]) - cpu
-        print(f"\n{name}: {dict(tally)}, {spent:.0f} s of CPU in {time.time() - started:.0f} s",
-              file=sys.__stderr__, flush=True)  # fmt: skip
+        print(
+            f"\n{name}: {dict(tally)}, {spent:.0f} s of CPU in {time.time() - started:.0f} s",
+            file=sys.__stderr__,
+            flush=True,
+        )
 
     def _verdict(self, mutant: Mutant, path: Path, functions: list[FunctionType], reach: _Reach) -> tuple[str, str]:
         try:
@@ -185,8 +191,16 @@ class Session:
             return TIMEOUT, by
         return (SURVIVED, "") if status == 0 else (KILLED, by or f"status {status}")
 
-    def _run(self, mutant: Mutant, path: Path, functions: list[FunctionType], compiled: CodeType, names: list[str],
-             at_import: bool, pipe: int) -> None:  # fmt: skip
+    def _run(
+        self,
+        mutant: Mutant,
+        path: Path,
+        functions: list[FunctionType],
+        compiled: CodeType,
+        names: list[str],
+        at_import: bool,
+        pipe: int,
+    ) -> None:
         """In a fork: put the fault in, run the tests, and leave with 1 if one fails, else with 0."""
         limit = int(20 + 10 * sum(self.seconds[name] for name in names))
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
@@ -240,8 +254,10 @@ class _Reach:
 def _exchange(path: Path, functions: list[FunctionType], compiled: CodeType) -> None:
     """Give every function of a module the code that it has in `compiled`."""
     new = _codes(compiled)
-    old = {(code.co_qualname, code.co_firstlineno): key for key, code in
-           _codes(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)).items()}  # fmt: skip
+    old = {
+        (code.co_qualname, code.co_firstlineno): key
+        for key, code in _codes(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)).items()
+    }
     for function in functions:
         code = function.__code__
         key = old.get((code.co_qualname, code.co_firstlineno))
@@ -341,8 +357,20 @@ def main() -> int:
     cov = coverage.Coverage(data_file=None, include=[str(path) for path in modules])
     cov.start()
     # Nobody reads why a test failed: plain assertions and tracebacks are made faster.
-    arguments = ["-q", "--no-header", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist",
-                 "-o", "tmp_path_retention_policy=none", "--basetemp", str(out.with_suffix(".tmp"))]  # fmt: skip
+    arguments = [
+        "-q",
+        "--no-header",
+        "--assert=plain",
+        "--tb=native",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-o",
+        "tmp_path_retention_policy=none",
+        "--basetemp",
+        str(out.with_suffix(".tmp")),
+    ]
     return int(
         pytest.main([*arguments, *suite["tests"]], plugins=[Session(modules, out, cov, options.since, options.every)])
     )

@@ -54,9 +54,7 @@ def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, sha
     slots[seq_lens == 0] = -1
     before = cache.clone()
     out = torch.empty(n, shared * heads * dim)
-    one_query.attend(
-        query, key, value, cache, table, seq_lens, slots, dim**-0.5, out, at_once=32, early=False
-    )  # fmt: skip
+    one_query.attend(query, key, value, cache, table, seq_lens, slots, dim**-0.5, out, at_once=32, early=False)
     got = out.unflatten(1, (-1, dim))
     assert one_query.fits(cache, heads, dim)
     for row, length in enumerate(lengths):

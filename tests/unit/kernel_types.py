@@ -10,8 +10,17 @@ from selfspec_cli.vllm_plugin.v2.round_setup import Verdict
 from selfspec_cli.vllm_plugin.v2.state import GateRule, Progress, RoundInputs
 from selfspec_cli.vllm_plugin.v2.worth import Worth
 
-WIDE = {"positions", "sample_positions", "idx_mapping", "requests", "draft_tokens", "step", "counts", "last_sampled",
-        "found"}  # fmt: skip
+WIDE = {
+    "positions",
+    "sample_positions",
+    "idx_mapping",
+    "requests",
+    "draft_tokens",
+    "step",
+    "counts",
+    "last_sampled",
+    "found",
+}
 REAL = {"row_limits", "own_limits", "rates", "rule", "own", *Worth._fields}
 
 

@@ -53,9 +53,12 @@ def product_and_wanted(bits, shape, tokens, dtype, asked, whole):
 
 @pytest.mark.parametrize(
     ("bits", "tokens", "shape", "asked"),
-    [(bits, COUNTS[(place + shift) % 6], *case)
-     for place, case in enumerate(ASKED) for bits, shift in ((4, 0), (8, 1))],
-)  # fmt: skip
+    [
+        (bits, COUNTS[(place + shift) % 6], *case)
+        for place, case in enumerate(ASKED)
+        for bits, shift in ((4, 0), (8, 1))
+    ],
+)
 def test_few_tokens_are_multiplied_as_by_the_copy_itself(bits, shape, tokens, asked):
     got, wanted = product_and_wanted(bits, shape, tokens, torch.bfloat16, asked, whole=False)
     assert (got - wanted).norm() / wanted.norm() < 0.015  # tokens are rounded to 8 bits, products to bf16

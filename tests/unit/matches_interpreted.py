@@ -32,20 +32,34 @@ class Device:
         requests: int = 0,
     ):
         buffers = SimpleNamespace(
-            input_ids=torch.zeros(ROWS, dtype=torch.int32), positions=torch.zeros(ROWS, dtype=torch.int64),
-            seq_lens=torch.zeros(ROWS, dtype=torch.int32), query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
-        )  # fmt: skip
+            input_ids=torch.zeros(ROWS, dtype=torch.int32),
+            positions=torch.zeros(ROWS, dtype=torch.int64),
+            seq_lens=torch.zeros(ROWS, dtype=torch.int32),
+            query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
+        )
         self.text = torch.full((ROWS, MAX_LEN), 99, dtype=torch.int32)
         self.state = DraftState.around(
-            buffers, torch.full((ROWS,), -1), torch.zeros(ROWS, dtype=torch.int64),
-            torch.zeros(ROWS, max(free, k), dtype=torch.int64), torch.tensor(0), MAX_LEN, table or LengthTable.fixed(k),
-            Free(free, k, requests), self.text,
-        )  # fmt: skip
+            buffers,
+            torch.full((ROWS,), -1),
+            torch.zeros(ROWS, dtype=torch.int64),
+            torch.zeros(ROWS, max(free, k), dtype=torch.int64),
+            torch.tensor(0),
+            MAX_LEN,
+            table or LengthTable.fixed(k),
+            Free(free, k, requests),
+            self.text,
+        )
         self.state.step_cost = COST
         self.end = end_step(VOCAB, rows=ROWS)
 
-    def draft(self, texts: list[list[int]], sampled: list[int], own: list[list[int]], dummy_run: bool = False,
-              steps: int | None = None) -> list[list[int]]:  # fmt: skip
+    def draft(
+        self,
+        texts: list[list[int]],
+        sampled: list[int],
+        own: list[list[int]],
+        dummy_run: bool = False,
+        steps: int | None = None,
+    ) -> list[list[int]]:
         """A round behind `texts`, of which `sampled` tokens are new. own: what the model's own draft would say."""
         count, state = len(texts), self.state
         slots = torch.arange(ROWS - 1, ROWS - 1 - count, -1)
@@ -60,8 +74,9 @@ class Device:
             state.idx_mapping[:count] = slots
         last = torch.full((ROWS, 1), VOCAB)
         verdict = (torch.tensor(sampled, dtype=torch.int32), torch.full((count,), 2, dtype=torch.int32), last)
-        begin_round(state, self.batch, state.draft_tokens.shape[1] if steps is None else steps, verdict,
-                    dummy_run=dummy_run)  # fmt: skip
+        begin_round(
+            state, self.batch, state.draft_tokens.shape[1] if steps is None else steps, verdict, dummy_run=dummy_run
+        )
         while int(state.active):
             step = int(state.step)
             logits = torch.zeros(ROWS, VOCAB)

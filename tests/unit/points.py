@@ -7,9 +7,22 @@ from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.record.point import Measurement, Point, Repeat, compare, point_id
 
 RUN = "20261121-000000-aaaa"
-ARM = {"arm": "layer_skip", "model": "m", "E": 4, "k": 5, "head": "lens", "vocab": "full", "gate": "varH",
-       "threshold": 5.0, "workload": "headline", "batch": 1, "input_len": 32, "output_len": 4, "temperature": 0.0,
-       "repeats": 3}  # fmt: skip
+ARM = {
+    "arm": "layer_skip",
+    "model": "m",
+    "E": 4,
+    "k": 5,
+    "head": "lens",
+    "vocab": "full",
+    "gate": "varH",
+    "threshold": 5.0,
+    "workload": "headline",
+    "batch": 1,
+    "input_len": 32,
+    "output_len": 4,
+    "temperature": 0.0,
+    "repeats": 3,
+}
 BASELINE = {name: ARM[name] for name in ARM if name not in ("E", "k", "head", "vocab", "gate", "threshold")}
 BASELINE["arm"] = "baseline"
 
@@ -30,12 +43,27 @@ def point(key="1", arm=ARM, measurement=None, run_id=RUN, number=0, **more):
     found = measurement or measured(100.0, 110.0, 90.0)
     key = (key * 12)[:12]
     fields = {
-        "id": point_id(key, run_id), "key": key, "run_id": run_id, "number": number, "status": "ok", "reason": None,
-        "time": "2026-11-21T00:00:00+0000", "seconds": found.seconds, "start_seconds": 10.0, "device": "a machine",
-        "arm": arm, "engine": found.engine, "perplexity": found.perplexity, "outputs": found.outputs,
-        "repeats": found.repeats, "command": ["selfspec", "sweep"], "config": {"k": 5}, "digests": {"model": "m0"},
-        "versions": {"selfspec": "0.1.0"}, "git": {"revision": "a" * 40, "dirty": False},
-    }  # fmt: skip
+        "id": point_id(key, run_id),
+        "key": key,
+        "run_id": run_id,
+        "number": number,
+        "status": "ok",
+        "reason": None,
+        "time": "2026-11-21T00:00:00+0000",
+        "seconds": found.seconds,
+        "start_seconds": 10.0,
+        "device": "a machine",
+        "arm": arm,
+        "engine": found.engine,
+        "perplexity": found.perplexity,
+        "outputs": found.outputs,
+        "repeats": found.repeats,
+        "command": ["selfspec", "sweep"],
+        "config": {"k": 5},
+        "digests": {"model": "m0"},
+        "versions": {"selfspec": "0.1.0"},
+        "git": {"revision": "a" * 40, "dirty": False},
+    }
     return Point(**fields | more)
 
 

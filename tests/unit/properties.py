@@ -24,9 +24,17 @@ settings.load_profile(os.environ.get("SELFSPEC_EXAMPLES", "same"))
 
 rates = st.floats(0, 1)
 times = st.floats(1e-6, 1e3)
-costs = st.builds(Costs, plain=times, draft=st.floats(-1, 10), verify=times, verify_token=st.floats(0, 10),
-                  start=st.floats(0, 10), per_layer=st.floats(0, 1), layers=st.integers(0, 32),
-                  head=st.floats(0, 1))  # fmt: skip
+costs = st.builds(
+    Costs,
+    plain=times,
+    draft=st.floats(-1, 10),
+    verify=times,
+    verify_token=st.floats(0, 10),
+    start=st.floats(0, 10),
+    per_layer=st.floats(0, 1),
+    layers=st.integers(0, 32),
+    head=st.floats(0, 1),
+)
 
 
 @st.composite

@@ -18,9 +18,15 @@ GPU = DEVICE == "cuda"
 TOKENS = [1, 2, 9, 32]
 BITS = [4, 8]
 CASES = [
-    (1, 4, 64, torch.float32), (1, 8, 704, torch.bfloat16), (2, 4, 704, torch.float32), (2, 8, 64, torch.bfloat16),
-    (9, 4, 64, torch.bfloat16), (9, 8, 704, torch.float32), (32, 4, 704, torch.bfloat16), (32, 8, 64, torch.float32),
-]  # fmt: skip
+    (1, 4, 64, torch.float32),
+    (1, 8, 704, torch.bfloat16),
+    (2, 4, 704, torch.float32),
+    (2, 8, 64, torch.bfloat16),
+    (9, 4, 64, torch.bfloat16),
+    (9, 8, 704, torch.float32),
+    (32, 4, 704, torch.bfloat16),
+    (32, 8, 64, torch.float32),
+]
 """Tokens (each with another room), bits (halves or not), columns (one group, or more than a program takes), and type:
 each with each value of any other."""
 

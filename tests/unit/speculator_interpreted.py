@@ -40,9 +40,15 @@ def config(tmp_path_factory):
     register()
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=VOCAB, hidden_size=32, intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=128,
-    ).save_pretrained(folder)  # fmt: skip
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+    ).save_pretrained(folder)
 
     def create(**spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
@@ -105,8 +111,9 @@ def test_two_engines_in_one_process_verify_their_own_drafts(plain):
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
     assert verified(other_requests) == [0, 1, 1, 0, 0, 1]
     # An engine without early exit, started last, changes nothing for them and has no such places.
-    v2.init_with_early_exit(lambda *arguments: None)(SimpleNamespace(speculative_config=None, additional_config={}),
-                                                     None, without := SimpleNamespace())  # fmt: skip
+    v2.init_with_early_exit(lambda *arguments: None)(
+        SimpleNamespace(speculative_config=None, additional_config={}), None, without := SimpleNamespace()
+    )
     assert verified(without) is None
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
 
@@ -173,9 +180,13 @@ def propose(speculator, requests, lengths=None, sampled=None, rejected=None, **m
     each, one where it is None; rejected: of the K drafts of each, none where it is None."""
     seq_lens = torch.tensor(lengths or [10] * requests, dtype=torch.int32)
     batch = SimpleNamespace(
-        num_reqs=requests, num_tokens_after_padding=requests, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
-        idx_mapping=torch.arange(requests), query_start_loc=torch.arange(requests + 1, dtype=torch.int32) * (K + 1),
-    )  # fmt: skip
+        num_reqs=requests,
+        num_tokens_after_padding=requests,
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens,
+        idx_mapping=torch.arange(requests),
+        query_start_loc=torch.arange(requests + 1, dtype=torch.int32) * (K + 1),
+    )
     sampled = torch.tensor(sampled or [1] * requests, dtype=torch.int32)
     rejected = torch.tensor(rejected or [0] * requests, dtype=torch.int32)
     last = torch.arange(REQUESTS).unsqueeze(1)
@@ -324,10 +335,15 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     cache = torch.zeros(REQUESTS * blocks, 1, BLOCK, 2 * 32)
     cache[:, 0, 0, :32] = 9 * torch.nn.functional.one_hot(torch.arange(REQUESTS * blocks) % blocks, 32).float()
     attention = SimpleNamespace(
-        attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"), kv_cache_dtype="auto", num_heads=1, num_kv_heads=1,
-        head_size=32, kv_sharing_target_layer_name=None, kv_cache=cache,
+        attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"),
+        kv_cache_dtype="auto",
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=32,
+        kv_sharing_target_layer_name=None,
+        kv_cache=cache,
         impl=SimpleNamespace(scale=1.0, forward=lambda *own: None),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(layers, "layer", attention)
     monkeypatch.setattr(speculator.vllm_config.device_config, "device", torch.device("cpu"))
     speculator._warm, speculator._layer_names = True, {"layer"}

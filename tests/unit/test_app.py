@@ -187,9 +187,14 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(engines, model
 
 @pytest.mark.parametrize(
     ("file", "typed", "exit_code"),
-    [("ray/core/gcs_server", (), 1), ("results/runs/a", (), 2), ("mine/runs/a", ("results_dir=mine",), 2),
-     ("mine/runs/a", (), 1), (None, (), 1)],
-)  # fmt: skip
+    [
+        ("ray/core/gcs_server", (), 1),
+        ("results/runs/a", (), 2),
+        ("mine/runs/a", ("results_dir=mine",), 2),
+        ("mine/runs/a", (), 1),
+        (None, (), 1),
+    ],
+)
 def test_only_a_folder_of_this_command_is_to_be_made_writable(engines, model, monkeypatch, file, typed, exit_code):
     def refuse(*_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), file)

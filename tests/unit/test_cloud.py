@@ -95,14 +95,23 @@ def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(tmp_path):
     (tmp_path / "fake").mkdir()
     paths = [HERE / "fake_worker", HERE, HERE.parents[1]]
     environment = os.environ | {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "FAKE_WORKER": str(tmp_path / "fake"), "FAKE_SECONDS": "0.3", "SELFSPEC_WORDS": shlex.join(WIDE),
-    }  # fmt: skip
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "FAKE_WORKER": str(tmp_path / "fake"),
+        "FAKE_SECONDS": "0.3",
+        "SELFSPEC_WORDS": shlex.join(WIDE),
+    }
 
     def job(results):
         script = TASK["run"].replace("/selfspec-results", str(results))
-        return subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True, cwd=tmp_path,
-                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
+        return subprocess.Popen(
+            ["bash", "-c", script],
+            env=environment,
+            start_new_session=True,
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
 
     draw, results = random.Random(3), tmp_path / "results"
     for number in range(3):

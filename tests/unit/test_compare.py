@@ -54,9 +54,15 @@ def test_folders(results, tmp_path):
 
 def test_several_runs_of_both_sides_are_compared_by_their_medians():
     def side(speeds):
-        return [(made, compare.tables.row(made)) for n, speed in enumerate(speeds) for made in [
-            point("1", measurement=None, run_id=f"2026112{n}-000000-aaaa") if speed is None else
-            against(baseline(), "1", speed, speed + 1, speed + 2, run_id=f"2026112{n}-000000-aaaa")]]  # fmt: skip
+        return [
+            (made, compare.tables.row(made))
+            for n, speed in enumerate(speeds)
+            for made in [
+                point("1", measurement=None, run_id=f"2026112{n}-000000-aaaa")
+                if speed is None
+                else against(baseline(), "1", speed, speed + 1, speed + 2, run_id=f"2026112{n}-000000-aaaa")
+            ]
+        ]
 
     # Within a run repeats agree to 1 %, but runs differ by a third: what seems a difference is none.
     (pair,) = compare.between(("a", "b"), side([100, 140]), side([110, 150])).pairs

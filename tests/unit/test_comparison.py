@@ -64,8 +64,12 @@ def row(layer, head, vocab, rate, head_us):
 
 
 def test_the_best_head_balances_cost_and_acceptance(tmp_path):
-    rows = [row(2, "lens", "full", 0.6, 300), row(2, "lens", "1024", 0.58, 80), row(12, "lsq", "full", 0.3, 300),
-            HeadRow("m", 4, "lens", "full")]  # fmt: skip
+    rows = [
+        row(2, "lens", "full", 0.6, 300),
+        row(2, "lens", "1024", 0.58, 80),
+        row(12, "lsq", "full", 0.3, 300),
+        HeadRow("m", 4, "lens", "full"),
+    ]
     times = Costs(plain=8e-3, verify=8e-3, draft=1e-4, per_layer=3e-4)
     predict(rows, times)
     assert [r.head for r in by_speedup(rows)] == ["lens", "lens", "lsq"]
@@ -98,8 +102,18 @@ def test_measured_beside_predicted_says_where_they_differ():
     itl = round_ms / (0.9 * tokens)
     baseline = Record("r", "t", "baseline", "m", tok_s_median=1000 / 8.4, tpot_ms=8.4)
     speed = 1000 / itl
-    record = Record("r", "t", "layer_skip", "m", tok_s_median=speed, tok_s_min=0.9 * speed, tok_s_max=speed,
-                    speedup=speed * 8.4 / 1000, mean_accepted_len=0.9 * tokens, tpot_ms=itl)  # fmt: skip
+    record = Record(
+        "r",
+        "t",
+        "layer_skip",
+        "m",
+        tok_s_median=speed,
+        tok_s_min=0.9 * speed,
+        tok_s_max=speed,
+        speedup=speed * 8.4 / 1000,
+        mean_accepted_len=0.9 * tokens,
+        tpot_ms=itl,
+    )
     beside(head, record, baseline, times)
     assert (head.tokens_ratio, head.round_ratio, head.baseline_ratio) == pytest.approx((0.9, 1 / 1.1, 1.05))
     assert head.efficiency == pytest.approx(head.tokens_ratio * head.round_ratio * head.baseline_ratio)

@@ -39,9 +39,16 @@ def layer(rows, columns, bias=False, noted=None, **more):
 
 @pytest.mark.parametrize(
     ("requests", "above", "wanted"),
-    [(1, 0, [1]), (2, 0, [1, 2]), (5, 0, [1, 2, 4, 8]), (32, 0, [1, 2, 4, 8, 16, 32]), (256, 0, [1, 2, 4, 8, 16, 32]),
-     (4, 4, []), (32, 4, [8, 16, 32])],
-)  # fmt: skip
+    [
+        (1, 0, [1]),
+        (2, 0, [1, 2]),
+        (5, 0, [1, 2, 4, 8]),
+        (32, 0, [1, 2, 4, 8, 16, 32]),
+        (256, 0, [1, 2, 4, 8, 16, 32]),
+        (4, 4, []),
+        (32, 4, [8, 16, 32]),
+    ],
+)
 def test_numbers_of_tokens(requests, above, wanted):
     assert compiled_ahead.numbers_of_tokens(requests, above) == wanted
 
@@ -86,5 +93,7 @@ def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplo
     wanted = [(shape, count, None) for shape in ((8, 4), (4, 8)) for count in (8, 16)]
     assert noted == wanted + [((50, 4), count, bias) for count in (1, 2, 4, 8, 16)] and ran == [9]
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == ("draft kernels: 3 could not be compiled ahead, and will be where they are first launched "
-                       "(RuntimeError: can't start new thread)")  # fmt: skip
+    assert warning == (
+        "draft kernels: 3 could not be compiled ahead, and will be where they are first launched "
+        "(RuntimeError: can't start new thread)"
+    )

@@ -315,9 +315,22 @@ def test_a_misspelling_names_the_nearest(override, nearest):
 
 @pytest.mark.parametrize(
     "override",
-    ["k=five", "k=0", "tau=1.5", "tau=interval(0,1)", "~k", "k", "k.x=3", "hydra.run.dir=x", "gate@x=none",
-     "engine.enforce_eager=maybe", "model=[a]", "k=", "=3"],
-)  # fmt: skip
+    [
+        "k=five",
+        "k=0",
+        "tau=1.5",
+        "tau=interval(0,1)",
+        "~k",
+        "k",
+        "k.x=3",
+        "hydra.run.dir=x",
+        "gate@x=none",
+        "engine.enforce_eager=maybe",
+        "model=[a]",
+        "k=",
+        "=3",
+    ],
+)
 def test_what_cannot_be_read_is_refused_in_a_line_or_two(override):
     message = refusal(override)
     assert len(message.splitlines()) <= 3
@@ -567,8 +580,11 @@ def test_ten_thousand_points_are_composed_once():
 def test_a_file_that_refers_to_another_setting_follows_it(elsewhere):
     runs = compose_runs(None, ["workload=decode", "workload.batch=2,4", "seed=1,2"])
     assert [(cfg.workload.batch, cfg.workload.num_prompts, cfg.seed) for cfg in runs] == [
-        (2, 2, 1), (2, 2, 2), (4, 4, 1), (4, 4, 2),
-    ]  # fmt: skip
+        (2, 2, 1),
+        (2, 2, 2),
+        (4, 4, 1),
+        (4, 4, 2),
+    ]
     write(elsewhere, "conf/workload/long.yaml", "name: long\noutput_len: ${k}\n")
     assert [cfg.workload.output_len for cfg in compose_runs(None, ["k=2,3", "workload=long"])] == [2, 3]
     assert one("workload.num_prompts=${workload.batch}", "workload.batch=3").workload.num_prompts == 3

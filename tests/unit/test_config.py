@@ -213,9 +213,14 @@ def test_gate_workload_and_seed_need_no_other_engine():
     same = engine_key(RunConfig())
     assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
     assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
-    for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind="lsq")),
-                  RunConfig(draft_weights="fp8"),
-                  RunConfig(model=ModelConfig(path="/x")), RunConfig(method=Method.skip)):  # fmt: skip
+    for other in (
+        RunConfig(layer=4),
+        RunConfig(k=3),
+        RunConfig(head=HeadConfig(kind="lsq")),
+        RunConfig(draft_weights="fp8"),
+        RunConfig(model=ModelConfig(path="/x")),
+        RunConfig(method=Method.skip),
+    ):
         assert engine_key(other) != same
 
 

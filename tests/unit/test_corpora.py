@@ -158,7 +158,7 @@ def test_a_column_of_a_file_can_be_named(tmp_path, datasets):
         ("hf:org/set:train[:1%]:text", ("org/set", None, "train[:1%]", "text")),
         ("hf:o/s.e-t@2023.en:train[10%:20%]+test[5:]:body", ("o/s.e-t", "2023.en", "train[10%:20%]+test[5:]", "body")),
     ],
-)  # fmt: skip
+)
 def test_the_grammar_of_hub_names(source, read):
     named = corpora.parse(source)
     assert (named.name, named.config, named.split, named.column) == read

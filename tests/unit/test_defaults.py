@@ -83,22 +83,32 @@ def test_where_a_part_of_what_drafts_is_named_nothing_of_it_is_chosen(key):
     assert added == LENGTHS | DRAWN and why is None
 
 
-@pytest.mark.parametrize("named", [{"num_speculative_tokens": 4}, {"gate": "maxp"}, {"gate": "none"},
-                                   {"gate": "maxp", "tau": 0.4}])  # fmt: skip
+@pytest.mark.parametrize(
+    "named", [{"num_speculative_tokens": 4}, {"gate": "maxp"}, {"gate": "none"}, {"gate": "maxp", "tau": 0.4}]
+)
 def test_where_lengths_are_named_measured_times_choose_none(named):
     assert set(named) <= set(LENGTH_KEYS)
     assert chosen(GPU, **named)[0] == {"draft_weights": "int4"}
 
 
 def test_everything_that_is_named_is_kept():
-    spec = {"layer_skip": 3, "gate": "maxp", "tau": 0.4, "num_speculative_tokens": 3, "free_drafts": 5,
-            "length_table": "9:2", "read_first": False}  # fmt: skip
+    spec = {
+        "layer_skip": 3,
+        "gate": "maxp",
+        "tau": 0.4,
+        "num_speculative_tokens": 3,
+        "free_drafts": 5,
+        "length_table": "9:2",
+        "read_first": False,
+    }
     assert chosen(GPU, **spec) == ({}, None)
 
 
 def test_a_limit_by_load_is_no_length_and_free_drafts_may_be_switched_off():
-    assert chosen(GPU, length_table="33:3", free_drafts=0)[0] == \
-        {"draft_weights": "int4", "gate": "auto", "num_speculative_tokens": 12} | DRAWN  # fmt: skip
+    assert (
+        chosen(GPU, length_table="33:3", free_drafts=0)[0]
+        == {"draft_weights": "int4", "gate": "auto", "num_speculative_tokens": 12} | DRAWN
+    )
 
 
 def test_a_key_without_a_value_counts_as_not_given():

@@ -55,9 +55,16 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     cfg = RunConfig(model=model, engine=CUDA, layer=2, k=6, gate=GateConfig("margin"), threshold=0.2)
     found = made(cfg, tmp_path)
     assert found.speculative_config == {
-        "method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": 6, "gate": "margin", "threshold": 0.2,
-        "draft_weights": "shared", "free_drafts": 0, "read_first": True, "strict": False,
-    }  # fmt: skip
+        "method": "layer_skip",
+        "layer_skip": 2,
+        "num_speculative_tokens": 6,
+        "gate": "margin",
+        "threshold": 0.2,
+        "draft_weights": "shared",
+        "free_drafts": 0,
+        "read_first": True,
+        "strict": False,
+    }
     settings = ResolvedSettings.from_user(found.speculative_config, 8)
     assert (settings.layer, settings.k, settings.gate.kind, settings.threshold) == (2, 6, "margin", 0.2)
     drawn = made(replace(cfg, draft_sample_method="probabilistic"), tmp_path).speculative_config
@@ -65,16 +72,29 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
 
 
 def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measurement(model, tmp_path):
-    engine = replace(CUDA, kv_cache_gib=None, gpu_memory_utilization=0.8, max_num_seqs=16, async_scheduling=False,
-                     extra={"max_logprobs": 5, "enable_expert_parallel": True})  # fmt: skip
+    engine = replace(
+        CUDA,
+        kv_cache_gib=None,
+        gpu_memory_utilization=0.8,
+        max_num_seqs=16,
+        async_scheduling=False,
+        extra={"max_logprobs": 5, "enable_expert_parallel": True},
+    )
     cfg = RunConfig(model=replace(model, tensor_parallel_size=2, revision="abc"), engine=engine, layer=2, k=3, seed=7)
     command = made(cfg, tmp_path).command("vllm")
     assert Path(command[0]).name == "vllm" and command[1] == "serve"
     assert command[2] == str(tmp_path / "model")
     words = " ".join(command[3:])
-    for expected in ("--dtype bfloat16", "--revision abc", "--tensor-parallel-size 2", "--max-num-seqs 16",
-                     "--gpu-memory-utilization 0.8", "--no-async-scheduling", "--max-logprobs 5",
-                     "--enable-expert-parallel"):  # fmt: skip
+    for expected in (
+        "--dtype bfloat16",
+        "--revision abc",
+        "--tensor-parallel-size 2",
+        "--max-num-seqs 16",
+        "--gpu-memory-utilization 0.8",
+        "--no-async-scheduling",
+        "--max-logprobs 5",
+        "--enable-expert-parallel",
+    ):
         assert expected in words
     for measuring in ("prefix-caching", "--seed", "log-stats", "worker-extension", "load-format"):
         assert measuring not in words
@@ -142,8 +162,15 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
         chosen = replace(cfgs[0], layer=2, k=3)
         words = [*model_words, *tuned.overrides(chosen)]
         file = tuned.write(conf, chosen, words, "a title")
-        measured = {"k": 3, "gate": "none", "threshold": None, "speedup": 1.5, "speedup_low": None,
-                    "speedup_high": None, "plain_tok_s": 9.0}  # fmt: skip
+        measured = {
+            "k": 3,
+            "gate": "none",
+            "threshold": None,
+            "speedup": 1.5,
+            "speedup_low": None,
+            "speedup_high": None,
+            "plain_tok_s": 9.0,
+        }
         finalist = tune.Finalist(chosen, measured)
         return tune.TuneResult(finalist, [finalist], [], 1, 1.0, str(file), words)
 

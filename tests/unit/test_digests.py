@@ -83,8 +83,11 @@ def test_a_draft_vocabulary_a_calibration_and_a_prompts_file_are_read(cfg, tmp_p
     file = tmp_path / "file"
     file.write_text("1 2 3")
     calibrated = GateConfig("calibrated", str(file))
-    for wanted in (replace(cfg, vocab=str(file)), replace(cfg, gate=calibrated, threshold=0.5),
-                   replace(cfg, workload=WorkloadConfig(prompts=str(file)))):  # fmt: skip
+    for wanted in (
+        replace(cfg, vocab=str(file)),
+        replace(cfg, gate=calibrated, threshold=0.5),
+        replace(cfg, workload=WorkloadConfig(prompts=str(file))),
+    ):
         file.write_text("1 2 3")
         first = run_key(wanted)
         file.write_text("1 2 4 5")
@@ -130,8 +133,10 @@ def test_ten_thousand_keys_read_and_hash_what_they_share_once(cfg, monkeypatch):
     read, plain = files.digests, __import__("selfspec_cli.config.keys", fromlist=["x"]).to_plain
     monkeypatch.setattr(files, "digests", lambda one: seen.append("digests") or read(one))
     monkeypatch.setattr("selfspec_cli.config.keys.to_plain", lambda one: seen.append("to_plain") or plain(one))
-    varied = [replace(cfg, model=replace(cfg.model), k=1 + number % 100, gate=GateConfig("maxp"),
-                      threshold=number / 10_000) for number in range(10_000)]  # fmt: skip
+    varied = [
+        replace(cfg, model=replace(cfg.model), k=1 + number % 100, gate=GateConfig("maxp"), threshold=number / 10_000)
+        for number in range(10_000)
+    ]
     keys = Keys()
     assert len({keys.run(one) for one in varied}) == 10_000
     assert len({keys.baseline(one)[0] for one in varied}) == 1

@@ -262,8 +262,11 @@ def test_the_page_of_all_figures_leads_to_every_archive_before_the_site_is_made(
     assert {path for path in linked if path.suffix == ".xz"} == set(
         (ROOT / "results" / "published").rglob("*.jsonl.xz")
     )
-    titles = {re.sub(r"[^a-z0-9 ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-              for line in text.splitlines() if line.startswith("#")}  # fmt: skip
+    titles = {
+        re.sub(r"[^a-z0-9 ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
     pages = [page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")]
     anchors = {anchor for page in pages for anchor in re.findall(r"figures\.md#([\w-]+)", page)}
     assert anchors and anchors <= titles

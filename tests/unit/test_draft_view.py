@@ -54,8 +54,10 @@ def test_method_skip_has_layers_a_head_and_a_vocabulary_and_nothing_else():
 
 
 def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
-    cfgs = [resolved(RunConfig(layer=6, **given))
-            for given in ({"draft_window": 64}, {"draft_context": "window:64"}, {}, {"draft_window": 80})]  # fmt: skip
+    cfgs = [
+        resolved(RunConfig(layer=6, **given))
+        for given in ({"draft_window": 64}, {"draft_context": "window:64"}, {}, {"draft_window": 80})
+    ]
     keys = [settings_key(cfg) for cfg in cfgs]
     assert keys[0] == keys[1] and len(set(keys)) == 3
     assert cfgs[0] == cfgs[1] and engine_key(cfgs[0]) != engine_key(cfgs[2])
@@ -106,8 +108,15 @@ def test_no_more_is_attended_to_than_there_is():
 
 
 def test_a_row_has_a_column_for_each_part_of_a_view():
-    cfg = RunConfig(layer=6, head=HeadConfig("translator", rank=15), vocab="1024", draft_weights="int4",
-                    draft_weights_path="a/b.safetensors", skip_layers="1", draft_window=64)  # fmt: skip
+    cfg = RunConfig(
+        layer=6,
+        head=HeadConfig("translator", rank=15),
+        vocab="1024",
+        draft_weights="int4",
+        draft_weights_path="a/b.safetensors",
+        skip_layers="1",
+        draft_window=64,
+    )
     row = vars(tables.planned(resolved(cfg), "a key"))
     assert [row[name] for name in all_columns()] == [
         6,
@@ -124,17 +133,26 @@ def test_a_row_has_a_column_for_each_part_of_a_view():
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
-    [({}, ("E=half", "lens")), ({"draft_weights": "int4"}, ("E=all", "lens · int4 draft")),
-     ({"skip_layers": "1"}, ("E=all without 1", "lens")), ({"layer": 6}, ("E=6", "lens"))],
-)  # fmt: skip
+    [
+        ({}, ("E=half", "lens")),
+        ({"draft_weights": "int4"}, ("E=all", "lens · int4 draft")),
+        ({"skip_layers": "1"}, ("E=all without 1", "lens")),
+        ({"layer": 6}, ("E=6", "lens")),
+    ],
+)
 def test_a_view_in_a_few_words(changes, parts):
     row = tables.planned(RunConfig(**changes), "a key")
     assert view.label(row)[:2] == parts
 
 
 def test_a_view_in_the_words_of_the_command_line():
-    cfg = RunConfig(layer=6, head=HeadConfig("translator", rank=15), vocab="1024", draft_weights="int4",
-                    draft_weights_path="a/b.safetensors")  # fmt: skip
+    cfg = RunConfig(
+        layer=6,
+        head=HeadConfig("translator", rank=15),
+        vocab="1024",
+        draft_weights="int4",
+        draft_weights_path="a/b.safetensors",
+    )
     own = DraftView.of(resolved(cfg))
     assert own.options() == {"draft_weights": "int4", "draft_weights_path": "a/b.safetensors"}
     assert own.overrides()[:2] == ["layer=6", "head=translator"]

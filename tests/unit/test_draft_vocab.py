@@ -152,9 +152,15 @@ def test_counts_are_whole_numbers_and_make_their_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("1 9", "id 9 is out of range; allowed: 0 to 8"), ("-1 3", "id -1 is out of range"), ("", "empty"),
-     ("[true]", "other than integers"), ("one", "no list of token ids"), ("[1, 2", "no list of token ids")],
-)  # fmt: skip
+    [
+        ("1 9", "id 9 is out of range; allowed: 0 to 8"),
+        ("-1 3", "id -1 is out of range"),
+        ("", "empty"),
+        ("[true]", "other than integers"),
+        ("one", "no list of token ids"),
+        ("[1, 2", "no list of token ids"),
+    ],
+)
 def test_bad_lists_are_refused(cfg, tmp_path, text, words):
     (tmp_path / "list").write_text(text)
     with pytest.raises(HeadError, match=words):
@@ -174,8 +180,10 @@ def test_dummy_weights_need_no_text(cfg):
 
 def test_a_head_that_is_not_there_says_how_to_fit_it(cfg):
     argmax = HeadConfig(kind="lsq", target="argmax")
-    for head, command in ((HeadConfig(kind="lsq"), "selfspec fit-lsq --layer 3"),
-                          (argmax, "selfspec fit head=lsq_argmax layer=3")):  # fmt: skip
+    for head, command in (
+        (HeadConfig(kind="lsq"), "selfspec fit-lsq --layer 3"),
+        (argmax, "selfspec fit head=lsq_argmax layer=3"),
+    ):
         with pytest.raises(ConfigError, match=command):
             found(replace(cfg, head=head))
     fitted(cfg)
@@ -222,8 +230,16 @@ def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):
     check(cfg, 2, 7, 7)  # the lens is of every model
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"\xff" * 200, lambda data: data[:-1], lambda data: data[:40],
-                                    lambda data: b"", lambda data: data + b"x"])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"\xff" * 200,
+        lambda data: data[:-1],
+        lambda data: data[:40],
+        lambda data: b"",
+        lambda data: data + b"x",
+    ],
+)
 def test_a_damaged_file_is_refused_without_torch(cfg, damage):
     fitted(cfg)
     path = head_folder(cfg) / "layer3_lsq.safetensors"

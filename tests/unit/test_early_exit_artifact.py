@@ -25,9 +25,18 @@ LSQ = HeadSpec("lsq")
 IDS = torch.tensor([0, 2, 8])
 W, SQUARE = torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN, HIDDEN)
 META = HeadMetadata(
-    "lsq", 3, HIDDEN, VOCAB, fingerprint="abc", target="next_token", corpus="stdlib", pairs=100, ridge=1e-3,
-    fit={"residual": 0.25}, versions={"torch": "2"},
-)  # fmt: skip
+    "lsq",
+    3,
+    HIDDEN,
+    VOCAB,
+    fingerprint="abc",
+    target="next_token",
+    corpus="stdlib",
+    pairs=100,
+    ridge=1e-3,
+    fit={"residual": 0.25},
+    versions={"torch": "2"},
+)
 HEADS = {
     "lens": (lens_head(IDS), dataclasses.replace(META, kind="lens", target=None)),
     "lsq": (lsq_head(W), META),
@@ -246,11 +255,19 @@ def test_pickled_objects_are_refused_unopened(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [
-        {"weight": W, "note": "text"}, {"weight": [1.0]}, {"w": W}, [W], "text", {"weight": W.long()}, {"weight": W[0]},
-        {"weight": W, "bias": W}, {"weight": W, "after_norm": True}, {"weight": W, "scale": W},
+        {"weight": W, "note": "text"},
+        {"weight": [1.0]},
+        {"w": W},
+        [W],
+        "text",
+        {"weight": W.long()},
+        {"weight": W[0]},
+        {"weight": W, "bias": W},
+        {"weight": W, "after_norm": True},
+        {"weight": W, "scale": W},
     ],
     ids=range(10),
-)  # fmt: skip
+)
 def test_legacy_files_hold_tensors_only(data, tmp_path):
     torch.save(data, tmp_path / "h7.pt")
     with pytest.raises(HeadError, match=f"head {tmp_path}"):
@@ -318,8 +335,20 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
         find_head(tmp_path, 3, LSQ, "v4")
 
 
-@pytest.mark.parametrize("name", ["lnes", "lsq_r3", "translator_kl", "lsq_kl", "lens_bias", "translator_argmax",
-                                  "translator_r0", "translator_r", ""])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lnes",
+        "lsq_r3",
+        "translator_kl",
+        "lsq_kl",
+        "lens_bias",
+        "translator_argmax",
+        "translator_r0",
+        "translator_r",
+        "",
+    ],
+)
 def test_heads_that_there_are_not(name):
     with pytest.raises(SettingsError):
         HeadSpec.from_name(name)

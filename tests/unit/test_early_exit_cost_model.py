@@ -173,8 +173,16 @@ def test_nonsense_is_refused(call):
 
 
 def test_what_is_not_given_costs_nothing():
-    assert Costs(1.0, 2.0, 3.0).to_dict() == {"plain": 1.0, "draft": 2.0, "verify": 3.0, "verify_token": 0.0,
-                                              "start": 0.0, "per_layer": 0.0, "layers": 0, "head": 0.0}  # fmt: skip
+    assert Costs(1.0, 2.0, 3.0).to_dict() == {
+        "plain": 1.0,
+        "draft": 2.0,
+        "verify": 3.0,
+        "verify_token": 0.0,
+        "start": 0.0,
+        "per_layer": 0.0,
+        "layers": 0,
+        "head": 0.0,
+    }
 
 
 def test_of_lengths_that_are_as_fast_the_shortest_is_best():

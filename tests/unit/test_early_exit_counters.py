@@ -56,9 +56,18 @@ def test_what_was_not_counted_is_none_and_not_zero():
 
 def test_counting_begins_at_zero():
     assert DraftCounters(2).snapshot() == {
-        "rounds": 0, "steps": 0, "drafted": 0, "gate_ended": 0, "nan_logits": 0, "free_drafted": 0, "free_accepted": 0,
-        "seconds": 0.0, "length_histogram": [0, 0, 0], "active_histogram": [], "position_histogram": [0, 0],
-    }  # fmt: skip
+        "rounds": 0,
+        "steps": 0,
+        "drafted": 0,
+        "gate_ended": 0,
+        "nan_logits": 0,
+        "free_drafted": 0,
+        "free_accepted": 0,
+        "seconds": 0.0,
+        "length_histogram": [0, 0, 0],
+        "active_histogram": [],
+        "position_histogram": [0, 0],
+    }
 
 
 def test_one_stretch_is_its_own_total():

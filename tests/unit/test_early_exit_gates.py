@@ -287,11 +287,16 @@ def test_what_gates_may_be_asked_for():
     """Thresholds that are allowed, defaults and keys: what users rely on without naming it."""
     tau = ("tau", "at_least", 0.0, 1.0)
     assert {name: (gate.key, gate.direction, gate.low, gate.high, gate.default) for name, gate in GATES.items()} == {
-        "none": (None, "at_least", 0.0, 0.0, None), "auto": (None, "at_least", 0.0, 0.0, None),
-        "maxp": (*tau, 0.35), "margin": (*tau, 0.3),
-        "survival": (*tau, 0.3), "adaedl": (*tau, 0.4), "calibrated": (*tau, 0.5),
-        "varH": ("tau_v", "at_most", 0.0, math.inf, 5.0), "entropy": ("threshold", "at_most", 0.0, math.inf, 2.0),
-    }  # fmt: skip
+        "none": (None, "at_least", 0.0, 0.0, None),
+        "auto": (None, "at_least", 0.0, 0.0, None),
+        "maxp": (*tau, 0.35),
+        "margin": (*tau, 0.3),
+        "survival": (*tau, 0.3),
+        "adaedl": (*tau, 0.4),
+        "calibrated": (*tau, 0.5),
+        "varH": ("tau_v", "at_most", 0.0, math.inf, 5.0),
+        "entropy": ("threshold", "at_most", 0.0, math.inf, 2.0),
+    }
     assert [name for name, gate in GATES.items() if gate.cumulative] == ["survival"]
     assert [name for name, gate in GATES.items() if gate.needs_calibration] == ["calibrated"]
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from selfspec_cli.early_exit import knobs, settings
-from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.knobs import Knob, knob
-from selfspec_cli.early_exit.thresholds import check_threshold, loosest, stricter_than, warnings_for
 
 
 class Words(dict):
@@ -104,8 +102,10 @@ def test_what_an_option_admits(key, inside, outside):
 def test_every_value_out_of_its_range_is_told_in_the_order_of_the_fields():
     config = Outer(number=1, inner=Inner("eve", 0), level=2, names=[])
     assert [(option.key, value) for option, value in knobs.out_of_range(config)] == [
-        ("number", 1), ("inner.word", "eve"), ("inner.size", 0)
-    ]  # fmt: skip
+        ("number", 1),
+        ("inner.word", "eve"),
+        ("inner.size", 0),
+    ]
     assert list(knobs.out_of_range(Outer())) == []
 
 
@@ -121,18 +121,3 @@ def test_reading_and_writing_by_a_key():
 def test_a_threshold_of_varentropy_may_be_any_that_is_not_negative():
     tau_v = knobs.options(settings.DraftSettings)["tau_v"]
     assert knobs.admits(tau_v, 0.5) and not knobs.admits(tau_v, -0.1)
-
-
-@pytest.mark.parametrize("gate", [name for name, gate in GATES.items() if gate.key is not None])
-def test_the_loosest_threshold_is_one_that_the_gate_takes_and_hardly_closes_at(gate):
-    threshold = loosest(gate)
-    assert check_threshold(gate, threshold) == threshold
-    chosen = settings.DraftSettings(layer=1, gate=settings.GateConfig(gate), threshold=threshold)
-    assert ["never closes" in warning for warning in warnings_for(chosen)] == [True] * (gate != "adaedl")
-    assert loosest("none") is None
-
-
-def test_a_stricter_threshold_is_halfway_to_where_the_gate_always_closes():
-    assert (stricter_than("margin", 0.3), stricter_than("varH", 5.0)) == (0.65, 2.5)
-    assert stricter_than("maxp", 1 / 3) == 0.6667
-    assert stricter_than("none", None) is None

@@ -18,8 +18,10 @@ from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_thre
 MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 KEYS = ", ".join(USER_KEYS)
 TAU = "adaedl, calibrated, margin, maxp, survival"
-LONG = ("because each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
-        "that length is never accepted often enough to pay for itself")  # fmt: skip
+LONG = (
+    "because each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
+    "that length is never accepted often enough to pay for itself"
+)
 
 
 def said(call, *arguments):
@@ -32,38 +34,61 @@ def said(call, *arguments):
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"layer_skp": 3},
-         f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?"),
+        (
+            {"layer_skp": 3},
+            f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?",
+        ),
         ({"layer_skip": 12}, "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)"),
-        ({"layer_skip": True},
-         "layer_skip = True must be an integer, not bool; allowed: 1 to 11 (the model has 12 layers)"),
+        (
+            {"layer_skip": True},
+            "layer_skip = True must be an integer, not bool; allowed: 1 to 11 (the model has 12 layers)",
+        ),
         ({"num_speculative_tokens": 0}, f"num_speculative_tokens = 0 is out of range; allowed: from 1 to 256, {LONG}"),
         ({"num_speculative_tokens": 2.0}, "num_speculative_tokens = 2.0 must be an integer, not float"),
         ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
         ({"gate": "varH", "tau_v": -1}, "tau_v = -1 is out of range for gate 'varH'; allowed: at least 0"),
         ({"gate": "maxp", "tau": "0.5"}, "tau = '0.5' must be a finite number"),
-        ({"gate": "varH", "tau": 0.5}, "tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates "
-         f"that use tau: {TAU}"),
-        ({"gate": "entropy", "tau": 1}, "tau = 1 is not used by gate 'entropy', which takes threshold; gates that use "
-         f"tau: {TAU}"),
+        (
+            {"gate": "varH", "tau": 0.5},
+            f"tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates that use tau: {TAU}",
+        ),
+        (
+            {"gate": "entropy", "tau": 1},
+            f"tau = 1 is not used by gate 'entropy', which takes threshold; gates that use tau: {TAU}",
+        ),
         ({"tau": 0.5}, f"tau = 0.5 is given but gate 'none' has no threshold; gates that use tau: {TAU}"),
-        ({"threshold": 0.5}, "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
-         "adaedl, calibrated, entropy, margin, maxp, survival, varH"),
-        ({"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
-         "tau and tau_v and threshold are thresholds of one gate; give one of them"),
-        ({"lsq_head_path": "a", "head_path": "b"},
-         "head_path = 'b' and lsq_head_path = 'a' mean the same setting; give one"),
+        (
+            {"threshold": 0.5},
+            "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
+            "adaedl, calibrated, entropy, margin, maxp, survival, varH",
+        ),
+        (
+            {"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
+            "tau and tau_v and threshold are thresholds of one gate; give one of them",
+        ),
+        (
+            {"lsq_head_path": "a", "head_path": "b"},
+            "head_path = 'b' and lsq_head_path = 'a' mean the same setting; give one",
+        ),
         ({"head_path": ""}, "head_path = '' must be text, a path or words"),
-        ({"method": "skip", "gate": "maxp"},
-         "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none"),
-        ({"method": "skip", "draft_weights": "fp8"},
-         "draft_weights 'fp8' is not used by method 'skip', which drafts nothing; allowed: shared"),
-        ({"gate": "calibrated"},
-         "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts"),
-        ({"gate": "maxp", "calibration": MAP},
-         "calibration is given but gate 'maxp' does not use it; gates that do: calibrated"),
+        (
+            {"method": "skip", "gate": "maxp"},
+            "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none",
+        ),
+        (
+            {"method": "skip", "draft_weights": "fp8"},
+            "draft_weights 'fp8' is not used by method 'skip', which drafts nothing; allowed: shared",
+        ),
+        (
+            {"gate": "calibrated"},
+            "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts",
+        ),
+        (
+            {"gate": "maxp", "calibration": MAP},
+            "calibration is given but gate 'maxp' does not use it; gates that do: calibrated",
+        ),
     ],
-)  # fmt: skip
+)
 def test_of_a_users_words(spec, text):
     assert said(ResolvedSettings.from_user, spec, 12) == text
 
@@ -82,7 +107,7 @@ def test_of_a_users_words(spec, text):
         ({"vocab": 0}, "vocab = 0: must be 'full', a number of tokens, 1 or more, or a file of token ids"),
         ({"draft_sample_method": "some"}, "draft_sample_method 'some' is not known; allowed: greedy, probabilistic"),
     ],
-)  # fmt: skip
+)
 def test_of_settings_in_json(change, text):
     assert said(ResolvedSettings.from_dict, {**ResolvedSettings(layer=3, k=5).to_dict(), **change}) == text
 
@@ -92,10 +117,15 @@ def test_of_settings_in_json(change, text):
     [
         ({"knots": 3}, "calibration key 'knots' is not known; allowed: feature, xs, ps"),
         ({"xs_": 3}, "calibration key 'xs_' is not known; allowed: feature, xs, ps; did you mean 'xs'?"),
-        ({"feature": None},
-         "calibration feature None is not known; allowed: adaedl, entropy, margin, maxp, survival, varH"),
-        ({"feature": "calibrated"}, "calibration feature 'calibrated' is not known; allowed: adaedl, entropy, margin, "
-         "maxp, survival, varH; did you mean 'adaedl'?"),
+        (
+            {"feature": None},
+            "calibration feature None is not known; allowed: adaedl, entropy, margin, maxp, survival, varH",
+        ),
+        (
+            {"feature": "calibrated"},
+            "calibration feature 'calibrated' is not known; allowed: adaedl, entropy, margin, "
+            "maxp, survival, varH; did you mean 'adaedl'?",
+        ),
         ({"xs": [0.5, 0.5]}, "calibration xs must ascend strictly: (0.5, 0.5)"),
         ({"ps": [0.9, 0.2]}, "calibration ps over 'margin' must be rising: (0.9, 0.2)"),
         ({"feature": "entropy"}, "calibration ps over 'entropy' must be falling: (0.2, 0.9)"),
@@ -106,7 +136,7 @@ def test_of_settings_in_json(change, text):
         ({"ps": [0.1, True]}, "calibration ps = [0.1, True] must be a list of finite numbers"),
         ({"ps": [0.1, math.inf]}, "calibration ps = [0.1, inf] must be a list of finite numbers"),
     ],
-)  # fmt: skip
+)
 def test_of_maps(change, text):
     assert said(calibration_from_dict, {**MAP, **change}) == text
 
@@ -121,18 +151,38 @@ def test_probabilities_of_a_map_may_be_0_and_1_and_a_map_of_one_knot_may_be_anyw
 @pytest.mark.parametrize(
     ("gate", "threshold", "text"),
     [
-        ("maxp", 0.0, "with tau = 0 never closes (the largest draft probability lies between 0 and 1): it is the same "
-         "as gate 'none'"),
-        ("maxp", 1.0, "with tau = 1 never opens but for ties by rounding (the largest draft probability lies between 0 "
-         "and 1): drafts end after their first step"),
-        ("maxp", 1.5, "with tau = 1.5 never opens (the largest draft probability lies between 0 and 1): every draft "
-         "ends after its first step"),
-        ("varH", 1e6, "with tau_v = 1e+06 never closes (the varentropy in squared nats lies between 0 and 12.9): it is "
-         "the same as gate 'none'"),
-        ("entropy", -1.0, "with threshold = -1 never opens (the entropy in nats lies between 0 and 6.91): every draft "
-         "ends after its first step"),
+        (
+            "maxp",
+            0.0,
+            "with tau = 0 never closes (the largest draft probability lies between 0 and 1): it is the same "
+            "as gate 'none'",
+        ),
+        (
+            "maxp",
+            1.0,
+            "with tau = 1 never opens but for ties by rounding (the largest draft probability lies between 0 "
+            "and 1): drafts end after their first step",
+        ),
+        (
+            "maxp",
+            1.5,
+            "with tau = 1.5 never opens (the largest draft probability lies between 0 and 1): every draft "
+            "ends after its first step",
+        ),
+        (
+            "varH",
+            1e6,
+            "with tau_v = 1e+06 never closes (the varentropy in squared nats lies between 0 and 12.9): it is "
+            "the same as gate 'none'",
+        ),
+        (
+            "entropy",
+            -1.0,
+            "with threshold = -1 never opens (the entropy in nats lies between 0 and 6.91): every draft "
+            "ends after its first step",
+        ),
     ],
-)  # fmt: skip
+)
 def test_of_a_threshold_that_decides_nothing(gate, threshold, text):
     settings = DraftSettings(gate=GateConfig(gate), threshold=threshold)
     assert warnings_for(settings, 1000) == [f"gate {gate!r} {text}"]

@@ -144,8 +144,15 @@ def test_an_outcome_says_what_it_is_of():
     found = replay(log, setting, COSTS, STEEP)
     assert found.setting == setting
     assert found == replace(replay(log, Setting("margin", 0.5, 3), COSTS), setting=setting)
-    assert found.to_dict() == {"gate": "calibrated", "threshold": 1.0, "k": 3, "rounds": 20, "drafted": found.drafted,
-                               "accepted": found.accepted, "speedup": found.speedup}  # fmt: skip
+    assert found.to_dict() == {
+        "gate": "calibrated",
+        "threshold": 1.0,
+        "k": 3,
+        "rounds": 20,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "speedup": found.speedup,
+    }
     assert oracle(log, 2, COSTS).setting == Setting("none", None, 2)
     nothing = log.choose(torch.zeros(20, dtype=torch.bool))
     assert replay(nothing, Setting("none", None, 2), COSTS) == Outcome(Setting("none", None, 2), 0, 0, 0, 1.0)
@@ -180,8 +187,11 @@ def test_settings_for_reads_the_map_of_a_calibrated_gate_and_the_statistics_that
     assert settings_for(fewer, ["margin", "calibrated"], [2], STEEP) == []
     assert {setting.gate for setting in settings_for(fewer, ["margin", "entropy"], [2])} == {"entropy"}
     margins = settings_for(log, ["calibrated", "margin", "none"], [2, 1])
-    assert margins == [*(Setting("margin", limit, 2) for limit in thresholds(log, "margin")),
-                       Setting("none", None, 2), Setting("none", None, 1)]  # fmt: skip
+    assert margins == [
+        *(Setting("margin", limit, 2) for limit in thresholds(log, "margin")),
+        Setting("none", None, 2),
+        Setting("none", None, 1),
+    ]
     log.statistics[:, :, features().index("maxp")] = 1 / 3
     assert thresholds(log, "maxp") == [0.3333]
 

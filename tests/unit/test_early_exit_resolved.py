@@ -146,13 +146,27 @@ def test_vllms_word_for_how_drafts_are_taken_is_ours_too():
 def test_every_key_that_a_speculative_config_gets():
     settings = read(layer_skip=3, gate="maxp", tau=0.25, head_path="a", draft_weights="int4", draft_window=64)
     assert to_spec(settings) == {
-        "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
-        "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
-        "draft_window": 64, "length_table": None, "free_drafts": 0, "read_first": True, "strict": False,
-    }  # fmt: skip
+        "method": "layer_skip",
+        "layer_skip": 3,
+        "num_speculative_tokens": 5,
+        "gate": "maxp",
+        "calibration": None,
+        "threshold": 0.25,
+        "head_path": "a",
+        "draft_weights": "int4",
+        "draft_weights_path": None,
+        "skip_layers": None,
+        "draft_window": 64,
+        "length_table": None,
+        "free_drafts": 0,
+        "read_first": True,
+        "strict": False,
+    }
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
-        "method": "skip", "layer_skip": 3, "head_path": "a"
-    }  # fmt: skip
+        "method": "skip",
+        "layer_skip": 3,
+        "head_path": "a",
+    }
     assert to_spec(DraftSettings(gate=GateConfig("varH"), tau_v=3.0))["threshold"] == 3.0
 
 
@@ -195,23 +209,31 @@ def test_of_what_method_skip_does_not_use(key, value, idle):
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"draft_weights_path": "w"}, "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the "
-         "kind of copies that it holds"),
-        ({"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
-         f"length_table and {PER_BATCH} mean the same setting; give one"),
-        ({"skip_layers": "7", "layer_skip": 7},
-         "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft"),
-        ({"skip_layers": 3.5},
-         "skip_layers = 3.5 must be layers counted from 0, and ranges of them, such as 10-15,20"),
+        (
+            {"draft_weights_path": "w"},
+            "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the "
+            "kind of copies that it holds",
+        ),
+        (
+            {"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
+            f"length_table and {PER_BATCH} mean the same setting; give one",
+        ),
+        (
+            {"skip_layers": "7", "layer_skip": 7},
+            "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft",
+        ),
+        ({"skip_layers": 3.5}, "skip_layers = 3.5 must be layers counted from 0, and ranges of them, such as 10-15,20"),
         ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
         ({"strict": 1}, "strict = 1 must be true or false"),
-        ({"draft_sample_method": "probabalistic"}, "draft_sample_method 'probabalistic' is not known; allowed: greedy, "
-         "probabilistic; did you mean 'probabilistic'?"),
-        ({"draft_sample_method": True},
-         "draft_sample_method True is not known; allowed: greedy, probabilistic"),
+        (
+            {"draft_sample_method": "probabalistic"},
+            "draft_sample_method 'probabalistic' is not known; allowed: greedy, "
+            "probabilistic; did you mean 'probabilistic'?",
+        ),
+        ({"draft_sample_method": True}, "draft_sample_method True is not known; allowed: greedy, probabilistic"),
         ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
     ],
-)  # fmt: skip
+)
 def test_of_what_does_not_go_together(spec, text):
     assert said(read, **spec) == text
 
@@ -225,16 +247,21 @@ def test_copies_from_a_file():
     ("change", "text"),
     [
         ({"skip_layers": "4-7"}, "skip_layers = 4-7: layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
-        ({"length_table": "3:9"},
-         "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
-        ({"threshold": 2.0, "gate": {"kind": "maxp"}},
-         "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
-        ({"gate": {"kind": "calibrated"}},
-         "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts"),
-        ({"gate": {"kind": "maxp", "calibration": MAP}},
-         "calibration is given but gate 'maxp' does not use it; gates that do: calibrated"),
+        ({"length_table": "3:9"}, "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
+        (
+            {"threshold": 2.0, "gate": {"kind": "maxp"}},
+            "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1",
+        ),
+        (
+            {"gate": {"kind": "calibrated"}},
+            "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts",
+        ),
+        (
+            {"gate": {"kind": "maxp", "calibration": MAP}},
+            "calibration is given but gate 'maxp' does not use it; gates that do: calibrated",
+        ),
     ],
-)  # fmt: skip
+)
 def test_of_settings_that_travelled(change, text):
     assert said(travelled, **change) == text
 

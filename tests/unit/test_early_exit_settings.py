@@ -143,9 +143,17 @@ def test_from_dict_refuses_what_to_dict_cannot_have_written(change, word):
         ResolvedSettings.from_dict({**ResolvedSettings(layer=3, k=5).to_dict(), **change})
 
 
-@pytest.mark.parametrize("spec", [{}, {"gate": "maxp", "tau": 0.2, "draft_weights": "fp8"}, {"method": "skip"},
-                                  {"gate": "calibrated", "calibration": CALIBRATION}, {"lsq_head_path": "a"},
-                                  {"gate": "varH", "draft_sample_method": "probabilistic"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"gate": "maxp", "tau": 0.2, "draft_weights": "fp8"},
+        {"method": "skip"},
+        {"gate": "calibrated", "calibration": CALIBRATION},
+        {"lsq_head_path": "a"},
+        {"gate": "varH", "draft_sample_method": "probabilistic"},
+    ],
+)
 def test_what_a_config_writes_is_read_back(spec):
     vllms = ("draft_sample_method", "rejection_sample_method", "synthetic_acceptance_length")
     settings = ResolvedSettings.from_user({"layer_skip": 3, **spec}, 12, passthrough=vllms)

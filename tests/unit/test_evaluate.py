@@ -55,8 +55,13 @@ def few_folders():
     """Two folders of the harness's own tasks: it reads the files of all for seconds."""
     folders = [Path(tasks.__file__).parent / name for name in ("arc", "hellaswag")]
     patch = pytest.MonkeyPatch()
-    patch.setattr(evaluate, "TaskManager", lambda include_defaults: tasks.TaskManager(
-        include_defaults=False, include_path=folders if include_defaults else None))  # fmt: skip
+    patch.setattr(
+        evaluate,
+        "TaskManager",
+        lambda include_defaults: tasks.TaskManager(
+            include_defaults=False, include_path=folders if include_defaults else None
+        ),
+    )
     yield
     patch.undo()
 
@@ -130,8 +135,10 @@ def test_scores_say_what_went_through_drafting():
     tasks = evaluate.load(["stdlib_choice", "stdlib_line"])
     found = evaluate.run([GATED, SKIP], tasks, limit=12, fewshot=0, open_engine=open_engine)
     assert found.failed == []
-    scores = {one.arm["arm"]: {(score["task"], score["metric"]): score for score in one.found["scores"]}
-            for one in found.findings}  # fmt: skip
+    scores = {
+        one.arm["arm"]: {(score["task"], score["metric"]): score for score in one.found["scores"]}
+        for one in found.findings
+    }
     assert set(scores) == {"baseline", "layer_skip", "skip"}
     metrics = {("stdlib_choice", "acc"), ("stdlib_choice", "acc_norm"), ("stdlib_line", "exact_match")}
     assert set(scores["skip"]) == metrics

@@ -119,9 +119,11 @@ def test_each_view_has_exits_of_its_own_where_no_layer_is_named():
     words = ["draft_weights=shared,int8", "skip_layers=null,'10-12'"]
     found = [(cfg.layer, cfg.draft_weights, cfg.skip_layers) for cfg in configs.exits(words, roc.LAYER_PARTS)]
     assert found == [
-        *((layer, "shared", None) for layer in (3, 6, 12)), (24, "shared", "10-12"),
-        *((layer, "int8", None) for layer in (24, 3, 6, 12)), (24, "int8", "10-12"),
-    ]  # fmt: skip
+        *((layer, "shared", None) for layer in (3, 6, 12)),
+        (24, "shared", "10-12"),
+        *((layer, "int8", None) for layer in (24, 3, 6, 12)),
+        (24, "int8", "10-12"),
+    ]
     (named,) = configs.exits(["draft_weights=int8", "layer=5"], roc.LAYER_PARTS)
     assert (named.layer, named.draft_weights) == (5, "int8")
 

@@ -68,9 +68,12 @@ def test_a_match_teaches_what_its_tokens_would_teach_one_by_one(length, came_tru
 
 
 @given(
-    st.lists(st.floats(0.01, 0.99), min_size=LONGEST, max_size=LONGEST), shares, st.integers(1, 20),
-    st.integers(1, 8), st.floats(0.01, 1.5),
-)  # fmt: skip
+    st.lists(st.floats(0.01, 0.99), min_size=LONGEST, max_size=LONGEST),
+    shares,
+    st.integers(1, 20),
+    st.integers(1, 8),
+    st.floats(0.01, 1.5),
+)
 def test_a_match_is_trusted_from_where_it_yields_more_in_the_same_time(rates, own, tokens, k, cost):
     rates = torch.tensor(rates)
     yields = expected(rates, tokens)

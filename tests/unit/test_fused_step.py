@@ -91,8 +91,10 @@ def test_every_tile_is_one_blocks_and_the_blocks_read_about_as_much(shape, evenl
         assert taken == list(range(shape.tiles[name]))
     assert all(one[5] and one[5] % 4 == 0 for one in plan.blocks)  # 32 results of a block are rounded together
     groups = shape.groups
-    reads = [one[1] * groups["qkv"] + one[3] * (groups["o"] + groups["down"]) + one[5] * groups["gate_up"]
-             for one in plan.blocks]  # fmt: skip
+    reads = [
+        one[1] * groups["qkv"] + one[3] * (groups["o"] + groups["down"]) + one[5] * groups["gate_up"]
+        for one in plan.blocks
+    ]
     assert max(reads) < 1.15 * sum(reads) / len(reads)
 
 
@@ -126,8 +128,9 @@ def test_streams_hold_every_record_in_the_order_of_its_use():
     first, wanted = 1, []
     for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
         groups = SMALL.groups[name]
-        wanted += [first + tile * groups + group for tile in range(start, start + count)
-                   for group in share(groups, 3, warps)]  # fmt: skip
+        wanted += [
+            first + tile * groups + group for tile in range(start, start + count) for group in share(groups, 3, warps)
+        ]
         first += SMALL.tiles[name] * groups
     assert numbers[at : at + 2 * len(wanted)].tolist() == wanted + [100_000 + number for number in wanted]
 
@@ -184,8 +187,10 @@ def kind(name: str, module: str, *bases: type) -> type:
 def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    tensors = {"words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
-               "scales": torch.zeros(rows, columns // 64, dtype=torch.float16)}  # fmt: skip
+    tensors = {
+        "words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
+        "scales": torch.zeros(rows, columns // 64, dtype=torch.float16),
+    }
     for name, tensor in tensors.items():
         copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return SimpleNamespace(copy_of_weight=copy, bias=torch.zeros(rows) if bias else None)
@@ -215,9 +220,14 @@ def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
     made: Any = kind(layer, module)()
     made.input_layernorm, made.post_attention_layernorm = RMSNorm(hidden), RMSNorm(hidden)
     made.self_attn = SimpleNamespace(
-        qkv_proj=linear(2048, hidden, bias=True), o_proj=linear(hidden, hidden), attn=attention_module(),
-        rotary_emb=RotaryEmbedding(), head_dim=128, num_heads=12, num_kv_heads=2,
-    )  # fmt: skip
+        qkv_proj=linear(2048, hidden, bias=True),
+        o_proj=linear(hidden, hidden),
+        attn=attention_module(),
+        rotary_emb=RotaryEmbedding(),
+        head_dim=128,
+        num_heads=12,
+        num_kv_heads=2,
+    )
     made.mlp = SimpleNamespace(
         gate_up_proj=linear(2 * inner, hidden), down_proj=linear(hidden, inner), act_fn=SiluAndMul()
     )

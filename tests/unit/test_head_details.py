@@ -114,10 +114,13 @@ def test_a_file_may_hold_no_tensors_and_long_metadata(tmp_path):
     [
         (lens_head(), "lsq", "a lsq head has the tensors weight or weight, bias; here there are none"),
         (lsq_head(torch.zeros(9, 4)), "lens", "a lens head has the tensors none; here there are weight"),
-        (translator_head(down=torch.zeros(2, 4), up=torch.zeros(4, 2)), "translator",
-         "its rank is 2, and the metadata have none"),
+        (
+            translator_head(down=torch.zeros(2, 4), up=torch.zeros(4, 2)),
+            "translator",
+            "its rank is 2, and the metadata have none",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_whose_tensors_are_not_those_of_its_metadata_is_named(head, kind, message, tmp_path):
     file = tmp_path / "h.safetensors"
     with pytest.raises(HeadError) as error:

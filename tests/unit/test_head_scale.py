@@ -132,10 +132,15 @@ def test_the_figure_of_the_warning_is_the_lab_books():
     assert f"perplexity {FLAT_PERPLEXITY:,} of a vocabulary of {FLAT_VOCABULARY:,}" in page
 
 
-@pytest.mark.parametrize(("corpus", "template", "heads", "doubts"), [
-    ("stdlib", True, ("lens", "lsq"), 1), ("chats.json", True, ("lsq",), 0), ("stdlib", False, ("lsq",), 0),
-    ("stdlib", True, ("lens",), 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("corpus", "template", "heads", "doubts"),
+    [
+        ("stdlib", True, ("lens", "lsq"), 1),
+        ("chats.json", True, ("lsq",), 0),
+        ("stdlib", False, ("lsq",), 0),
+        ("stdlib", True, ("lens",), 0),
+    ],
+)
 def test_a_chat_model_fitted_on_the_standard_library_is_warned_of(corpus, template, heads, doubts):
     found = fit._doubts(SimpleNamespace(has_template=template), fit.Request((2,), heads, corpus=corpus))
     assert len(found) == doubts
@@ -144,8 +149,9 @@ def test_a_chat_model_fitted_on_the_standard_library_is_warned_of(corpus, templa
 
 def test_the_heads_of_a_fit_are_written_as_pt_too(tmp_path):
     head, _ = _solved()
-    path = save_head(tmp_path / "m" / "layer12_lsq.safetensors", head, HeadMetadata("lsq", 12, HIDDEN, VOCAB,
-                                                                                   target="next_token"))  # fmt: skip
+    path = save_head(
+        tmp_path / "m" / "layer12_lsq.safetensors", head, HeadMetadata("lsq", 12, HIDDEN, VOCAB, target="next_token")
+    )
     reports = [{"layer": 12, "head": "lens"}, {"layer": 12, "head": "lsq", "vocab": "full", "path": str(path)}]
     made = fit.save_as_pt(RunConfig(head_dir=str(tmp_path / "ee_head")), fit.FitResult(reports, 1.0, 1.0, 1.0))
     assert made == [tmp_path / "ee_head" / "ee_layer12_lsq.pt"]
@@ -158,8 +164,11 @@ def test_a_sweep_is_warned_of_a_flat_head_once(tmp_path):
     file = save_head(
         tmp_path / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, HIDDEN, VOCAB, target="next_token")
     )
-    cfgs = [RunConfig(layer=3, gate=GateConfig(kind), head=HeadConfig(path=str(file)), k=k, tau=tau)
-            for kind, tau in (("maxp", 0.5), ("none", None)) for k in (2, 4)]  # fmt: skip
+    cfgs = [
+        RunConfig(layer=3, gate=GateConfig(kind), head=HeadConfig(path=str(file)), k=k, tau=tau)
+        for kind, tau in (("maxp", 0.5), ("none", None))
+        for k in (2, 4)
+    ]
     found = [line for line in preflight.warnings(cfgs) if "reads a distribution" in line]
     assert len(found) == 1 and "gate 'maxp'" in found[0]
     assert not preflight.warnings(cfgs[2:])

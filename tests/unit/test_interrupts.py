@@ -193,8 +193,9 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=environment) as other:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as other:
         assert other.stdout.readline()  # the baseline
         other.stdout.readline()
         time.sleep(0.05)

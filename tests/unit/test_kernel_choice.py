@@ -14,8 +14,14 @@ from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.kernel_choice import DraftShape
 from selfspec_cli.vllm_plugin.observe.watch import Watch
 
-CONFIG = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2,
-          "head_dim": None, "vocab_size": 151936}  # fmt: skip
+CONFIG = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": None,
+    "vocab_size": 151936,
+}
 ROWS = [
     {"kind": "qkv", "tokens": 1, "setting": {"rows_at_once": 2, "at_once": 16}},
     {"kind": "qkv", "tokens": 8, "setting": {"rows_at_once": 16, "parts": 2, "stages": 2, "warps": 4}},
@@ -42,16 +48,27 @@ def found(**instead):
 
 def test_an_engine_finds_the_file_of_its_gpu_and_shape_alone(made):
     assert found().path == made and found().stale is None
-    others = ({"bits": 8}, {"bits": None}, {"ranks": 2}, {"device": "NVIDIA H200"},
-              {"config": CONFIG | {"head_dim": 64}}, {"config": {"n_embd": 64}})  # fmt: skip
+    others = (
+        {"bits": 8},
+        {"bits": None},
+        {"ranks": 2},
+        {"device": "NVIDIA H200"},
+        {"config": CONFIG | {"head_dim": 64}},
+        {"config": {"n_embd": 64}},
+    )
     assert [found(**one) for one in others] == [None] * 6
     assert found(config=CONFIG | {"vocab_size": 32000}).path == made  # of a draft vocabulary, say
 
 
 def test_shapes_are_those_of_a_rank():
     shape = DraftShape.of(CONFIG, 4, ranks=2, vocabulary=32768)
-    assert dict(shape.products) == {"qkv": (1024, 1536), "o": (1536, 768), "gate_up": (8960, 1536),
-                                    "down": (1536, 4480), "lm_head": (16384, 1536)}  # fmt: skip
+    assert dict(shape.products) == {
+        "qkv": (1024, 1536),
+        "o": (1536, 768),
+        "gate_up": (8960, 1536),
+        "down": (1536, 4480),
+        "lm_head": (16384, 1536),
+    }
     assert (shape.query_heads, shape.heads, shape.dim) == (6, 1, 128)
     with pytest.raises(KeyError, match="intermediate_size"):
         DraftShape.of({"hidden_size": 64}, 4)
@@ -67,8 +84,12 @@ def test_a_size_between_two_has_what_the_next_greater_has_and_what_is_missing_is
     assert "5 of 5 are chosen by" in str(choice) and "not" not in str(choice)
     assert choice.of_product(2048, 1536, 4, 16) == choice.of_product(2048, 1536, 8, 1) == {}
     assert choice.of_attention(12, 2, 128, 1, 40000) == choice.of_attention(12, 2, 128, 9, 64) == {}
-    missing = ["qkv at 16", "[2048, 1536] of 8 bits at 1", "attention at 1 with room for 40000",
-               "attention at 9 with room for 64"]  # fmt: skip
+    missing = [
+        "qkv at 16",
+        "[2048, 1536] of 8 bits at 1",
+        "attention at 1 with room for 40000",
+        "attention at 9 with room for 64",
+    ]
     assert choice.unchosen() == missing
     assert str(choice) == f"5 of 9 are chosen by {made}; not {', '.join(missing)}"
 
@@ -104,8 +125,9 @@ def test_the_version_changes_with_the_source_of_each_kernel(tmp_path, monkeypatc
 
 def counted():
     """What is counted of kernels on an engine that has drafted."""
-    runner = SimpleNamespace(speculator=SimpleNamespace(
-        head="a head", device="cpu", propose=None, decode_cudagraph_manager=None))  # fmt: skip
+    runner = SimpleNamespace(
+        speculator=SimpleNamespace(head="a head", device="cpu", propose=None, decode_cudagraph_manager=None)
+    )
     return {name: count for name, count in Watch(runner, runner.speculator).stop()["measured"].items() if count}
 
 

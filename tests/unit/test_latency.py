@@ -16,8 +16,14 @@ def test_the_definitions_are_those_of_vllms_benchmark():
 def test_one_token_has_neither_tpot_nor_itl():
     alone = RequestTimes(0.0, (0.25,), 1)
     assert (tpot(alone), itl(alone)) == (None, [])
-    assert summary([alone]) == {"ttft_ms": 250, "ttft_p90_ms": 250, "ttft_p99_ms": 250,
-                                "e2e_ms": 250, "e2e_p90_ms": 250, "e2e_p99_ms": 250}  # fmt: skip
+    assert summary([alone]) == {
+        "ttft_ms": 250,
+        "ttft_p90_ms": 250,
+        "ttft_p99_ms": 250,
+        "e2e_ms": 250,
+        "e2e_p90_ms": 250,
+        "e2e_p99_ms": 250,
+    }
 
 
 def test_percentiles_are_over_all_requests():

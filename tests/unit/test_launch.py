@@ -337,8 +337,11 @@ def test_workers_begin_no_point_after_the_end(lab):
 
 def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_path, monkeypatch):
     """Although another worker has measured the same baseline."""
-    cfgs = [replace(cfg, engine=replace(cfg.engine, max_num_seqs=8), workload=replace(cfg.workload, batch=batch))
-            for cfg in asked(layers=(2, 3), place=tmp_path, workers=2) for batch in (1, 2)]  # fmt: skip
+    cfgs = [
+        replace(cfg, engine=replace(cfg.engine, max_num_seqs=8), workload=replace(cfg.workload, batch=batch))
+        for cfg in asked(layers=(2, 3), place=tmp_path, workers=2)
+        for batch in (1, 2)
+    ]
     failed = []
 
     def launch(given, cfg, run_id, log):
@@ -346,9 +349,15 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
             spooled = []
             worker = [one.cfg for one in unit.points]
             engine = SimpleNamespace(set_gate=lambda *words: None)
-            sweep.run_unit(worker, run_id + unit.name, {}, open_engine=lambda cfg, engine=engine: nullcontext(engine),
-                           bench=lambda *words: measured(100.0, 101.0, 99.0), keep=spooled.append,
-                           go_on=lambda: True)  # fmt: skip
+            sweep.run_unit(
+                worker,
+                run_id + unit.name,
+                {},
+                open_engine=lambda cfg, engine=engine: nullcontext(engine),
+                bench=lambda *words: measured(100.0, 101.0, 99.0),
+                keep=spooled.append,
+                go_on=lambda: True,
+            )
             dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
             for point in spooled[: 1 if dies else None]:
                 yield unit, to_json(point)
@@ -356,8 +365,15 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
 
     monkeypatch.setitem(driver.LAUNCHERS, "joblib", SimpleNamespace(workers=lambda cfg: 2, launch=launch))
     plan = planning.plan(cfgs)
-    left = driver.run(plan, cfgs[0], "RUN", tmp_path, save=lambda point: None,
-                      fail=lambda planned, error: failed.append(planned.cfg), progress=ignore)  # fmt: skip
+    left = driver.run(
+        plan,
+        cfgs[0],
+        "RUN",
+        tmp_path,
+        save=lambda point: None,
+        fail=lambda planned, error: failed.append(planned.cfg),
+        progress=ignore,
+    )
     assert left == 0
     assert [cfg.workload.batch for cfg in failed] == [2]
 

@@ -15,8 +15,15 @@ def lengths(table: LengthTable, *places: tuple[int, int]) -> list[int]:
 
 def test_the_last_entry_that_is_reached_is_in_force():
     table = LengthTable.parse("33:3 129:0 129@8192:2", 5)
-    assert lengths(table, (1, 0), (32, 10**6), (33, 0), (128, 9000), (129, 8191), (129, 8192), (4000, 10**6)) == \
-        [5, 5, 3, 3, 0, 2, 2]  # fmt: skip
+    assert lengths(table, (1, 0), (32, 10**6), (33, 0), (128, 9000), (129, 8191), (129, 8192), (4000, 10**6)) == [
+        5,
+        5,
+        3,
+        3,
+        0,
+        2,
+        2,
+    ]
     assert table.lengths == (5, 3, 2, 0)
     assert table.by_context
 
@@ -78,8 +85,10 @@ def test_vllms_own_lookup_agrees():
     assert theirs[1:] == lengths(LengthTable.from_vllm(ranges, 4), *((n, 0) for n in range(1, 41)))
 
 
-@pytest.mark.parametrize("ranges", [[], "x", [[1, 2]], [[2, 3, 1]], [[1, 3, 1], [3, 4, 1]], [[3, 1, 1]], [[1, 2, -1]],
-                                    [[1, 2, True]], [[1.5, 2, 3]]])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranges",
+    [[], "x", [[1, 2]], [[2, 3, 1]], [[1, 3, 1], [3, 4, 1]], [[3, 1, 1]], [[1, 2, -1]], [[1, 2, True]], [[1.5, 2, 3]]],
+)
 def test_what_is_no_list_of_vllms_is_refused(ranges):
     with pytest.raises(SettingsError, match="num_speculative_tokens_per_batch_size"):
         LengthTable.from_vllm(ranges, 5)

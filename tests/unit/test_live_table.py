@@ -29,8 +29,9 @@ def test_a_table_is_checked_and_handed_to_the_drafter():
     assert lengths.table.at(100).k == 4
 
 
-@pytest.mark.parametrize(("text", "said"), [("3:5", "more than the engine's k"), ("x", "is no entry"),
-                                            ("3:2/0.7", "is no entry")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"), [("3:5", "more than the engine's k"), ("x", "is no entry"), ("3:2/0.7", "is no entry")]
+)
 def test_what_is_no_table_of_this_engine_is_refused(text, said):
     live = worker(settings=settings(), set_table=lambda table: pytest.fail("it was set"))
     with pytest.raises(SettingsError, match=said):

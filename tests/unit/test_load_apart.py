@@ -4,8 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-MODULES = ("selfspec_cli.engine.clients", "selfspec_cli.stages.load", "selfspec_cli.stages.load_url",
-           "selfspec_cli.commands.load", "selfspec_cli.commands.app")  # fmt: skip
+MODULES = (
+    "selfspec_cli.engine.clients",
+    "selfspec_cli.stages.load",
+    "selfspec_cli.stages.load_url",
+    "selfspec_cli.commands.load",
+    "selfspec_cli.commands.app",
+)
 
 
 def test_no_module_of_the_command_imports_locust_or_gevent():

@@ -60,8 +60,12 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
     assert sorted(one.number for one in run.samples) == list(range(21))
     assert {one.number % 7 for one in run.good} == {0, 1}
     assert {one.number % 7: one.error.split(":")[0] for one in run.failed} == {
-        2: "HTTP 400", 3: "IncompleteRead", 4: "the server said", 5: "an event that cannot be read", 6: "no event"
-    }  # fmt: skip
+        2: "HTTP 400",
+        3: "IncompleteRead",
+        4: "the server said",
+        5: "an event that cannot be read",
+        6: "no event",
+    }
     assert {one.error for one in run.failed if one.number % 7 == 4} == {"the server said: out of memory"}
     assert len(toy.asked) == 21
     for one in run.good:
@@ -86,8 +90,17 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
 @needs_locust
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_clients_that_come_and_go_ask_in_the_first_half_of_each_period_only(toy, tmp_path, processes):
-    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=6, seconds=2.5, levels=((0.0, 6), (0.5, 2)),
-              period=1.0, processes=processes)  # fmt: skip
+    job = Job(
+        toy.url,
+        COMPLETIONS,
+        BODY,
+        [{"prompt": [1]}],
+        clients=6,
+        seconds=2.5,
+        levels=((0.0, 6), (0.5, 2)),
+        period=1.0,
+        processes=processes,
+    )
     run = clients.run(job, tmp_path, check=nothing)
     assert not run.failed and run.seconds < 3
 
@@ -152,8 +165,9 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
     ends = []
     run = clients.run(job, tmp_path / "closed", check=nothing, progress=lambda ended, _: ends.append(ended))
     assert sorted(one.number for one in run.good) == list(range(11)) and len(toy.asked) == 11
-    assert {(one.number % 3, one.digest) for one in run.good} == {(n, one.digest) for n in range(3) for one in run.good
-                                                                   if one.number == n}  # fmt: skip
+    assert {(one.number % 3, one.digest) for one in run.good} == {
+        (n, one.digest) for n in range(3) for one in run.good if one.number == n
+    }
     first = [min(one.sent for one in run.good if one.number % 2 == part) for part in range(2)]
     assert abs(first[0] - first[1]) < 0.5  # they waited for each other
     assert run.cpu is not None and run.counted
@@ -161,8 +175,9 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
     assert {"samples.jsonl", "job.json", "clients.log", "locust_stats.csv", "locust1_stats.csv"} <= left
     assert not left & {"samples1.jsonl", "begin", "ready0", "ready1", "part0.json", "part1.json"}
     moments = [0.0, 0.1, 0.2, 0.3, 0.4]
-    opened = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, arrivals=moments, processes=2), tmp_path / "open",
-                         check=nothing)  # fmt: skip
+    opened = clients.run(
+        Job(toy.url, COMPLETIONS, BODY, prompts, arrivals=moments, processes=2), tmp_path / "open", check=nothing
+    )
     known = sorted(opened.good, key=lambda one: one.number)
     assert [one.number for one in known] == list(range(5))
     began = known[0].sent - known[0].late
@@ -305,9 +320,12 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
 def test_a_point_in_which_every_request_fails_says_why(toy, tmp_path):
     with pytest.raises(ClientsError, match="no request ended well: HTTP 400"):
         load.Loader(tmp_path / "raw", knows_model=False, ignores_eos=False)._run(
-            config(tmp_path), server.connect(toy.url),
-            Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}], clients=1, requests=2), tmp_path / "x", load.ignore,
-        )  # fmt: skip
+            config(tmp_path),
+            server.connect(toy.url),
+            Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}], clients=1, requests=2),
+            tmp_path / "x",
+            load.ignore,
+        )
 
 
 def sample(number, sent=0.0, digest="d", error=None):
@@ -343,8 +361,14 @@ def reading():
     tree = ast.parse(source)
     wanted = ("_read", "_event", "_failure", "_words", "_count", "_written")
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    names = {"json": json, "hashlib": hashlib, "Any": Any, "Part": Any, "ERROR_LENGTH": 300,
-             "UNFINISHED": ("error", "abort")}  # fmt: skip
+    names = {
+        "json": json,
+        "hashlib": hashlib,
+        "Any": Any,
+        "Part": Any,
+        "ERROR_LENGTH": 300,
+        "UNFINISHED": ("error", "abort"),
+    }
     exec(compile(tree, "locustfile.py", "exec"), names)
     return lambda lines: names["_read"]([(float(n), line.encode()) for n, line in enumerate(lines)])
 
@@ -385,8 +409,19 @@ def test_whatever_a_server_says_of_a_failure_is_kept(reading, line, words, first
     assert found["whole"] and len(found["events_us"]) >= 3  # what came with it is kept too
 
 
-@pytest.mark.parametrize("usage", ['"none"', "[1]", "7", '{"completion_tokens": "3"}', '{"completion_tokens": -1}',
-                                   '{"completion_tokens": true}', '{"completion_tokens": 2.5}', "null"])  # fmt: skip
+@pytest.mark.parametrize(
+    "usage",
+    [
+        '"none"',
+        "[1]",
+        "7",
+        '{"completion_tokens": "3"}',
+        '{"completion_tokens": -1}',
+        '{"completion_tokens": true}',
+        '{"completion_tokens": 2.5}',
+        "null",
+    ],
+)
 def test_tokens_that_are_no_count_are_not_counted(reading, usage):
     found = reading([*TOKENS, f'data: {{"choices": [], "usage": {usage}}}', DONE])
     assert found["tokens"] is None and found["failure"] is None and len(found["events_us"]) == 3

@@ -57,9 +57,11 @@ def load_point(tok_s, *, arm=None, key="1", base=None, clients=8, engine=None, n
     columns = (arm or BASELINE) | CLOSED | {"clients": clients, "tpot_limit_ms": 40.0}
     facts = {"failed_requests": 2, "rss_mib": 900.0} | (engine or {})
     found = Measurement(tuple(repeats), ("a", "b"), facts, seconds=3.0)
-    return point(key, columns, found, number=number) if base is None else replace(
-        against(base, key, arm=columns), repeats=found.repeats, engine=facts, number=number
-    )  # fmt: skip
+    return (
+        point(key, columns, found, number=number)
+        if base is None
+        else replace(against(base, key, arm=columns), repeats=found.repeats, engine=facts, number=number)
+    )
 
 
 def test_a_row_of_a_load_test_says_what_was_asked_and_what_was_found():
@@ -84,16 +86,18 @@ def test_rows_of_other_commands_have_no_columns_of_a_load_test():
 
 
 def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
-    plain, timed, closed, rate = compose_runs(
-        None, ["method=baseline", "workload.num_prompts=8"]
-    ) + [compose_runs(None, ["method=baseline", "workload.num_prompts=8", *words])[0]
-         for words in (["load.seconds=5"], ["load.clients=4"], ["load.rate=2", "load.burst=8"])]  # fmt: skip
+    plain, timed, closed, rate = compose_runs(None, ["method=baseline", "workload.num_prompts=8"]) + [
+        compose_runs(None, ["method=baseline", "workload.num_prompts=8", *words])[0]
+        for words in (["load.seconds=5"], ["load.clients=4"], ["load.rate=2", "load.burst=8"])
+    ]
     assert [cfg.load.kind for cfg in (plain, timed, closed, rate)] == ["", "", "closed", "bursty"]
     # A setting that a bench does not look at changes no key, so what was measured before is found again.
     assert settings_key(plain) == settings_key(timed)
     assert len({settings_key(cfg) for cfg in (plain, closed, rate)}) == 3
-    varying, slower = (compose_runs(None, ["method=baseline", "load.clients=4", *words])[0] for words in (
-        ["load.low_clients=1"], ["load.low_clients=1", "load.period=4"]))  # fmt: skip
+    varying, slower = (
+        compose_runs(None, ["method=baseline", "load.clients=4", *words])[0]
+        for words in (["load.low_clients=1"], ["load.low_clients=1", "load.period=4"])
+    )
     assert len({settings_key(cfg) for cfg in (closed, varying, slower)}) == 3
     # The key of every other load test is what it was before clients could come and go.
     assert settings_key(closed) == settings_key(replace(closed, load=replace(closed.load, period=4.0)))
@@ -121,8 +125,11 @@ def test_figures_of_load_by_clients_over_time_and_by_category():
     many = replace(many, repeats=(Repeat(200.5, long),))
     made = {one.name: one for one in figures.of_sources(sources.of_points([few, many, arm]))}
     curve = next(panel for panel in made["load"].panels if panel.name.startswith("tokens a second"))
-    assert [(one["load"], one["series"].split()[0]) for one in curve.data] == [(8, "baseline"), (8, "E=4"),
-                                                                               (32, "baseline")]  # fmt: skip
+    assert [(one["load"], one["series"].split()[0]) for one in curve.data] == [
+        (8, "baseline"),
+        (8, "E=4"),
+        (32, "baseline"),
+    ]
     (by_category,) = made["categories"].panels
     assert {one["category"]: one["speedup"] for one in by_category.data} == {"code": 2.0, "chat": 1.0}
     assert [one["minute"] for one in made["over_time"].panels[0].data] == [1, 2, 3]

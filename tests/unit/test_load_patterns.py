@@ -81,8 +81,15 @@ def test_what_is_asked_is_compared_and_a_rate_is_not_where_it_follows_from_a_sha
     def asked(**given):
         return load_patterns.comparable(load_patterns.columns(LoadConfig(**given)) | {"frontend": None})
 
-    different = [asked(clients=8), asked(clients=9), asked(clients=8, low_clients=2), asked(rate=2.0), asked(share=0.5),
-                 asked(clients=8, low_clients=2, period=4.0), asked(rate=2.0, burst=4)]  # fmt: skip
+    different = [
+        asked(clients=8),
+        asked(clients=9),
+        asked(clients=8, low_clients=2),
+        asked(rate=2.0),
+        asked(share=0.5),
+        asked(clients=8, low_clients=2, period=4.0),
+        asked(rate=2.0, burst=4),
+    ]
     assert len(set(different)) == len(different)
     share = load_patterns.columns(LoadConfig(share=0.5)) | {"frontend": None}
     assert load_patterns.comparable(share | {"rate": 3.1}) == load_patterns.comparable(share | {"rate": 3.2})
@@ -102,9 +109,15 @@ def test_who_asks_in_a_closed_loop(given, schedule):
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"clients": 2, "arrivals": (1.0,)}, {"clients": 4, "levels": ((1.0, 4),)}, {"clients": 4, "levels": ((0, 2),)},
-     {"clients": 4, "levels": ((0, 2), (0, 4))}, {"clients": 4, "levels": ((0, 1), (1, 2)), "period": 2.0}],
-)  # fmt: skip
+    [
+        {},
+        {"clients": 2, "arrivals": (1.0,)},
+        {"clients": 4, "levels": ((1.0, 4),)},
+        {"clients": 4, "levels": ((0, 2),)},
+        {"clients": 4, "levels": ((0, 2), (0, 4))},
+        {"clients": 4, "levels": ((0, 1), (1, 2)), "period": 2.0},
+    ],
+)
 def test_a_schedule_that_cannot_be_kept_is_refused(given):
     with pytest.raises(ValueError, match=r"schedule|for ever"):
         Schedule(**given)

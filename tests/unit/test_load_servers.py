@@ -24,8 +24,17 @@ from selfspec_cli.stages import cores
 
 pytestmark = pytest.mark.slow
 TOY = Path(__file__).with_name("openai_server.py")
-WORDS = ["gate=maxp", "engine.max_num_seqs=4", "workload.num_prompts=3", "workload.output_len=8",
-         "workload.input_len=8", "load.requests=6", "load.repeats=1", "warmup=0", "load.clients=1,2"]  # fmt: skip
+WORDS = [
+    "gate=maxp",
+    "engine.max_num_seqs=4",
+    "workload.num_prompts=3",
+    "workload.output_len=8",
+    "workload.input_len=8",
+    "load.requests=6",
+    "load.repeats=1",
+    "warmup=0",
+    "load.clients=1,2",
+]
 
 
 @pytest.fixture
@@ -94,8 +103,12 @@ def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, 
     assert [cfg.method for cfg in toys] == ["baseline", "layer_skip"]
     points, _ = folder.read(results)
     rows = [tables.row(point) for point in points]
-    assert [(row.arm, row.clients) for row in rows] == [("baseline", 1), ("baseline", 2), ("layer_skip", 1),
-                                                        ("layer_skip", 2)]  # fmt: skip
+    assert [(row.arm, row.clients) for row in rows] == [
+        ("baseline", 1),
+        ("baseline", 2),
+        ("layer_skip", 1),
+        ("layer_skip", 2),
+    ]
     for point, row in zip(points, rows, strict=True):
         assert (sum(len(repeat.requests) for repeat in point.repeats), row.failed_requests, row.kv_blocks) == (6, 0, 77)
         assert row.goodput == pytest.approx(row.req_s)
@@ -122,9 +135,11 @@ def test_a_server_that_does_not_start_fails_its_points_with_the_reason(toys, tmp
 
 def test_the_reason_is_what_went_wrong_and_not_an_error_that_a_warning_names(tmp_path):
     log = tmp_path / "log"
-    log.write_text("(APIServer pid=1) WARNING [utils.py:2] This can cause errors like `OSError: [Errno 24]`. Raise it\n"
-                   "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
-                   "  Value error, Model Runner V1 does not support: adaptive draft verification\n")  # fmt: skip
+    log.write_text(
+        "(APIServer pid=1) WARNING [utils.py:2] This can cause errors like `OSError: [Errno 24]`. Raise it\n"
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        "  Value error, Model Runner V1 does not support: adaptive draft verification\n"
+    )
     assert server._tail(log) == (
         ": ValidationError: 1 validation error for VllmConfig · Value error, Model Runner V1 does not support: "
         f"adaptive draft verification; all of it: {log}"
@@ -141,9 +156,15 @@ def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):
             found.check()
 
 
-@pytest.mark.parametrize(("asked", "of_the_user", "wanted"), [
-    ("python", None, {}), ("python", "1", {"VLLM_USE_RUST_FRONTEND": "0"}),
-    ("rust", None, {"VLLM_USE_RUST_FRONTEND": "1"}), ("rust", "0", {"VLLM_USE_RUST_FRONTEND": "1"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "of_the_user", "wanted"),
+    [
+        ("python", None, {}),
+        ("python", "1", {"VLLM_USE_RUST_FRONTEND": "0"}),
+        ("rust", None, {"VLLM_USE_RUST_FRONTEND": "1"}),
+        ("rust", "0", {"VLLM_USE_RUST_FRONTEND": "1"}),
+    ],
+)
 def test_the_front_end_is_the_one_that_the_row_says(monkeypatch, asked, of_the_user, wanted):
     monkeypatch.setattr("selfspec_cli.engine.deployment.versions.installed", lambda: ("vllm", "0.32.0"))
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
@@ -154,9 +175,11 @@ def test_the_front_end_is_the_one_that_the_row_says(monkeypatch, asked, of_the_u
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     words = f"[{sys.executable!r}, '-c', 'import time; time.sleep(600)', {str(tmp_path)!r}]"
-    parent = "import os, sys\nfrom selfspec_cli import children\n" \
-             f"made = children.start({words}, open(os.devnull, 'wb'), os.environ)\nprint(made.pid, flush=True)\n" \
-             "sys.stdin.read()\n"  # fmt: skip
+    parent = (
+        "import os, sys\nfrom selfspec_cli import children\n"
+        f"made = children.start({words}, open(os.devnull, 'wb'), os.environ)\nprint(made.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
     process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     until = time.monotonic() + 60
@@ -170,10 +193,13 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("first", "seconds", "by"), [
-    ("signal.signal(signal.SIGINT, signal.SIG_IGN)", 0.2, signal.SIGKILL),  # it does not want to end
-    ("pass", 60, signal.SIGINT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "seconds", "by"),
+    [
+        ("signal.signal(signal.SIGINT, signal.SIG_IGN)", 0.2, signal.SIGKILL),  # it does not want to end
+        ("pass", 60, signal.SIGINT),
+    ],
+)
 def test_a_process_is_asked_to_end_also_behind_an_ampersand_and_then_it_is_ended(tmp_path, first, seconds, by):
     sleeper = f"import signal, time; {first}; print('up', flush=True); time.sleep(600)"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell leaves it for what runs behind `&`

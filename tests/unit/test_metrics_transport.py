@@ -95,14 +95,17 @@ def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
     assert set(counters.off) == set(REASONS)
 
 
-@pytest.mark.parametrize(("cell", "own", "reason"), [
-    (Cell(1, 0, 4), NOTHING, None),
-    (Cell(1, 0, 4), RequestSettings(2), None),
-    (Cell(1, 0, 4), RequestSettings(0), "request"),
-    (Cell(8, 0, 0), NOTHING, "load"),
-    (Cell(8, 0, 0), RequestSettings(0), "load"),
-    (Cell(1, 4096, 0), NOTHING, "context"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cell", "own", "reason"),
+    [
+        (Cell(1, 0, 4), NOTHING, None),
+        (Cell(1, 0, 4), RequestSettings(2), None),
+        (Cell(1, 0, 4), RequestSettings(0), "request"),
+        (Cell(8, 0, 0), NOTHING, "load"),
+        (Cell(8, 0, 0), RequestSettings(0), "load"),
+        (Cell(1, 4096, 0), NOTHING, "context"),
+    ],
+)
 def test_what_switches_drafting_off(cell, own, reason):
     assert switched_off_by(cell, own) == reason
 
@@ -209,8 +212,9 @@ def test_every_field_of_a_dashboard_is_one_that_grafana_knows(name):
 
 
 @programs.needs("promtool")
-@pytest.mark.parametrize("words", ["check config prometheus.yml", "check rules alerts.yml",
-                                   "test rules alerts_test.yml"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words", ["check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml"]
+)
 def test_promtool(words):
     folder = INFRA / "prometheus"
     run = subprocess.run(["promtool", *words.split()], cwd=folder, capture_output=True, text=True, check=False)

@@ -108,8 +108,16 @@ def test_a_selfspec_command_warns_of_old_variables(monkeypatch):
 
 def _created(caplog, **given):
     """What vLLM's method was called with, and the log, for an engine's arguments."""
-    args = SimpleNamespace(**{"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None,
-                              "additional_config": None} | given)  # fmt: skip
+    args = SimpleNamespace(
+        **{
+            "speculative_config": None,
+            "spec_method": None,
+            "spec_model": None,
+            "spec_tokens": None,
+            "additional_config": None,
+        }
+        | given
+    )
     seen = []
     create = hooks.early_exit_on_request(lambda self: seen.append(self.speculative_config))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
@@ -133,10 +141,13 @@ def test_vllm_with_old_variables_starts_and_says_once_what_to_type(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("given", "notes"),
-    [({"speculative_config": {"method": "layer_skp"}}, ["'layer_skip', given 'layer_skp'?"]),
-     ({"spec_method": "LayerSkip"}, ["'layer_skip', given 'LayerSkip'?"]),
-     ({"speculative_config": '{"method": "ngran"}'}, []), ({}, [])],
-)  # fmt: skip
+    [
+        ({"speculative_config": {"method": "layer_skp"}}, ["'layer_skip', given 'layer_skp'?"]),
+        ({"spec_method": "LayerSkip"}, ["'layer_skip', given 'LayerSkip'?"]),
+        ({"speculative_config": '{"method": "ngran"}'}, []),
+        ({}, []),
+    ],
+)
 def test_where_vllm_refuses_a_method_the_nearest_of_ours_is_named(given, notes):
     def refuse(self):
         raise ValueError("vLLM's own words")

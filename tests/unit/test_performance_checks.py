@@ -311,14 +311,24 @@ def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
 
 
 DOCUMENT = {
-    "check": "micro", "title": "t", "outcome": UNSURE, "runs": 3, "seconds": 1.5, "points": ["a"],
-    "file": "checks.jsonl", "time": "2026-11-25T00:00:00+0000",
-    "results": [vars(one) for one in (
-        Result("one", "speedup at least 2", UNSURE, 2.0, 1.9, 2.1), Result("one", "eager_steps none", GREEN, 0.0),
-        Result("one", "allocations none", ABSENT, note="on the CPU"),
-        Result("two", "speedup at least 1", RED, 0.5, 0.4, 0.6),
-    )],
-}  # fmt: skip
+    "check": "micro",
+    "title": "t",
+    "outcome": UNSURE,
+    "runs": 3,
+    "seconds": 1.5,
+    "points": ["a"],
+    "file": "checks.jsonl",
+    "time": "2026-11-25T00:00:00+0000",
+    "results": [
+        vars(one)
+        for one in (
+            Result("one", "speedup at least 2", UNSURE, 2.0, 1.9, 2.1),
+            Result("one", "eager_steps none", GREEN, 0.0),
+            Result("one", "allocations none", ABSENT, note="on the CPU"),
+            Result("two", "speedup at least 1", RED, 0.5, 0.4, 0.6),
+        )
+    ],
+}
 
 
 def test_junit_has_a_test_case_for_each_result():

@@ -45,8 +45,9 @@ class Runner(SimpleNamespace):
     def __init__(self, lengths=(0, 0, K, 0, K)):
         self.seen = []
         self.rejection_sampler = type("Sampler", (), {"kept": "attribute", "__call__": lambda *a, **k: output()})()
-        state = SimpleNamespace(lengths=torch.tensor(lengths, dtype=torch.int32), limit=torch.tensor([K]),
-                                gate_feature=torch.tensor([0]))  # fmt: skip
+        state = SimpleNamespace(
+            lengths=torch.tensor(lengths, dtype=torch.int32), limit=torch.tensor([K]), gate_feature=torch.tensor([0])
+        )
         self.speculator = SimpleNamespace(state=state, propose=self._propose, _layer_names={"layer.0"})
         self.block_tables = SimpleNamespace(
             input_block_tables=[torch.arange(12).view(4, 3)],
@@ -132,8 +133,10 @@ def test_the_next_requests_blocks_are_read():
 def test_a_preempted_request_is_drafted_for_at_a_stale_length():
     runner = Runner()
     undos = v2.stale_after_preemption(runner)
-    new = [SimpleNamespace(req_id="a", prefill_token_ids=[1] * 9, prompt_len=5),
-           SimpleNamespace(req_id="b", prefill_token_ids=[1] * 5, prompt_len=5)]  # fmt: skip
+    new = [
+        SimpleNamespace(req_id="a", prefill_token_ids=[1] * 9, prompt_len=5),
+        SimpleNamespace(req_id="b", prefill_token_ids=[1] * 5, prompt_len=5),
+    ]
     assert runner.add_requests(SimpleNamespace(scheduled_new_reqs=new)) == "added"
     propose(runner)
     propose(runner, dummy_run=True)

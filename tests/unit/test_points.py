@@ -128,8 +128,12 @@ def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_kn
     assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # how many points shared the start is not known
     shared = replace(made, start_seconds=10.0, start_shared_by=4)
     assert tables.row(shared).cost == pytest.approx(3.0 * (2.0 + 10.0 / 4) / 3600)
-    for unknown in (point(), point(config=None), point(config={"launcher": {"price_hour": None}}),
-                    replace(made, seconds=None)):  # fmt: skip
+    for unknown in (
+        point(),
+        point(config=None),
+        point(config={"launcher": {"price_hour": None}}),
+        replace(made, seconds=None),
+    ):
         assert tables.row(unknown).cost is None
 
 
@@ -170,7 +174,7 @@ def test_a_column_that_was_removed_is_read_away(where):
 @pytest.mark.parametrize(
     ("same", "greedy", "expected"),
     [(True, None, 0.0), (True, 0.2, 0.0), (False, 0.2, 0.2), (False, None, None)],
-)  # fmt: skip
+)
 def test_an_arm_that_verifies_has_a_delta_of_perplexity(same, greedy, expected):
     """0 by identity, else that of its greedy generations, else nothing: it was not measured."""
     arm = against(baseline())
@@ -225,6 +229,9 @@ def test_points_from_before_the_column_name_the_file_of_their_copies():
 def test_a_file_is_plain_json_and_short():
     made = to_json(against(baseline()))
     document = json.loads(made)
-    assert document["repeats"][0]["requests"][0] == {"arrival_us": 0, "tokens": 4,
-                                                     "events_us": [6667, 13333, 20000, 26667]}  # fmt: skip
+    assert document["repeats"][0]["requests"][0] == {
+        "arrival_us": 0,
+        "tokens": 4,
+        "events_us": [6667, 13333, 20000, 26667],
+    }
     assert set(BASELINE) < set(document["arm"])

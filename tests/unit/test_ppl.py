@@ -28,8 +28,10 @@ def vllm(monkeypatch, tmp_path):
     module.SamplingParams = SimpleNamespace
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("selfspec_cli.texts.corpora.documents", lambda source, most, held_out: list(
-        zip("abcd", DOCUMENTS, strict=True))[:most])  # fmt: skip
+    monkeypatch.setattr(
+        "selfspec_cli.texts.corpora.documents",
+        lambda source, most, held_out: list(zip("abcd", DOCUMENTS, strict=True))[:most],
+    )
     monkeypatch.setattr("selfspec_cli.texts.corpora.check", lambda source: None)
 
 

@@ -23,12 +23,23 @@ ORIGIN = 1_790_857_026_000_000_000
 
 def made(key="0", run_id="20261122-000000-aaaa", **more):
     fields = {
-        "key": key * 12, "run_id": run_id, "time": "2026-11-22T00:00:00+0000", "device": "a machine", "arm": BASELINE,
-        "seconds": {"verify": 0.6, "sampler": 0.1, "other": 0.1, "idle": 0.2}, "wall": 1.0, "rounds": 10, "tokens": 10,
-        "tok_s": 12.0, "tok_s_profiled": 10.0, "memory_rate": None, "gpu": False, "unknown": [],
+        "key": key * 12,
+        "run_id": run_id,
+        "time": "2026-11-22T00:00:00+0000",
+        "device": "a machine",
+        "arm": BASELINE,
+        "seconds": {"verify": 0.6, "sampler": 0.1, "other": 0.1, "idle": 0.2},
+        "wall": 1.0,
+        "rounds": 10,
+        "tokens": 10,
+        "tok_s": 12.0,
+        "tok_s_profiled": 10.0,
+        "memory_rate": None,
+        "gpu": False,
+        "unknown": [],
         "kernels": [{"name": "aten::mm", "part": "verify", "seconds": 0.5, "calls": 20, "bytes": 10**9, "rate": None}],
         "trace": "x.trace.json.gz",
-    }  # fmt: skip
+    }
     return profiles.Profile(**fields | more)
 
 
@@ -104,9 +115,11 @@ class Engine:
 def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch, seconds, accounted):
     """Its run has steps for 100 us of the 120 that were recorded: the sum tells a clock of the run that disagrees."""
     cfg = RunConfig(
-        method=Method.baseline, results_dir=str(tmp_path), model=ModelConfig(path="reference"),
+        method=Method.baseline,
+        results_dir=str(tmp_path),
+        model=ModelConfig(path="reference"),
         workload=WorkloadConfig(name="short", num_prompts=4, batch=1, output_len=128),
-    )  # fmt: skip
+    )
 
     def record(engine, prompts, length, scratch, **more):
         file = scratch / "engine.json.gz"
@@ -124,8 +137,14 @@ def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch, seconds, accounted)
     found, path = stage.run(cfg, open_engine=open_engine)
     assert found.tokens == stage.TOKENS and found.key == run_key(cfg)
     assert found.accounted == pytest.approx(accounted) and found.unknown == [stage.NO_RATE]
-    assert found.kernels[0] == {"name": "aten::addmm", "part": "verify", "seconds": pytest.approx(20e-6), "calls": 1,
-                                "bytes": 64, "rate": None}  # fmt: skip
+    assert found.kernels[0] == {
+        "name": "aten::addmm",
+        "part": "verify",
+        "seconds": pytest.approx(20e-6),
+        "calls": 1,
+        "bytes": 64,
+        "rate": None,
+    }
     assert profiles.newest(tmp_path)[found.key].name == path.stem == found.name
     events = json.loads(gzip.decompress((path.parent / found.trace).read_bytes()))["traceEvents"]
     track = [event for event in events if event.get("cat") == "part"]

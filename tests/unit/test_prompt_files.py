@@ -10,9 +10,11 @@ from selfspec_cli.texts import prompt_files
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
 from selfspec_cli.texts.prompts import workload_prompts
 
-SHAREGPT = [{"id": "a", "conversations": [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "first"}]},
-            {"id": "b", "conversations": [{"from": "human", "value": "second"}, {"from": "gpt", "value": "x"}]},
-            {"id": "c", "conversations": []}]  # fmt: skip
+SHAREGPT = [
+    {"id": "a", "conversations": [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "first"}]},
+    {"id": "b", "conversations": [{"from": "human", "value": "second"}, {"from": "gpt", "value": "x"}]},
+    {"id": "c", "conversations": []},
+]
 SPEC_BENCH = [{"question_id": 1, "category": "qa", "turns": ["one", "two"]}, {"question_id": 2, "turns": ["three"]}]
 
 
@@ -64,8 +66,9 @@ def test_files_of_another_shape_are_named(tmp_path, text, column, said):
 
 
 def test_of_each_category_as_many_are_drawn_as_there_are_by_turns():
-    prompts = [Prompt(f"{kind}{number}", kind) for kind, count in (("a", 50), ("b", 5), ("c", 2)) for number in
-               range(count)]  # fmt: skip
+    prompts = [
+        Prompt(f"{kind}{number}", kind) for kind, count in (("a", 50), ("b", 5), ("c", 2)) for number in range(count)
+    ]
     assert Counter(one.category for one in drawn(prompts, 6, seed=1)) == {"a": 2, "b": 2, "c": 2}
     assert Counter(one.category for one in drawn(prompts, 12, seed=1)) == {"a": 5, "b": 5, "c": 2}
     assert drawn(prompts, 12, seed=1) == drawn(prompts, 12, seed=1) != drawn(prompts, 12, seed=2)
@@ -76,8 +79,12 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
     def chat(text):
         return [0, *range(1, len(text) + 1), 99]
 
-    (short, long, plain) = encoded([Prompt("abc", chat=True), Prompt("x" * 500, chat=True), Prompt("y" * 500)],
-                                   lambda text: [7] * len(text), chat, most=40)  # fmt: skip
+    (short, long, plain) = encoded(
+        [Prompt("abc", chat=True), Prompt("x" * 500, chat=True), Prompt("y" * 500)],
+        lambda text: [7] * len(text),
+        chat,
+        most=40,
+    )
     assert short == [0, 1, 2, 3, 99]
     assert 1 < len(long) <= 40 and (long[0], long[-1]) == (0, 99)
     assert plain == [7] * 40

@@ -161,14 +161,19 @@ def test_the_summary_is_shares_of_the_counts(rounds):
     summed = counters.summary(counted, 5, 20, 8)
     steps = [active for taken in rounds for active in taken]
     assert summed == {
-        "rounds": len(rounds), "draft_steps": len(steps), "draft_steps_histogram": counted["length_histogram"],
+        "rounds": len(rounds),
+        "draft_steps": len(steps),
+        "draft_steps_histogram": counted["length_histogram"],
         "mean_draft_steps": len(steps) / len(rounds) if rounds else None,
         "ended_by_gate": sum(len(taken) < K for taken in rounds) / len(rounds) if rounds else None,
         "active_requests_mean": sum(steps) / len(steps) if steps else None,
-        "active_requests_min": min(steps, default=None), "active_requests_max": max(steps, default=None),
-        "acceptance_per_active_request": 8 / 20, "accepted_per_request_and_round": 8 / 5, "nan_logits": 3,
+        "active_requests_min": min(steps, default=None),
+        "active_requests_max": max(steps, default=None),
+        "acceptance_per_active_request": 8 / 20,
+        "accepted_per_request_and_round": 8 / 5,
+        "nan_logits": 3,
         "draft_seconds": 1.5,
-    }  # fmt: skip
+    }
 
 
 @given(st.integers(0, K), st.lists(st.tuples(st.integers(0, K + 1), st.sampled_from([None, *counters.REASONS]))))
@@ -253,8 +258,13 @@ def test_thresholds_are_values_that_the_gate_may_have(log, gate, count_):
 
 def test_a_log_without_a_number_has_no_thresholds():
     """Every logit was NaN: there is nothing to try, and only the draft length is left."""
-    log = DraftLog(torch.full((2, 3, len(features())), torch.nan), torch.tensor([3, 3]), torch.tensor([0, 0]),
-                   torch.tensor([0, 0]), features())  # fmt: skip
+    log = DraftLog(
+        torch.full((2, 3, len(features())), torch.nan),
+        torch.tensor([3, 3]),
+        torch.tensor([0, 0]),
+        torch.tensor([0, 0]),
+        features(),
+    )
     assert thresholds(log, "maxp") == []
     assert settings_for(log, ["none", "maxp"], [3]) == [Setting("none", None, 3)]
 

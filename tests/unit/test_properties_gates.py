@@ -157,8 +157,11 @@ def test_a_spoiled_map_is_refused_in_words_or_is_a_map(made, key, value):
         assert all(0 <= p <= 1 for p in found.ps)
 
 
-@given(st.sampled_from(features()), st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), min_size=1),
-       st.integers(1, 8))  # fmt: skip
+@given(
+    st.sampled_from(features()),
+    st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), min_size=1),
+    st.integers(1, 8),
+)
 def test_a_fitted_map_is_one_that_would_be_accepted_and_keeps_the_mean(feature, tokens, knots):
     values = torch.tensor([value for value, _ in tokens])
     hits = torch.tensor([hit for _, hit in tokens])

@@ -17,24 +17,30 @@ from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.record.point import HEAD, Comparison, Point, Repeat, from_json, head_from_line, point_id, to_json
 
 # Four points of any content take long to make smaller, and the difference of two tables says enough.
-many_files = settings(max_examples=12, phases=[Phase.explicit, Phase.generate],
-                      suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+many_files = settings(
+    max_examples=12,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(1e-3, 1e6)
 # Python reads a file name that is not UTF-8 with a lone surrogate for each byte that it cannot decode.
 letters = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("\n\t\r,\"'\x85\u2028\udcff"))
 words = st.text(letters, max_size=8)
-plain = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), finite, words),
-                     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
-                     max_leaves=6)  # fmt: skip
+plain = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), finite, words),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
+    max_leaves=6,
+)
 microseconds = st.integers(0, 10**12).map(lambda number: number / 1_000_000)
 
 
 @st.composite
 def repeats(draw):
     """What one timed repeat may have been; times are whole microseconds, as files keep them."""
-    request = st.builds(RequestTimes, microseconds, st.lists(microseconds, min_size=1, max_size=3).map(tuple),
-                        st.integers(1, 9))  # fmt: skip
+    request = st.builds(
+        RequestTimes, microseconds, st.lists(microseconds, min_size=1, max_size=3).map(tuple), st.integers(1, 9)
+    )
     at = draw(st.lists(st.integers(0, 50), min_size=3, max_size=3))
     verified = VerifyCounts(draw(st.integers(0, 50)), draw(st.integers(0, 200)), sum(at), at)
     own = DraftCounters(3).snapshot() | {"drafted": draw(st.integers(0, 200))}
@@ -49,17 +55,39 @@ def points(draw, key=None, run=None, number=0):
     run = run or "20261121-000000-aaaa"
     arm = draw(st.sampled_from([ARM, BASELINE]))
     measured = tuple(draw(st.lists(repeats(), max_size=3)))
-    compared = st.builds(Comparison, words, words, st.booleans(), st.lists(positive, max_size=3).map(tuple), positive,
-                         st.none() | positive, st.none() | positive, st.none() | positive)  # fmt: skip
+    compared = st.builds(
+        Comparison,
+        words,
+        words,
+        st.booleans(),
+        st.lists(positive, max_size=3).map(tuple),
+        positive,
+        st.none() | positive,
+        st.none() | positive,
+        st.none() | positive,
+    )
     ok = draw(st.booleans())
     return Point(
-        point_id(key, run), key, run, number, draw(words), "ok" if ok else "failed", None if ok else draw(words),
-        draw(st.none() | positive), draw(st.none() | positive), draw(words), arm | {"model": draw(words)},
-        command=draw(st.none() | st.lists(words, max_size=3)), config=draw(st.none() | st.dictionaries(words, plain)),
-        digests=draw(st.dictionaries(words, words, max_size=2)), compared_with=draw(st.none() | compared),
-        engine=draw(st.dictionaries(words, plain, max_size=2)), perplexity=draw(st.none() | positive),
-        outputs=tuple(draw(st.lists(words, max_size=2))), repeats=measured,
-    )  # fmt: skip
+        point_id(key, run),
+        key,
+        run,
+        number,
+        draw(words),
+        "ok" if ok else "failed",
+        None if ok else draw(words),
+        draw(st.none() | positive),
+        draw(st.none() | positive),
+        draw(words),
+        arm | {"model": draw(words)},
+        command=draw(st.none() | st.lists(words, max_size=3)),
+        config=draw(st.none() | st.dictionaries(words, plain)),
+        digests=draw(st.dictionaries(words, words, max_size=2)),
+        compared_with=draw(st.none() | compared),
+        engine=draw(st.dictionaries(words, plain, max_size=2)),
+        perplexity=draw(st.none() | positive),
+        outputs=tuple(draw(st.lists(words, max_size=2))),
+        repeats=measured,
+    )
 
 
 @pytest.mark.slow

@@ -16,8 +16,14 @@ from selfspec_cli.config.model_digest import snapshot
 from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
 from selfspec_cli.stages import doctor, pull
 
-CONFIG = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "torch_dtype": "bfloat16", "max_position_embeddings": 1024}  # fmt: skip
+CONFIG = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 1024,
+}
 WEIGHTS = os.urandom(24 << 20)  # huggingface_hub writes pieces of 10 MiB
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
@@ -35,10 +41,19 @@ def begun(hub, cache, *words, **environment):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     return subprocess.Popen(
         [sys.executable, "-m", "selfspec_cli", "pull", *(words or ["model=org/tiny"])],
-        env=clean | {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_DOWNLOAD_TIMEOUT": "60",
-                     "HF_HUB_DISABLE_XET": "1", "COLUMNS": "200"} | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=clean
+        | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_CACHE": str(cache),
+            "HF_HUB_DOWNLOAD_TIMEOUT": "60",
+            "HF_HUB_DISABLE_XET": "1",
+            "COLUMNS": "200",
+        }
+        | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def selfspec(hub, cache, *words, **environment):
@@ -71,8 +86,11 @@ def test_only_what_vllm_reads_is_fetched_at_one_commit_and_a_second_pull_fetches
 
 def asked_for_weights(hub):
     """(file, Range header) of every download of weights that was asked for."""
-    return [(path.rpartition("/")[2], asked) for method, path, asked in hub.requests
-            if method == "GET" and path.endswith(".safetensors")]  # fmt: skip
+    return [
+        (path.rpartition("/")[2], asked)
+        for method, path, asked in hub.requests
+        if method == "GET" and path.endswith(".safetensors")
+    ]
 
 
 @pytest.mark.slow

@@ -22,8 +22,11 @@ ARM = "a" * 12
 
 
 def finding(kind=TEXT, found=None, run="20261122-000000-aaaa", **more):
-    found = found or {"documents": list("abcd"), "scores": {"nats": MORE, "tokens": TOKENS},
-                      "baseline": {"nats": NATS, "tokens": TOKENS}}  # fmt: skip
+    found = found or {
+        "documents": list("abcd"),
+        "scores": {"nats": MORE, "tokens": TOKENS},
+        "baseline": {"nats": NATS, "tokens": TOKENS},
+    }
     protocol = {"corpus": "stdlib", "window": 512, "stride": 256, "part": None}
     named = (kind, more.pop("arm_key", ARM), run, "2026-11-22T00:00:00+0000", "a machine")
     return Finding(*named, {"arm": "skip"}, "b" * 12, protocol, found, **more)
@@ -82,8 +85,10 @@ def test_a_stride_that_skips_or_repeats_is_refused(stride):
 
 def test_a_finding_is_kept_and_its_newest_is_a_column(tmp_path):
     quality.save(tmp_path, finding())
-    newer = finding(found={"documents": ["a"], "scores": {"nats": [3.0], "tokens": [3]}, "baseline": None},
-                    run="20261122-000001-aaaa")  # fmt: skip
+    newer = finding(
+        found={"documents": ["a"], "scores": {"nats": [3.0], "tokens": [3]}, "baseline": None},
+        run="20261122-000001-aaaa",
+    )
     quality.save(tmp_path, newer)
     (tmp_path / "quality" / "other.json").write_text("[]")
     book = quality.read(tmp_path)
@@ -96,8 +101,15 @@ def test_a_finding_is_kept_and_its_newest_is_a_column(tmp_path):
 
 
 def scores_of(*parts):
-    return {name: {"scores": {"nats": MORE, "tokens": TOKENS}, "baseline": {"nats": NATS, "tokens": TOKENS},
-                   "identical": 3, "outputs": 4} for name in parts}  # fmt: skip
+    return {
+        name: {
+            "scores": {"nats": MORE, "tokens": TOKENS},
+            "baseline": {"nats": NATS, "tokens": TOKENS},
+            "identical": 3,
+            "outputs": 4,
+        }
+        for name in parts
+    }
 
 
 def test_rows_carry_what_was_found_of_their_arm(tmp_path):
@@ -147,6 +159,11 @@ def test_an_arm_is_the_same_whatever_its_workload():
     same = replace(cfg, workload=WorkloadConfig(batch=4), seed=3, repeats=9, perplexity_tokens=0, engine=engine)
     assert keys.arm(cfg) == keys.arm(same)
     assert keys.run(cfg) != keys.run(same)
-    others = [replace(cfg, tau_v=5.0), replace(cfg, layer=4), replace(cfg, k=5), replace(cfg, method=Method.skip),
-              replace(cfg, model=replace(cfg.model, dtype="bfloat16"))]  # fmt: skip
+    others = [
+        replace(cfg, tau_v=5.0),
+        replace(cfg, layer=4),
+        replace(cfg, k=5),
+        replace(cfg, method=Method.skip),
+        replace(cfg, model=replace(cfg.model, dtype="bfloat16")),
+    ]
     assert len({keys.arm(one) for one in [cfg, *others]}) == 6

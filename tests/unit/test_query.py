@@ -22,11 +22,19 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        (["gate=varH"], "123"), (["gate=varH,none", "speedup>=1"], "1"), (["speedup<1"], "3"), (["E=4"], "123"),
-        (["arm!=layer_skip"], "0"), (["status~MEMORY"], "2"), (["tok_s>100"], "1"), (["gate="], "0"),
-        (["bandit="], "0123"), (["machine~machine", "time>2027"], ""), ([], "0123"),
+        (["gate=varH"], "123"),
+        (["gate=varH,none", "speedup>=1"], "1"),
+        (["speedup<1"], "3"),
+        (["E=4"], "123"),
+        (["arm!=layer_skip"], "0"),
+        (["status~MEMORY"], "2"),
+        (["tok_s>100"], "1"),
+        (["gate="], "0"),
+        (["bandit="], "0123"),
+        (["machine~machine", "time>2027"], ""),
+        ([], "0123"),
     ],
-)  # fmt: skip
+)
 def test_conditions(place, words, keys):
     rows = [tables.row(made) for made in folder.read(place)[0]]
     assert "".join(sorted(row.key[0] for row in chosen(rows, words))) == keys
@@ -34,9 +42,13 @@ def test_conditions(place, words, keys):
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("gaet=varH", "did you mean 'gate'"), ("speedup>fast", "speedup is a number"), ("varH", "cannot read"),
-     ("bandit=maybe", "true or false")],
-)  # fmt: skip
+    [
+        ("gaet=varH", "did you mean 'gate'"),
+        ("speedup>fast", "speedup is a number"),
+        ("varH", "cannot read"),
+        ("bandit=maybe", "true or false"),
+    ],
+)
 def test_conditions_that_mean_nothing(word, message):
     with pytest.raises(ConfigError, match=message):
         chosen([], [word])

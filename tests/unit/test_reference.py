@@ -79,9 +79,17 @@ def test_the_decoder_is_a_llama(model):
     """The logits of transformers' Llama with the same weights."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=DEPTH, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, rms_norm_eps=model.eps, rope_theta=model.theta, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        rms_norm_eps=model.eps,
+        rope_theta=model.theta,
+        tie_word_embeddings=False,
+    )
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.load_state_dict(dict(model.weights))
     text = [3, 9, 200, 41, 7, 7, 90]
@@ -109,8 +117,9 @@ def table(seed: int):
 
     def model(tokens, cache, start):
         cache[start : start + len(tokens)] = torch.tensor(tokens)  # what a table has in place of keys and values
-        return torch.stack([logits[int(cache[at - 1]) if at else 0, int(cache[at])]
-                            for at in range(start, start + len(tokens))])  # fmt: skip
+        return torch.stack(
+            [logits[int(cache[at - 1]) if at else 0, int(cache[at])] for at in range(start, start + len(tokens))]
+        )
 
     return model
 

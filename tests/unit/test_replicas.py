@@ -51,8 +51,11 @@ def test_words_about_replicas_are_not_settings_of_a_model():
     assert replicas.asked(["repeats=3", "runner=v2"])[2] == ["repeats=3", "runner=v2"]
     with pytest.raises(ConfigError, match=r"key 'replica' is not known; .*did you mean 'replicas'"):
         replicas.asked(["replica=2"])
-    for words, message in ((["replicas=two"], "replicas=two: allowed: a whole number"), (["replicas=0"], "at least 1"),
-                        (["router=gateway"], "give replicas=2")):  # fmt: skip
+    for words, message in (
+        (["replicas=two"], "replicas=two: allowed: a whole number"),
+        (["replicas=0"], "at least 1"),
+        (["router=gateway"], "give replicas=2"),
+    ):
         with pytest.raises(ConfigError, match=message):
             replicas.asked(words)
 

@@ -18,19 +18,70 @@ from selfspec_cli.record.targets import Target
 from selfspec_cli.report import details, figures, page, rows, sources, table
 from selfspec_cli.report import make as report
 
-BASE = Record(run_id="r", time="2026-11-21T00:00:00+0000", arm="baseline", model="m", workload="headline", batch=1,
-              input_len=32, output_len=128, temperature=0.0, repeats=5, tok_s_median=100.0, tok_s_min=90.0,
-              tok_s_max=105.0, speedup=1.0, device="a machine", key="0" * 12, point="base")  # fmt: skip
-ARM = replace(BASE, arm="layer_skip", E=4, k=5, head="lens", vocab="full", gate="varH", threshold=5.0,
-              tok_s_median=150.0, tok_s_min=140.0, tok_s_max=160.0, speedup=1.5, speedup_low=1.41, speedup_high=1.62,
-              accept_rate=0.625, identical=31, outputs=32, key="1" * 12, baseline="base", point="arm")  # fmt: skip
-FAILED = replace(ARM, threshold=6.0, tok_s_median=None, tok_s_min=None, tok_s_max=None, speedup=None, speedup_low=None,
-                 speedup_high=None, accept_rate=None, status="failed: <no> memory", key="2" * 12, baseline=None,
-                 point="failed")  # fmt: skip
+BASE = Record(
+    run_id="r",
+    time="2026-11-21T00:00:00+0000",
+    arm="baseline",
+    model="m",
+    workload="headline",
+    batch=1,
+    input_len=32,
+    output_len=128,
+    temperature=0.0,
+    repeats=5,
+    tok_s_median=100.0,
+    tok_s_min=90.0,
+    tok_s_max=105.0,
+    speedup=1.0,
+    device="a machine",
+    key="0" * 12,
+    point="base",
+)
+ARM = replace(
+    BASE,
+    arm="layer_skip",
+    E=4,
+    k=5,
+    head="lens",
+    vocab="full",
+    gate="varH",
+    threshold=5.0,
+    tok_s_median=150.0,
+    tok_s_min=140.0,
+    tok_s_max=160.0,
+    speedup=1.5,
+    speedup_low=1.41,
+    speedup_high=1.62,
+    accept_rate=0.625,
+    identical=31,
+    outputs=32,
+    key="1" * 12,
+    baseline="base",
+    point="arm",
+)
+FAILED = replace(
+    ARM,
+    threshold=6.0,
+    tok_s_median=None,
+    tok_s_min=None,
+    tok_s_max=None,
+    speedup=None,
+    speedup_low=None,
+    speedup_high=None,
+    accept_rate=None,
+    status="failed: <no> memory",
+    key="2" * 12,
+    baseline=None,
+    point="failed",
+)
 
 
-WISH = Target("m4_varh", {"arm": "layer_skip", "gate": "varH", "threshold": 5.0},
-              {"speedup": (2.05, 2.05), "accept_rate": (0.5, 0.5)}, "a plan")  # fmt: skip
+WISH = Target(
+    "m4_varh",
+    {"arm": "layer_skip", "gate": "varH", "threshold": 5.0},
+    {"speedup": (2.05, 2.05), "accept_rate": (0.5, 0.5)},
+    "a plan",
+)
 
 
 def printed(shown, targets=()):
@@ -67,15 +118,26 @@ def test_what_a_point_cost_is_a_column_where_the_price_is_known():
     paid = next(show for name, _, show in table.COLUMNS if name == "cost")
     assert [paid(tables.row(one)) for one in (base, unpriced)] == [f"{3 * 2 / 3600:.4f}", ""]
     assert "cost" not in {name for name, _, _ in table.filled([tables.row(unpriced)], table.COLUMNS)}
-    (column,) = [one for one in details.table(sources.Sources([base], [tables.row(base)], [None]))["columns"]
-                 if one["name"] == "cost"]  # fmt: skip
+    (column,) = [
+        one
+        for one in details.table(sources.Sources([base], [tables.row(base)], [None]))["columns"]
+        if one["name"] == "cost"
+    ]
     assert column["shown"] and column["values"] == [pytest.approx(3 * 2 / 3600, rel=1e-3)]
 
 
 def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():
-    found = replace(ARM, delta_ppl_of_sampled=0.031, delta_ppl_of_sampled_low=-0.02, delta_ppl_of_sampled_high=0.08,
-                    delta_ppl_of_greedy=0.0, delta_ppl_of_greedy_low=0.0, delta_ppl_of_greedy_high=0.0,
-                    scores="t acc 0.500 ± 0.050 (drafted)", verdict="lossless")  # fmt: skip
+    found = replace(
+        ARM,
+        delta_ppl_of_sampled=0.031,
+        delta_ppl_of_sampled_low=-0.02,
+        delta_ppl_of_sampled_high=0.08,
+        delta_ppl_of_greedy=0.0,
+        delta_ppl_of_greedy_low=0.0,
+        delta_ppl_of_greedy_high=0.0,
+        scores="t acc 0.500 ± 0.050 (drafted)",
+        verdict="lossless",
+    )
     names = [name for name, _, _ in table.COLUMNS]
     cells, bare = (dict(zip(names, table.cells(row), strict=True)) for row in (found, ARM))
     assert cells["ΔPPL of sampled"] == "+0.03 (-0.02 to +0.08)"
@@ -93,8 +155,12 @@ def test_the_last_measurement_of_a_key_wins_and_a_failure_never_hides_one():
 
 
 def test_rows_of_other_workloads_and_machines_stand_apart():
-    other = [replace(BASE, point=f"b{n}", key=f"{n}" * 12, **change) for n, change in enumerate(
-        [{"batch": 4}, {"device": "another"}, {"model": "n"}, {"model_fingerprint": "refitted"}], start=3)]  # fmt: skip
+    other = [
+        replace(BASE, point=f"b{n}", key=f"{n}" * 12, **change)
+        for n, change in enumerate(
+            [{"batch": 4}, {"device": "another"}, {"model": "n"}, {"model_fingerprint": "refitted"}], start=3
+        )
+    ]
     assert len(rows.groups([ARM, BASE, *other])) == 5
     assert [row.arm for row in rows.groups([ARM, BASE])[0].rows] == ["baseline", "layer_skip"]
 
@@ -102,8 +168,18 @@ def test_rows_of_other_workloads_and_machines_stand_apart():
 def test_an_arm_stands_beside_the_baseline_that_its_speedup_was_computed_from():
     """`sweep tau_v=4,5,6`, later `tau_v=7` on a machine that has become slower: 211 of then is more than 189 of now."""
     second = replace(BASE, run_id="s", time="2026-11-22T00:00:00+0000", tok_s_median=80.0, point="base2")
-    late = replace(ARM, run_id="s", threshold=7.0, tok_s_median=130.0, speedup=1.625, speedup_low=1.6,
-                   speedup_high=1.65, baseline="base2", key="7" * 12, point="late")  # fmt: skip
+    late = replace(
+        ARM,
+        run_id="s",
+        threshold=7.0,
+        tok_s_median=130.0,
+        speedup=1.625,
+        speedup_low=1.6,
+        speedup_high=1.65,
+        baseline="base2",
+        key="7" * 12,
+        point="late",
+    )
     shown = [BASE, ARM, second, late]
     first, other = rows.groups(shown)
     assert (first.rows, other.rows) == ([BASE, ARM], [second, late])
@@ -129,13 +205,27 @@ def test_failures_stand_with_the_newest_baseline():
     assert only.rows == [FAILED]
 
 
-SET = replace(ARM, acceptance_length=3.0, speedup=1.9, speedup_low=1.8, speedup_high=2.0, tok_s_median=190.0,
-              identical=None, outputs=None, key="4" * 12, point="set")  # fmt: skip
+SET = replace(
+    ARM,
+    acceptance_length=3.0,
+    speedup=1.9,
+    speedup_low=1.8,
+    speedup_high=2.0,
+    tok_s_median=190.0,
+    identical=None,
+    outputs=None,
+    key="4" * 12,
+    point="set",
+)
 
 
 def test_acceptance_that_was_set_is_said_and_stands_apart_from_real():
-    for arm, name in (("layer_skip", "E=4 k=5 · lens · varH ≤ 5"), ("ngram", "vLLM n-gram k=5"),
-                      ("draft_model", "vLLM draft_model of 4 layers k=5"), ("vllm", "vLLM suffix k=5")):  # fmt: skip
+    for arm, name in (
+        ("layer_skip", "E=4 k=5 · lens · varH ≤ 5"),
+        ("ngram", "vLLM n-gram k=5"),
+        ("draft_model", "vLLM draft_model of 4 layers k=5"),
+        ("vllm", "vLLM suffix k=5"),
+    ):
         assert rows.label(replace(SET, arm=arm, speculative="suffix")) == f"{name} · acceptance set to 3"
     elsewhere = replace(BASE, batch=4, key="8" * 12, point="b4")
     real, set_ = rows.groups([ARM, BASE, SET, elsewhere])[:2]
@@ -200,9 +290,19 @@ def test_without_intervals_nothing_is_called_the_fastest():
 
 
 def test_long_names_are_whole_where_the_output_is_no_terminal():
-    arm = replace(SET, draft_weights="fp8", vocab="32768", gate="calibrated", threshold=0.123,
-                  ttft_ms=1.0, itl_ms=1.0, ppl=10.0, delta_ppl=0.0, mean_accepted_len=3.0,
-                  drafted_per_round=3.0)  # fmt: skip
+    arm = replace(
+        SET,
+        draft_weights="fp8",
+        vocab="32768",
+        gate="calibrated",
+        threshold=0.123,
+        ttft_ms=1.0,
+        itl_ms=1.0,
+        ppl=10.0,
+        delta_ppl=0.0,
+        mean_accepted_len=3.0,
+        drafted_per_round=3.0,
+    )
     assert "…" not in printed([BASE, arm])
 
 
@@ -383,8 +483,9 @@ def test_what_roc_and_heads_left_is_in_the_page(results):
     assert made["auc"].panels[0].data[0]["auc"] == 0.81
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
     assert {row["arm"]: row["ms"] for row in made["steps"].panels[1].data} == {
-        "plain decoding step": 8.0, "draft step": 1.0
-    }  # fmt: skip
+        "plain decoding step": 8.0,
+        "draft step": 1.0,
+    }
     assert [panel.data[0]["value"] for panel in made["heads"].panels] == [0.6]
     (place / "curves.json").write_text("{")
     torn = sources.read(results)
@@ -413,8 +514,16 @@ def test_a_label_names_what_is_not_the_default():
 
 
 def test_groups_of_two_texts_have_titles_of_their_own():
-    prose = [replace(row, workload="prose", key=row.key.replace("0", "8").replace("1", "9"), point=f"{row.point}2",
-                     baseline=row.baseline and "base2") for row in (BASE, ARM)]  # fmt: skip
+    prose = [
+        replace(
+            row,
+            workload="prose",
+            key=row.key.replace("0", "8").replace("1", "9"),
+            point=f"{row.point}2",
+            baseline=row.baseline and "base2",
+        )
+        for row in (BASE, ARM)
+    ]
     one, two = (group.title for group in rows.groups([BASE, ARM, *prose]))
     assert one == "m, headline: 32 tokens in, 128 out, batch 1, greedy"
     assert two == "m, prose: 32 tokens in, 128 out, batch 1, greedy"

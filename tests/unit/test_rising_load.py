@@ -19,12 +19,14 @@ def answers(script, seconds, route, failed=""):
 
 
 def test_the_better_backend_alone_is_what_least_time_is_compared_with(script):
-    found = script.document({
-        (0, "least_time"): answers(script, [1.0, 2.5], "early"),
-        (0, "round_robin"): answers(script, [0.5, 1.0], "plain"),  # a policy, and no backend alone
-        (0, "early"): answers(script, [1.0, 2.0], "early"),
-        (0, "plain"): answers(script, [1.0, 3.0], "plain"),
-    })  # fmt: skip
+    found = script.document(
+        {
+            (0, "least_time"): answers(script, [1.0, 2.5], "early"),
+            (0, "round_robin"): answers(script, [0.5, 1.0], "plain"),  # a policy, and no backend alone
+            (0, "early"): answers(script, [1.0, 2.0], "early"),
+            (0, "plain"): answers(script, [1.0, 3.0], "plain"),
+        }
+    )
     said = "least_time_p99_above_the_better_alone_ms"
     assert found["turns"][0][said] == found["all_turns"][said] == 500.0
     row = found["all_turns"]["kinds"]["least_time"]
@@ -34,6 +36,7 @@ def test_the_better_backend_alone_is_what_least_time_is_compared_with(script):
 def test_a_request_that_failed_is_counted_and_its_time_is_not(script):
     row = script.figures([*answers(script, [1.0], "early"), *answers(script, [9.0], "", "HTTP 503")])
     assert (row["requests"], row["completed"], row["e2e_p99_ms"], row["failed"]) == (2, 1, 1000.0, ["HTTP 503"])
-    nothing = script.document({(0, "least_time"): answers(script, [1.0], "early"),
-                               (0, "plain"): answers(script, [9.0], "", "HTTP 503")})  # fmt: skip
+    nothing = script.document(
+        {(0, "least_time"): answers(script, [1.0], "early"), (0, "plain"): answers(script, [9.0], "", "HTTP 503")}
+    )
     assert nothing["turns"][0]["least_time_p99_above_the_better_alone_ms"] is None

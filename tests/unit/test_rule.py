@@ -26,8 +26,10 @@ KV_TOKEN = 12e-9
 
 def device_times(draft: float = 0.45e-3) -> StepTimes:
     """draft: seconds of a draft step of one request."""
-    verify = {width: {n: 1.7e-3 + 4e-6 * n * (width + 1) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
-              for width in WIDTHS}  # fmt: skip
+    verify = {
+        width: {n: 1.7e-3 + 4e-6 * n * (width + 1) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
+        for width in WIDTHS
+    }
     return StepTimes(verify, {n: draft + 12e-6 * n for n in REQUESTS}, KV_TOKEN)
 
 
@@ -38,8 +40,16 @@ class Simulated:
     each) may change between two runs. times: the truth, in which a context is not rounded to a bucket.
     """
 
-    def __init__(self, requests: int = 1, acceptance: float | Sequence[float] = 0.8, *, known: StepTimes | None = None,
-                 times: StepTimes | None = None, seed: int = 0, widths: Sequence[int] = WIDTHS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        requests: int = 1,
+        acceptance: float | Sequence[float] = 0.8,
+        *,
+        known: StepTimes | None = None,
+        times: StepTimes | None = None,
+        seed: int = 0,
+        widths: Sequence[int] = WIDTHS,
+    ) -> None:
         self.times = device_times() if times is None else times
         self.now, self.requests, self.acceptance, self.context = 100.0, requests, acceptance, 500
         self.rule = LengthRule(self.times if known is None else known, widths, lambda: self.now, seed)

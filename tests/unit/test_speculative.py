@@ -64,8 +64,11 @@ def test_keys_below_a_choice_or_a_mapping_change_it_at_any_depth():
 def test_several_mappings_and_names_are_a_grid():
     points = compose_runs(overrides=["method=vllm", 'speculative={"method": "ngram"},{"method": "mtp"}', "k=2,3"])
     assert [(cfg.speculative["method"], cfg.k) for cfg in points] == [
-        ("ngram", 2), ("ngram", 3), ("mtp", 2), ("mtp", 3),
-    ]  # fmt: skip
+        ("ngram", 2),
+        ("ngram", 3),
+        ("mtp", 2),
+        ("mtp", 3),
+    ]
     named = compose_runs(overrides=["method=vllm", "speculative=ngram,suffix,mtp"])
     assert [cfg.speculative["method"] for cfg in named] == ["ngram", "suffix", "mtp"]
     both = compose_runs(overrides=["method=layer_skip,vllm", "speculative=ngram,mtp"])
@@ -152,8 +155,11 @@ def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
     asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     assert deployment(cfg, tmp_path).speculative_config == asked
     assert deployment(one(*NGRAM), tmp_path).speculative_config == {
-        "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 4,
-    }  # fmt: skip
+        "method": "ngram",
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+        "num_speculative_tokens": 4,
+    }
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,13 @@ def test_a_run_in_which_a_program_was_missing(run, monkeypatch, capsys, installa
     assert summary.main(str(run(programs.reason(["axe-core"])))) == int(installable)
     lines = capsys.readouterr().out.strip().splitlines()
     assert [line.split() for line in lines[1:4]] == [
-        ["lint", "7"], ["unit", "12", "4", "3", "3", "0", "40"], ["all", "15", "4", "3", "3", "0", "40"]]  # fmt: skip
-    assert lines[5] == ("skipped in unit: test_one.test_skipped[1] and 1 more: "
-                        "not installed: axe-core; make programs installs them")  # fmt: skip
+        ["lint", "7"],
+        ["unit", "12", "4", "3", "3", "0", "40"],
+        ["all", "15", "4", "3", "3", "0", "40"],
+    ]
+    assert lines[5] == (
+        "skipped in unit: test_one.test_skipped[1] and 1 more: not installed: axe-core; make programs installs them"
+    )
     assert lines[6] == "skipped in unit: test_two: pip install it"
     assert ("FAILED" in lines[-1]) == installable and ("axe-core" in lines[-1]) == installable
 
@@ -82,9 +86,16 @@ def test_what_is_missing_is_installed_once_and_a_failure_is_one(monkeypatch, cap
     def entry(name: str, package: str, manager: str = sys.executable) -> programs.Program:
         return programs.Program(lambda: name in here, manager, (package,))
 
-    monkeypatch.setattr(programs, "PROGRAMS", {
-        "one": entry("one", "both"), "two": entry("two", "both"), "other": entry("other", "alone"),
-        "nowhere": entry("nowhere", "x", "no-such-manager")})  # fmt: skip
+    monkeypatch.setattr(
+        programs,
+        "PROGRAMS",
+        {
+            "one": entry("one", "both"),
+            "two": entry("two", "both"),
+            "other": entry("other", "alone"),
+            "nowhere": entry("nowhere", "x", "no-such-manager"),
+        },
+    )
     brings = {"both": {"one", "two"}, "alone": {"other"}}
 
     def install(command, check):

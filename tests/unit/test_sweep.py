@@ -126,15 +126,21 @@ def test_workloads_share_the_engines_and_each_has_its_own_baseline(lab):
     lab.run([RunConfig(workload=work) for work in works])
     assert len(lab.engines) == 2
     assert [(cfg.method.value, cfg.workload.name) for cfg in lab.measured] == [
-        ("baseline", "a"), ("baseline", "b"), ("layer_skip", "a"), ("layer_skip", "b"),
-    ]  # fmt: skip
+        ("baseline", "a"),
+        ("baseline", "b"),
+        ("layer_skip", "a"),
+        ("layer_skip", "b"),
+    ]
 
 
 def test_models_are_families_of_their_own(lab):
     lab.run([RunConfig(model=ModelConfig(path="/a")), RunConfig(model=ModelConfig(path="/b"))])
     assert [(engine.cfg.model.path, engine.cfg.method.value) for engine in lab.engines] == [
-        ("/a", "baseline"), ("/a", "layer_skip"), ("/b", "baseline"), ("/b", "layer_skip"),
-    ]  # fmt: skip
+        ("/a", "baseline"),
+        ("/a", "layer_skip"),
+        ("/b", "baseline"),
+        ("/b", "layer_skip"),
+    ]
 
 
 def test_a_failing_point_is_a_row_and_the_sweep_goes_on(lab):
@@ -166,8 +172,9 @@ def test_without_a_baseline_no_candidate_is_measured(lab):
     result = lab.run(VARH_SWEEP)
     assert len(lab.engines) == 1
     assert [row.status for row in lab.rows()] == [
-        "failed: bad model", *["failed: its baseline failed: bad model"] * 3,
-    ]  # fmt: skip
+        "failed: bad model",
+        *["failed: its baseline failed: bad model"] * 3,
+    ]
     assert result.exit_code == 2
 
 

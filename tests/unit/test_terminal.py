@@ -72,8 +72,15 @@ def test_a_sweep_draws_one_table_in_place_and_nothing_of_anybody_elses(tmp_path,
 
 @pytest.mark.slow
 def test_a_pipe_gets_a_line_an_arm_and_no_control_characters(tmp_path):
-    done = subprocess.run([sys.executable, *command(*SWEEP)], cwd=tmp_path, env=environment(), capture_output=True,
-                          text=True, timeout=120, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *command(*SWEEP)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert "noise" not in done.stdout + done.stderr
     assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout + done.stderr
     lines = done.stderr.splitlines()
@@ -97,13 +104,16 @@ def test_a_point_that_fails_shows_the_log_so_far_and_the_sweep_goes_on(tmp_path)
 @pytest.mark.slow
 def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
     words, env = command("roc", "workload.prompts=random"), environment(NOISY_FAIL="start")
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1
     assert "  noise-child2 start" in done.stderr
     assert f"all of it: results/logs/{log_of(tmp_path).name}" in done.stderr
-    assert done.stderr.splitlines()[-2:] == ["selfspec: RuntimeError: no memory",
-                                             "The same command with --debug shows the traceback."]  # fmt: skip
+    assert done.stderr.splitlines()[-2:] == [
+        "selfspec: RuntimeError: no memory",
+        "The same command with --debug shows the traceback.",
+    ]
 
 
 @pytest.mark.slow
@@ -130,8 +140,15 @@ def test_an_interrupt_leaves_the_table_and_says_what_the_same_command_does(tmp_p
 
 @pytest.mark.slow
 def test_debug_shows_everything(tmp_path):
-    done = subprocess.run([sys.executable, *command(*SWEEP), "--debug"], cwd=tmp_path, env=environment(),
-                          capture_output=True, text=True, timeout=120, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *command(*SWEEP), "--debug"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert {word for word in WAYS if f"noise-{word} generate" in done.stderr} == set(WAYS)
     assert not (tmp_path / "results" / "logs").exists()
     assert "noise" not in done.stdout

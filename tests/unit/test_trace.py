@@ -36,19 +36,34 @@ def microseconds(found):
 
 
 GPU = [
-    annotation("schedule", 0, 3), annotation("verify", 3, 7), launch(1, 5, "cudaGraphLaunch"), kernel(1, 20, 30),
-    kernel(1, 50, 20), annotation("sample", 10, 30), launch(2, 12), kernel(2, 70, 5),
-    annotation("draft", 20, 10), launch(3, 25), kernel(3, 75, 40, "_begin_round"),  # inside `sample`
-    launch(4, 60), kernel(4, 105, 20, "memcpy"),  # in no range, and ten beside the draft on another stream
+    annotation("schedule", 0, 3),
+    annotation("verify", 3, 7),
+    launch(1, 5, "cudaGraphLaunch"),
+    kernel(1, 20, 30),
+    kernel(1, 50, 20),
+    annotation("sample", 10, 30),
+    launch(2, 12),
+    kernel(2, 70, 5),
+    annotation("draft", 20, 10),
+    launch(3, 25),
+    kernel(3, 75, 40, "_begin_round"),  # inside `sample`
+    launch(4, 60),
+    kernel(4, 105, 20, "memcpy"),  # in no range, and ten beside the draft on another stream
     annotation("schedule", 130, 10),
-]  # fmt: skip
+]
 
 
 def test_on_a_gpu_each_moment_is_that_of_the_kernel_or_else_of_the_host():
     found = breakdown(GPU, [], 150e-6)
     assert microseconds(found) == {
-        "verify": 50, "sampler": 5, "draft": 40, "other": 10, "scheduler": 3 + 10, "host": 17, "idle": 5 + 10,
-    }  # fmt: skip
+        "verify": 50,
+        "sampler": 5,
+        "draft": 40,
+        "other": 10,
+        "scheduler": 3 + 10,
+        "host": 17,
+        "idle": 5 + 10,
+    }
     assert sum(microseconds(found).values()) == 150
     assert found.gpu and found.rounds == 1
     verify = found.kernels[0]
@@ -62,33 +77,53 @@ EAGER = [
         event
         for step in range(3)
         for event in (
-            launch(10 * step + 1, 20 + 40 * step), kernel(10 * step + 1, 1000 + 100 * step, 2, "_slots"),
-            annotation("trunk", 21 + 40 * step, 10), launch(10 * step + 2, 22 + 40 * step),
-            kernel(10 * step + 2, 1010 + 100 * step, 20, "nvjet_a"), launch(10 * step + 3, 25 + 40 * step),
+            launch(10 * step + 1, 20 + 40 * step),
+            kernel(10 * step + 1, 1000 + 100 * step, 2, "_slots"),
+            annotation("trunk", 21 + 40 * step, 10),
+            launch(10 * step + 2, 22 + 40 * step),
+            kernel(10 * step + 2, 1010 + 100 * step, 20, "nvjet_a"),
+            launch(10 * step + 3, 25 + 40 * step),
             kernel(10 * step + 3, 1030 + 100 * step, 5, "norm"),
-            annotation("head", 32 + 40 * step, 5), launch(10 * step + 4, 33 + 40 * step),
+            annotation("head", 32 + 40 * step, 5),
+            launch(10 * step + 4, 33 + 40 * step),
             kernel(10 * step + 4, 1040 + 100 * step, 9, "nvjet_a"),
-            annotation("gate", 40 + 40 * step, 5), launch(10 * step + 5, 41 + 40 * step),
+            annotation("gate", 40 + 40 * step, 5),
+            launch(10 * step + 5, 41 + 40 * step),
             kernel(10 * step + 5, 1050 + 100 * step, 1, "_end_step"),
         )
     ],
-]  # fmt: skip
+]
 
 
 def test_the_kernels_of_a_draft_step_are_learnt_where_they_are_launched_one_by_one():
     assert draft_step(EAGER) == [
-        ("_slots", "draft"), ("nvjet_a", "trunk"), ("norm", "trunk"), ("nvjet_a", "head"), ("_end_step", "gate"),
-    ]  # fmt: skip
+        ("_slots", "draft"),
+        ("nvjet_a", "trunk"),
+        ("norm", "trunk"),
+        ("nvjet_a", "head"),
+        ("_end_step", "gate"),
+    ]
 
 
 def test_a_kernel_whose_launch_the_profiler_does_not_record_is_known_by_its_name():
     whole = [event for event in EAGER if event.get("name") != "norm"]
-    whole = [event | {"name": "draft_trunk"} if event.get("args", {}).get("correlation", 0) % 10 == 2
-             and event["cat"] == "kernel" else event for event in whole]  # fmt: skip
+    whole = [
+        event | {"name": "draft_trunk"}
+        if event.get("args", {}).get("correlation", 0) % 10 == 2 and event["cat"] == "kernel"
+        else event
+        for event in whole
+    ]
     unseen = [event for event in whole if event["cat"] != "cuda_runtime" or event["args"]["correlation"] % 10 != 2]
-    assert draft_step(unseen) == draft_step(whole) == [
-        ("_slots", "draft"), ("draft_trunk", "trunk"), ("nvjet_a", "head"), ("_end_step", "gate"),
-    ]  # fmt: skip
+    assert (
+        draft_step(unseen)
+        == draft_step(whole)
+        == [
+            ("_slots", "draft"),
+            ("draft_trunk", "trunk"),
+            ("nvjet_a", "head"),
+            ("_end_step", "gate"),
+        ]
+    )
 
 
 def test_a_loop_of_which_no_step_is_known_is_doubted():
@@ -109,13 +144,22 @@ def looped(correlation, unknown=False):
 
 @pytest.mark.parametrize("unknown", [False, True])
 def test_kernels_of_a_captured_loop_are_told_by_their_order(unknown):
-    events = [annotation("verify", 0, 10), launch(1, 5), kernel(1, 50, 50, "nvjet_b"), annotation("draft", 20, 10),
-              launch(2, 22, "cudaGraphLaunch"), *looped(2, unknown)]  # fmt: skip
+    events = [
+        annotation("verify", 0, 10),
+        launch(1, 5),
+        kernel(1, 50, 50, "nvjet_b"),
+        annotation("draft", 20, 10),
+        launch(2, 22, "cudaGraphLaunch"),
+        *looped(2, unknown),
+    ]
     found = breakdown(events, [], 180e-6, step=draft_step(EAGER), weights={"full": [100], "draft": [40, 60]})
     seconds = microseconds(found)
     assert {part: seconds[part] for part in ("trunk", "head", "gate", "verify")} == {
-        "trunk": 50, "head": 18, "gate": 2, "verify": 50,
-    }  # fmt: skip
+        "trunk": 50,
+        "head": 18,
+        "gate": 2,
+        "verify": 50,
+    }
     # The kernel that sets the loop's condition is in no step.
     assert seconds["other" if unknown else "draft"] == (6 + (0 if unknown else 4)) and sum(seconds.values()) == 180
     read = {(one.name, one.part): one.bytes for one in found.kernels}
@@ -130,13 +174,20 @@ def round_with_one_pass_of_a_loop(number, seen, unknown):
     at, own = 300.0 * number, 10 * number
     begin, rest = (165, 115) if seen == "last" else (115, 155)
     return [
-        annotation("verify", at, 10), launch(own + 1, at + 1), kernel(own + 1, at, 50, "nvjet_b"),
-        annotation("draft", at + 20, 80), launch(own + 2, at + 21), kernel(own + 2, at + 50, 2, "_begin_round"),
-        launch(own + 3, at + 90, "cudaGraphLaunch"), kernel(own + 3, at + 112, 3, "set_condition"),
+        annotation("verify", at, 10),
+        launch(own + 1, at + 1),
+        kernel(own + 1, at, 50, "nvjet_b"),
+        annotation("draft", at + 20, 80),
+        launch(own + 2, at + 21),
+        kernel(own + 2, at + 50, 2, "_begin_round"),
+        launch(own + 3, at + 90, "cudaGraphLaunch"),
+        kernel(own + 3, at + 112, 3, "set_condition"),
         *[one | {"ts": one["ts"] + at + begin - 100} for one in looped(own + 3, unknown)[:6]],
         annotation("schedule", at + rest, 50),
-        annotation("sample", at + 101, 3), launch(own + 4, at + 102), kernel(own + 4, at + 205, 2, "_counts"),
-    ]  # fmt: skip
+        annotation("sample", at + 101, 3),
+        launch(own + 4, at + 102),
+        kernel(own + 4, at + 205, 2, "_counts"),
+    ]
 
 
 @pytest.mark.parametrize("unknown", [False, True])
@@ -181,34 +232,54 @@ def test_products_are_told_from_other_kernels_in_a_trace_of_an_h200():
     head, on a kernel of ours."""
     file = Path(__file__).parents[2] / "results" / "published" / "gpu.jsonl.xz" / "trace_batch1.json"
     products = [
-        {part["part"]: sum(one["times"] for one in part["kernels"] if trace.is_product(one["name"]))
-         for part in arm["parts"] if part["part"] != "idle"}
+        {
+            part["part"]: sum(one["times"] for one in part["kernels"] if trace.is_product(one["name"]))
+            for part in arm["parts"]
+            if part["part"] != "idle"
+        }
         for arm in json.loads(archive.read_text(file))
-    ]  # fmt: skip
+    ]
     plain, drafting, unrolled = products
     assert plain["verify"] == pytest.approx(4 * 32, rel=0.02) and plain["sample"] == pytest.approx(1, abs=0.02)
     assert drafting["other"] == unrolled["draft"] == 3 * (4 * 8 + 1)
 
 
 CPU = [
-    annotation("step", 0, 100), annotation("schedule", 5, 10), annotation("verify", 15, 40),
-    operator("aten::linear", 16, 30), operator("aten::addmm", 20, 20), annotation("sample", 55, 30),
-    annotation("draft", 60, 20), annotation("gate", 62, 16), annotation("trunk", 63, 7), annotation("head", 70, 5),
-    annotation("detokenise", 90, 6), operator("aten::mm", 17, 5, tid=2),
-]  # fmt: skip
+    annotation("step", 0, 100),
+    annotation("schedule", 5, 10),
+    annotation("verify", 15, 40),
+    operator("aten::linear", 16, 30),
+    operator("aten::addmm", 20, 20),
+    annotation("sample", 55, 30),
+    annotation("draft", 60, 20),
+    annotation("gate", 62, 16),
+    annotation("trunk", 63, 7),
+    annotation("head", 70, 5),
+    annotation("detokenise", 90, 6),
+    operator("aten::mm", 17, 5, tid=2),
+]
 
 
 def test_on_the_cpu_each_moment_is_that_of_the_innermost_range():
     found = breakdown(CPU, [], 120e-6, weights={"full": [64]})
     assert not found.gpu
     assert microseconds(found) == {
-        "trunk": 7, "head": 5, "gate": 16 - 12, "draft": 4, "verify": 40, "sampler": 10, "scheduler": 10,
-        "detokenise": 6, "other": 5 + 5 + 4, "idle": 20,
-    }  # fmt: skip
+        "trunk": 7,
+        "head": 5,
+        "gate": 16 - 12,
+        "draft": 4,
+        "verify": 40,
+        "sampler": 10,
+        "scheduler": 10,
+        "detokenise": 6,
+        "other": 5 + 5 + 4,
+        "idle": 20,
+    }
     # An operator counts without those inside it, and those of other threads are inside somebody's.
     assert [(one.name, round(1e6 * one.seconds), one.bytes) for one in found.kernels] == [
-        ("aten::addmm", 20, 64), ("aten::linear", 10, None),
-    ]  # fmt: skip
+        ("aten::addmm", 20, 64),
+        ("aten::linear", 10, None),
+    ]
 
 
 def test_what_another_process_does_counts_only_where_the_engine_rests():
@@ -242,8 +313,14 @@ def test_a_run_may_begin_later_than_what_was_recorded():
     ],
 )
 def test_a_run_ends_with_its_last_step(seconds, begin, wall):
-    events = [annotation("schedule", 5, 3), annotation("step", 30, 20), annotation("detokenise", 40, 5),
-              annotation("step", 60, 40), launch(1, 110), kernel(1, 120, 30)]  # fmt: skip
+    events = [
+        annotation("schedule", 5, 3),
+        annotation("step", 30, 20),
+        annotation("detokenise", 40, 5),
+        annotation("step", 60, 40),
+        launch(1, 110),
+        kernel(1, 120, 30),
+    ]
     assert trace.window(events, seconds) == (pytest.approx(begin), pytest.approx(wall))
 
 

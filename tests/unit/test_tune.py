@@ -288,8 +288,9 @@ def test_other_weights_are_surveyed_however_the_first_ended(lab):
     work, results = lab.cfgs[0].workload, lab.cfgs[0].results_dir
     chosen = [
         RunConfig(layer=n, draft_weights=weights, workload=work, results_dir=results)
-        for weights in ("shared", "int8") for n in (1, 3, 12, 18, 20, 22)
-    ]  # fmt: skip
+        for weights in ("shared", "int8")
+        for n in (1, 3, 12, 18, 20, 22)
+    ]
     lab.run(chosen=chosen, minutes=5000)
     seen = {(engine.cfg.draft_weights, engine.layer) for engine in lab.opened}
     assert ("shared", 22) not in seen and ("int8", 1) in seen and ("int8", 22) not in seen

@@ -42,8 +42,17 @@ def pytest_interpreted(*words: str, packages: tuple[str, ...] = ()) -> str:
 def compiled() -> dict[str, str]:
     """What the programs below print, by name. All of them run in one process: importing Triton and PyTorch takes longer
     than to compile."""
-    programs = {"ROUND": ROUND, "SEVERAL": SEVERAL, "FEW": FEW, "SHORTEN": SHORTEN, "CHOOSE": CHOOSE, "BEGIN": BEGIN,
-                "MATCHING": MATCHING, "COMPILE": COMPILE, "AHEAD": AHEAD}  # fmt: skip
+    programs = {
+        "ROUND": ROUND,
+        "SEVERAL": SEVERAL,
+        "FEW": FEW,
+        "SHORTEN": SHORTEN,
+        "CHOOSE": CHOOSE,
+        "BEGIN": BEGIN,
+        "MATCHING": MATCHING,
+        "COMPILE": COMPILE,
+        "AHEAD": AHEAD,
+    }
     if HAS_VLLM:
         programs["ATTENTION"] = ATTENTION
     printed = run("-c", "".join(f"print('{MARK}{name}')\n{program}\n" for name, program in programs.items()))

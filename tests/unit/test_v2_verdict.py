@@ -32,8 +32,11 @@ def test_the_record_holds_what_was_drafted_and_verified():
     drafts.matches.drafted.zero_()  # the next round begins; the record keeps what it saw
     log = recorder.plain()
     assert (log["drafted"], log["accepted"], log["request"]) == ([3, 1, 1], [2, 1, 0], [0, 1, 2])
-    assert log["statistics"] == [drafts.statistics[0].tolist(), drafts.statistics[1, :1].tolist(),
-                                 drafts.statistics[2, :1].tolist()]  # fmt: skip
+    assert log["statistics"] == [
+        drafts.statistics[0].tolist(),
+        drafts.statistics[1, :1].tolist(),
+        drafts.statistics[2, :1].tolist(),
+    ]
 
 
 def test_what_nobody_drafted_or_verified_is_not_in_the_record():

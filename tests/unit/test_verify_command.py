@@ -22,12 +22,33 @@ def given(monkeypatch, tmp_path):
     def stand_in(cfg, wanted, *, open_engine, progress):
         found["asked"] = (cfg, wanted)
         row = {"name": "mixed", "verdict": found["verdict"], "differ": 2, "compared": 12, "drafted": 90, "accepted": 30}
-        drawn = {"name": "temperature 1", "verdict": "same", "p": 0.4, "distance": 0.1, "distance_plain": 0.11,
-                "detectable_share": 0.08, "texts": 384, "p_exact": 0.2}  # fmt: skip
-        made = {"verdict": found["verdict"], "reason": "because", "suspect": None, "cases": [row], "sampling": [drawn],
-                "proof": {"accept_one_more": {"caught": True}}, "own_drafts": {"verdict": "same"}, "head": None,
-                "plain_repeats": None, "runs": 2, "verdicts": {found["verdict"]: 2}, "seconds": 1.0,
-                "key": "abc", "arm_key": "def", "planted": wanted.plant}  # fmt: skip
+        drawn = {
+            "name": "temperature 1",
+            "verdict": "same",
+            "p": 0.4,
+            "distance": 0.1,
+            "distance_plain": 0.11,
+            "detectable_share": 0.08,
+            "texts": 384,
+            "p_exact": 0.2,
+        }
+        made = {
+            "verdict": found["verdict"],
+            "reason": "because",
+            "suspect": None,
+            "cases": [row],
+            "sampling": [drawn],
+            "proof": {"accept_one_more": {"caught": True}},
+            "own_drafts": {"verdict": "same"},
+            "head": None,
+            "plain_repeats": None,
+            "runs": 2,
+            "verdicts": {found["verdict"]: 2},
+            "seconds": 1.0,
+            "key": "abc",
+            "arm_key": "def",
+            "planted": wanted.plant,
+        }
         return run.save(made, tmp_path)
 
     monkeypatch.setattr(run, "run", stand_in)
@@ -46,8 +67,15 @@ def test_the_exit_code_is_the_verdict(given, verdict, code, tmp_path):
 
 def test_what_is_shown(given):
     shown = call("verify", "--near-tie", "0.5", "--repeat", "2", "--cases", "again,gate").stdout
-    for words in ("caught", "2 of 12 differ", "30 of 90 drafted tokens accepted", "p = 0.4", "finds 8% of 384 texts",
-                  "2 of 2 runs: lossless", "lossless: because"):  # fmt: skip
+    for words in (
+        "caught",
+        "2 of 12 differ",
+        "30 of 90 drafted tokens accepted",
+        "p = 0.4",
+        "finds 8% of 384 texts",
+        "2 of 2 runs: lossless",
+        "lossless: because",
+    ):
         assert words in shown
     asked = given["asked"][1]
     assert (asked.tolerance, asked.repeat, asked.only) == (0.5, 2, ("again", "gate"))

@@ -15,9 +15,16 @@ CASES = ("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cac
 
 def document(*faulty: str, **changes):
     rows = [{"name": name, "verdict": "fault" if name in faulty else "lossless"} for name in CASES]
-    found = {"gate": "none", "cases": rows, "sampling": [{"name": "temperature 1", "verdict": "same"}], "head": None,
-             "own_drafts": {"verdict": "same"}, "drafted": 90, "accepted": 40,
-             "proof": {name: {"caught": True} for name in verdict.PLANTED_FOR_PROOF}}  # fmt: skip
+    found = {
+        "gate": "none",
+        "cases": rows,
+        "sampling": [{"name": "temperature 1", "verdict": "same"}],
+        "head": None,
+        "own_drafts": {"verdict": "same"},
+        "drafted": 90,
+        "accepted": 40,
+        "proof": {name: {"caught": True} for name in verdict.PLANTED_FOR_PROOF},
+    }
     return found | changes
 
 
@@ -136,8 +143,12 @@ def test_first_differences_of_greedy_requests():
     assert (first.request, first.place, first.ours, first.plain, first.prefix) == (0, 1, 6, 9, [1, 2, 5])
     assert (second.request, second.place, second.ours, second.plain) == (2, 2, None, 3)
     assert first.to_dict()["chosen_alone"] is None
-    assert greedy.unlike_scores(asked[:1], [Answer([5, 6], ended, [-1.0, -2.0])], [Answer([5, 9], ended, [-1.0, -9.0])],
-                                1e-3) == 0  # fmt: skip
+    assert (
+        greedy.unlike_scores(
+            asked[:1], [Answer([5, 6], ended, [-1.0, -2.0])], [Answer([5, 9], ended, [-1.0, -9.0])], 1e-3
+        )
+        == 0
+    )
     assert greedy.unlike_scores(asked[:1], [Answer([5], ended, [-1.0])], [Answer([5], ended, [-1.1])], 1e-3) == 1
 
 

@@ -114,20 +114,31 @@ def test_sampled_answers_are_not_compared(opened, tmp_path):
 
 def test_drafts_that_are_drawn_take_an_engine_of_their_own(opened, tmp_path):
     work = replace(WORK, temperature=0.8)
-    cfgs = [config(tmp_path, draft_weights=name, layer=24, workload=work, draft_sample_method=taken)
-            for name in ("int8", "int4") for taken in ("greedy", "probabilistic")]  # fmt: skip
+    cfgs = [
+        config(tmp_path, draft_weights=name, layer=24, workload=work, draft_sample_method=taken)
+        for name in ("int8", "int4")
+        for taken in ("greedy", "probabilistic")
+    ]
     found = views.run(cfgs, open_engine=opened[0])
     assert [engine.cfg.draft_sample_method for engine in opened[1:]] == ["greedy", "probabilistic"]
-    assert [one.label for one in found.rows] == ["E=24 int8", "E=24 int4", "E=24 int8 probabilistic",
-                                                 "E=24 int4 probabilistic"]  # fmt: skip
+    assert [one.label for one in found.rows] == [
+        "E=24 int8",
+        "E=24 int4",
+        "E=24 int8 probabilistic",
+        "E=24 int4 probabilistic",
+    ]
     assert [one.draft_sample_method for one in found.rows] == [None, None, "probabilistic", "probabilistic"]
-    assert views.facts(cfgs, 0)["views"][1:3] == ["E=24 int8 skip_layers= draft_sample_method=probabilistic",
-                                                  "E=24 int4 skip_layers="]  # fmt: skip
+    assert views.facts(cfgs, 0)["views"][1:3] == [
+        "E=24 int8 skip_layers= draft_sample_method=probabilistic",
+        "E=24 int4 skip_layers=",
+    ]
 
 
 def test_layers_are_looked_for_once_and_measured_on_the_first_engine(opened, tmp_path):
-    cfgs = [config(tmp_path, draft_weights="int8", layer=24, draft_sample_method=taken)
-            for taken in ("greedy", "probabilistic")]  # fmt: skip
+    cfgs = [
+        config(tmp_path, draft_weights="int8", layer=24, draft_sample_method=taken)
+        for taken in ("greedy", "probabilistic")
+    ]
     found = views.run(cfgs, open_engine=opened[0], drop=1)
     assert [engine.cfg.draft_sample_method for engine in opened[1:]] == ["greedy", "probabilistic"]
     assert len(found.steps) == 1 and [one.skip_layers for one in found.rows] == [None, "9", None]
@@ -137,8 +148,10 @@ def test_contexts_share_an_engine_and_each_reads_the_keys_and_values_that_it_att
     read = {"full": 0.0, "draft": 0.0, "full_kv_token": 2.0, "draft_kv_token": 1.0}
     monkeypatch.setattr(FakeEngine, "call", lambda engine, *_: read)
     work = replace(WORK, input_len=100, output_len=56)
-    cfgs = [config(tmp_path, draft_weights="shared", layer=12, workload=work, **view)
-            for view in ({}, {"draft_window": 32}, {"draft_context": "window:512"})]  # fmt: skip
+    cfgs = [
+        config(tmp_path, draft_weights="shared", layer=12, workload=work, **view)
+        for view in ({}, {"draft_window": 32}, {"draft_context": "window:512"})
+    ]
     found = views.run(cfgs, open_engine=opened[0])
     assert len(opened) == 2
     assert [one.cost for one in found.rows] == [1 / 2, 32 / 256, 1 / 2]
@@ -168,8 +181,20 @@ def test_wilsons_interval():
     assert wilson(0, 0) is None
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I
     assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == 1
-    assert row(VerifyCounts(0, 0, 0, [0, 0]), model="m", E=1, draft_weights="int8", skip_layers=None, fitted=None,
-               workload="w", temperature=0.0, k=2).first is None  # fmt: skip
+    assert (
+        row(
+            VerifyCounts(0, 0, 0, [0, 0]),
+            model="m",
+            E=1,
+            draft_weights="int8",
+            skip_layers=None,
+            fitted=None,
+            workload="w",
+            temperature=0.0,
+            k=2,
+        ).first
+        is None
+    )
 
 
 def test_the_commands_say_what_was_found(opened, tmp_path):
@@ -185,9 +210,11 @@ def test_the_commands_say_what_was_found(opened, tmp_path):
 
 def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
     (made,) = fit_weights.run(
-        [config(tmp_path, draft_weights="int4")], open_engine=opened[0], prompts=6,
+        [config(tmp_path, draft_weights="int4")],
+        open_engine=opened[0],
+        prompts=6,
         out=tmp_path / "c.safetensors",
-    )  # fmt: skip
+    )
     engine = opened[1]
     assert engine.cfg.method is Method.baseline and engine.cfg.draft_weights == "shared"
     assert engine.cfg.engine.enforce_eager and engine.asked == [(3, 6, 0.0, 1)]

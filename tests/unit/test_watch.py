@@ -25,11 +25,15 @@ class Speculator(SimpleNamespace):
 
     def __init__(self, **more):
         super().__init__(
-            head="a head", device="cpu", _loop="a loop", eager=False,
+            head="a head",
+            device="cpu",
+            _loop="a loop",
+            eager=False,
             state=SimpleNamespace(lengths=torch.zeros(5, dtype=torch.int32), budget=SimpleNamespace(limits=ENDS)),
             input_buffers=SimpleNamespace(seq_lens=torch.zeros(8, dtype=torch.int32)),
-            decode_cudagraph_manager=SimpleNamespace(run_fullgraph=lambda batch: None), **more,
-        )  # fmt: skip
+            decode_cudagraph_manager=SimpleNamespace(run_fullgraph=lambda batch: None),
+            **more,
+        )
 
     def propose(self, batch, *arguments, **more):
         self.state.lengths[[4, 1]] = torch.tensor(self.drafted, dtype=torch.int32)

@@ -49,9 +49,16 @@ def test_a_model_of_another_shape_is_widened_exactly(tmp_path, tied):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied, rms_norm_eps=1e-5,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-5,
+    )
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:  # norms that are not all ones
         layer.input_layernorm.weight.normal_(1, 0.3)

@@ -8,8 +8,14 @@ from scripts import importable
 from torch.nn.functional import rms_norm
 
 HIDDEN, RATIO, EPS = 8, 4, 1e-5
-OLD = {"hidden_size": HIDDEN, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1,
-       "head_dim": 4, "rms_norm_eps": EPS}  # fmt: skip
+OLD = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "rms_norm_eps": EPS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +47,13 @@ def test_the_state_and_the_first_layers_inputs_are_those_of_the_small_head(scrip
     wide = script.widened_head(small, OLD, new)
     assert wide.keys() == small.keys() - {"lm_head.weight", "embed_tokens.weight"}, "vLLM takes these from the model"
     shapes = {name: tuple(tensor.shape) for name, tensor in wide.items() if tensor.dim() == 2}
-    assert shapes == {"fc.weight": (32, 96), "layers.0.self_attn.q_proj.weight": (32, 64),
-                      "layers.0.self_attn.k_proj.weight": (16, 64), "layers.0.self_attn.o_proj.weight": (32, 32),
-                      "layers.0.mlp.down_proj.weight": (32, 20)}  # fmt: skip
+    assert shapes == {
+        "fc.weight": (32, 96),
+        "layers.0.self_attn.q_proj.weight": (32, 64),
+        "layers.0.self_attn.k_proj.weight": (16, 64),
+        "layers.0.self_attn.o_proj.weight": (32, 32),
+        "layers.0.mlp.down_proj.weight": (32, 20),
+    }
 
     states, embeds = torch.randn(5, 3 * HIDDEN), torch.randn(5, HIDDEN)
     state = states @ small["fc.weight"].T

@@ -48,8 +48,11 @@ def files() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout, so nothing says which files are the project's")
-    return [name for name in listed.stdout.splitlines()
-            if name.endswith(TEXT) and not name.startswith(EXEMPT) and (ROOT / name).is_file()]  # fmt: skip
+    return [
+        name
+        for name in listed.stdout.splitlines()
+        if name.endswith(TEXT) and not name.startswith(EXEMPT) and (ROOT / name).is_file()
+    ]
 
 
 def retired(text: str) -> Iterator[tuple[int, str, str]]:

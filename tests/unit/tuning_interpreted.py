@@ -103,8 +103,11 @@ def test_what_is_chosen_runs_in_the_draft_and_what_is_not_is_named(few, tmp_path
     asked = []
     for module in (lowbit.lowbit_one_token, lowbit.lowbit_few_tokens):
         product = module.product
-        monkeypatch.setattr(module, "product", lambda *given, run=product, **setting: (
-            asked.append(setting), run(*given, **setting, asm=False))[1])  # fmt: skip
+        monkeypatch.setattr(
+            module,
+            "product",
+            lambda *given, run=product, **setting: (asked.append(setting), run(*given, **setting, asm=False))[1],
+        )
     kind = DRAFT_WEIGHTS["int4"]
     weight = torch.randn(20, 128)
     copy = kind.quantise(weight)
@@ -133,8 +136,16 @@ def test_attention_is_chosen_for_all_contexts_that_a_block_table_has_room_for(mo
 
 
 def test_a_draft_step_has_each_product_and_attention_at_each_size():
-    shape = DraftShape.of({"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
-                           "num_key_value_heads": 2, "vocab_size": 151936}, 4)  # fmt: skip
+    shape = DraftShape.of(
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+        },
+        4,
+    )
     cases = kernel_timing.cases_of(shape, [1, 32], [1024, 4096])
     assert [(case.kind, case.tokens) for case in cases[:4]] == [("qkv", 1), ("qkv", 32), ("o", 1), ("o", 32)]
     assert len(cases) == 5 * 2 + 2 * 2

@@ -127,7 +127,9 @@ def _check_expression(gate: str, expression: str, cumulative: bool) -> None:
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     unknown = sorted(used - DEVICE_NAMES.keys() - {"tl"})
     if unknown:
-        raise SettingsError(f"gate {gate!r}: its device expression {expression!r} uses {', '.join(unknown)}; allowed: "
-                            f"{', '.join(DEVICE_NAMES)}, tl")  # fmt: skip
+        raise SettingsError(
+            f"gate {gate!r}: its device expression {expression!r} uses {', '.join(unknown)}; allowed: "
+            f"{', '.join(DEVICE_NAMES)}, tl"
+        )
     if "previous" in used and not cumulative:
         raise SettingsError(f"gate {gate!r}: its device expression uses previous, so it must be made cumulative=True")

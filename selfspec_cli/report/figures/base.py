@@ -24,8 +24,20 @@ NAMES, VALUES, LOAD = "NAMES", "COLOURS", "LOAD"
 load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, and page.js)."""
 PLAIN, LOSSY, RED = "#84909c", "#b7791f", "#d64550"
 RIVALS = ["#958a7c", "#6c7781", "#7f8a80", "#8f8296"]
-SERIES = ["#3b82c4", "#c2681f", "#2f9e77", "#9b6bd3", "#c9518d", "#7d8a2e", "#2a97a8", "#a8664b", "#6f7fd1", "#b0577a",
-          "#4f9a4a", "#8a6fb0"]  # fmt: skip
+SERIES = [
+    "#3b82c4",
+    "#c2681f",
+    "#2f9e77",
+    "#9b6bd3",
+    "#c9518d",
+    "#7d8a2e",
+    "#2a97a8",
+    "#a8664b",
+    "#6f7fd1",
+    "#b0577a",
+    "#4f9a4a",
+    "#8a6fb0",
+]
 """All colours stand out from a white and from a dark page. Greys: plain decoding and vLLM's own methods."""
 STEP = 36  # pixels for a bar and the text above it
 SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average

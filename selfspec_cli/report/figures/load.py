@@ -140,8 +140,15 @@ def categories(points: Sequence[Point]) -> list[Figure]:
 def _family(row: Record) -> tuple[Any, ...]:
     """What rows have in common that belong on one chart."""
     load = "clients" if row.clients is not None else "rate"
-    return (row.model, row.device if row.arm != "server" else "", row.workload, row.output_len, row.temperature, load,
-            load_patterns.comparable(row, without=("clients", "rate", "load_share")))  # fmt: skip
+    return (
+        row.model,
+        row.device if row.arm != "server" else "",
+        row.workload,
+        row.output_len,
+        row.temperature,
+        load,
+        load_patterns.comparable(row, without=("clients", "rate", "load_share")),
+    )
 
 
 def _last(values: Sequence[float] | None) -> float | None:

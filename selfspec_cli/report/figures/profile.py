@@ -42,9 +42,17 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
             number = f"{profile.tok_s:.1f} tok/s"
             for order, part in enumerate(part for part in COLOURS if part in profile.seconds):
                 seconds = profile.seconds[part]
-                data.append({"arm": name, "part": part, "what": PARTS[part], "share": sig(seconds / profile.wall),
-                             "ms": sig(1000 * seconds / profile.rounds), "order": order,
-                             "text": number if order == 0 else ""})  # fmt: skip
+                data.append(
+                    {
+                        "arm": name,
+                        "part": part,
+                        "what": PARTS[part],
+                        "share": sig(seconds / profile.wall),
+                        "ms": sig(1000 * seconds / profile.rounds),
+                        "order": order,
+                        "text": number if order == 0 else "",
+                    }
+                )
         made.append(Panel(device, title, data))
     y = alt.Y("arm:N", sort=None, axis=None)
     colour = alt.Color(

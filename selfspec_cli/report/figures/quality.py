@@ -65,8 +65,10 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
     for group in groups:
         rows = [row for row in group.rows if row.status == OK and row.identical is not None and row.outputs][:LONGEST]
         base = by_id.get(group.rows[0].point)
-        found = [_equal(name, row.identical or 0, row.outputs or 1, row.point)
-                 for name, row in zip(labels(rows), rows, strict=True)]  # fmt: skip
+        found = [
+            _equal(name, row.identical or 0, row.outputs or 1, row.point)
+            for name, row in zip(labels(rows), rows, strict=True)
+        ]
         if found and base is not None and base.arm["arm"] == "baseline":
             found = [_equal(name, *counts, base.id) for name, counts in controls(base, points).items()] + found
         panels.append(_panel(group, "outputs equal to plain decoding's, token for token", rows, found))
@@ -111,8 +113,14 @@ def _prompts(point: Point) -> tuple[Any, ...]:
 
 
 def _equal(name: str, same: int, outputs: int, point: str) -> dict[str, Any]:
-    return {"arm": name, "share": sig(same / outputs), "identical": same, "outputs": outputs,
-            "text": f"{same} of {outputs}", "point": point}  # fmt: skip
+    return {
+        "arm": name,
+        "share": sig(same / outputs),
+        "identical": same,
+        "outputs": outputs,
+        "text": f"{same} of {outputs}",
+        "point": point,
+    }
 
 
 def scores(groups: Iterable[Group]) -> list[Figure]:

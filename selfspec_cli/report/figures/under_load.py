@@ -80,9 +80,14 @@ def families(groups: Iterable[Group]) -> list[Family]:
         titles[key] = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
     made = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in found.items()]
     made = [one for one in made if len({one.load(row) for row in one.rows if row.arm != "baseline"}) > 1]
-    return sorted(made, key=lambda one: (
-        any(row.acceptance_length is not None for row in one.rows), -len({one.load(row) for row in one.rows}),
-        -len(one.rows)))  # fmt: skip
+    return sorted(
+        made,
+        key=lambda one: (
+            any(row.acceptance_length is not None for row in one.rows),
+            -len({one.load(row) for row in one.rows}),
+            -len(one.rows),
+        ),
+    )
 
 
 def _axis(row: Record) -> str:
@@ -139,9 +144,11 @@ def speedups(found: Sequence[Family]) -> list[Figure]:
     scale = alt.Scale(zero=False, nice=True)
     middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
     line = rows_chart().mark_line(strokeWidth=2.5).encode(x=load_axis(), y=middle, color=colour("series"))
-    dots = rows_chart().mark_point(filled=True, size=70, opacity=1).encode(
-        x=load_axis(), y=alt.Y("speedup:Q", scale=scale), color=colour("series"), tooltip=tips
-    )  # fmt: skip
+    dots = (
+        rows_chart()
+        .mark_point(filled=True, size=70, opacity=1)
+        .encode(x=load_axis(), y=alt.Y("speedup:Q", scale=scale), color=colour("series"), tooltip=tips)
+    )
     losses = (
         rows_chart().transform_filter("datum.slower").mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
     )

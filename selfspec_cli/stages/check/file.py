@@ -77,8 +77,10 @@ def read(path: Path) -> CheckFile:
         content: Any = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         near = sorted(str(file) for file in path.parent.glob("[!.]*.yaml") if file != path)
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
-                          + (f"; here are: {', '.join(near)}" if near else "")) from error  # fmt: skip
+        raise ConfigError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
+            + (f"; here are: {', '.join(near)}" if near else "")
+        ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     known = ("title", "after", "runs", "served", "settings", "cases")
@@ -123,8 +125,11 @@ def _case(content: Any, settings: tuple[str, ...], place: str) -> Case:
             raise ConfigError(f"{place}: {closest(name, [*INVARIANTS, 'all'], 'invariant')}")
     if not bounds and not names:
         raise ConfigError(f"{place}: it asks for nothing; give it reach or invariants")
-    words = [*settings, *_words(given.get("workload", []), f"{place}: workload"),
-             *_words(given.get("arm", []), f"{place}: arm")]  # fmt: skip
+    words = [
+        *settings,
+        *_words(given.get("workload", []), f"{place}: workload"),
+        *_words(given.get("arm", []), f"{place}: arm"),
+    ]
     return Case(given["name"], tuple(words), bounds, names)
 
 
@@ -132,8 +137,9 @@ def _bound(name: str, value: Any, place: str) -> Bound:
     of_baseline = isinstance(value, Mapping)
     limit = _mapping(value, f"{place}: {name}", (OF_BASELINE,)).get(OF_BASELINE) if of_baseline else value
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise ConfigError(f"{place}: {name}={value!r}: write a number, or {{{OF_BASELINE}: NUMBER}} for the ratio to "
-                          "the baseline's")  # fmt: skip
+        raise ConfigError(
+            f"{place}: {name}={value!r}: write a number, or {{{OF_BASELINE}: NUMBER}} for the ratio to the baseline's"
+        )
     return Bound(name, float(limit), of_baseline)
 
 

@@ -39,9 +39,11 @@ def refusal(file: CheckFile, folder: Path, device: str) -> str | None:
         micro = read(path)
         count = history.green_in_a_row(lines, micro.name, micro.digest, where)
         if count < history.IN_A_ROW:
-            return (f"{file.name} is measured once {micro.name} was green {history.IN_A_ROW} times in a row with "
-                    f"this code, on this machine, with these versions; in {folder} it was so {count} times: "
-                    f"selfspec check {path}")  # fmt: skip
+            return (
+                f"{file.name} is measured once {micro.name} was green {history.IN_A_ROW} times in a row with "
+                f"this code, on this machine, with these versions; in {folder} it was so {count} times: "
+                f"selfspec check {path}"
+            )
     return None
 
 
@@ -79,12 +81,19 @@ def run(
 
     def kept() -> dict[str, Any]:
         line: dict[str, Any] = {
-            "run_id": run_id or results.new_run_id(), "time": results.now(), "check": file.name, "title": file.title,
-            "digest": file.digest, "outcome": worst(one.outcome for one in found), "runs": runs,
-            "place": history.place(device), "results": [asdict(one) for one in found],
-            "points": [point.id for point in points], "planted": plant,
+            "run_id": run_id or results.new_run_id(),
+            "time": results.now(),
+            "check": file.name,
+            "title": file.title,
+            "digest": file.digest,
+            "outcome": worst(one.outcome for one in found),
+            "runs": runs,
+            "place": history.place(device),
+            "results": [asdict(one) for one in found],
+            "points": [point.id for point in points],
+            "planted": plant,
             "seconds": round(time.perf_counter() - began, 1),
-        }  # fmt: skip
+        }
         return line | {"file": str(history.add(folder, line))}
 
     while wanted and runs < file.runs:
@@ -123,8 +132,9 @@ def watched(bench: sweep.Bench) -> sweep.Bench:
         work = cfg.workload
         prompts = list(workload_prompts(cfg, engine))[: work.batch]
         engine.call("early_exit_watch", True)
-        engine.generate(prompts, min(work.output_len, WATCHED), batch=work.batch, temperature=work.temperature,
-                        seed=cfg.seed)  # fmt: skip
+        engine.generate(
+            prompts, min(work.output_len, WATCHED), batch=work.batch, temperature=work.temperature, seed=cfg.seed
+        )
         return replace(measured, engine=measured.engine | {FOUND: engine.call("early_exit_watch", False)})
 
     return measure

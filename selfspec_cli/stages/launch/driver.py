@@ -99,8 +99,9 @@ def _launcher(plan: Plan, cfg: RunConfig) -> Launcher:
         )
     launcher = LAUNCHERS.get(str(cfg.launcher.kind))
     if launcher is None:
-        raise ConfigError(f"launcher={cfg.launcher.kind}: it is for selfspec sweep alone; allowed here: local, "
-                          f"{', '.join(LAUNCHERS)}")  # fmt: skip
+        raise ConfigError(
+            f"launcher={cfg.launcher.kind}: it is for selfspec sweep alone; allowed here: local, {', '.join(LAUNCHERS)}"
+        )
     for one in {planned.cfg.model.tensor_parallel_size: planned.cfg for planned in plan.points}.values():
         launcher.workers(one)  # raises for a model that is divided among more GPUs than there are
     return launcher

@@ -26,8 +26,10 @@ def workers(cfg: RunConfig) -> int:
     else:
         room = len(machine.visible_gpus()) // cfg.model.tensor_parallel_size
         if not room:
-            raise ConfigError(f"launcher=joblib: model.tensor_parallel_size={cfg.model.tensor_parallel_size}, and "
-                              f"{len(machine.visible_gpus())} GPUs can be seen")  # fmt: skip
+            raise ConfigError(
+                f"launcher=joblib: model.tensor_parallel_size={cfg.model.tensor_parallel_size}, and "
+                f"{len(machine.visible_gpus())} GPUs can be seen"
+            )
     return room if asked is None else min(asked, room)
 
 

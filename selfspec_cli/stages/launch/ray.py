@@ -58,8 +58,10 @@ def workers(cfg: RunConfig) -> int:
     nodes = [int(node["Resources"].get(name, 0)) for node in connected(cfg).nodes() if node["Alive"]]
     room = sum(have // each for have in nodes)
     if not room:
-        raise ConfigError(f"launcher.address={cfg.launcher.address}: a worker takes {each} {name}(s) of one node, and "
-                          f"no node of this Ray cluster has more than {max(nodes, default=0)}")  # fmt: skip
+        raise ConfigError(
+            f"launcher.address={cfg.launcher.address}: a worker takes {each} {name}(s) of one node, and "
+            f"no node of this Ray cluster has more than {max(nodes, default=0)}"
+        )
     return room if cfg.launcher.workers is None else min(cfg.launcher.workers, room)
 
 

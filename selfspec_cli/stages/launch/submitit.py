@@ -53,9 +53,10 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     executor = AutoExecutor(folder=place, cluster=None if cfg.launcher.cluster == "slurm" else cfg.launcher.cluster)
     on_cpu = device_of(cfg) == "cpu"
     executor.update_parameters(
-        timeout_min=cfg.launcher.minutes, cpus_per_task=devices.A_WORKER if on_cpu else 8,
+        timeout_min=cfg.launcher.minutes,
+        cpus_per_task=devices.A_WORKER if on_cpu else 8,
         **({"slurm_partition": cfg.launcher.partition} if cfg.launcher.partition else {}),
-    )  # fmt: skip
+    )
     free, count = _free(cfg), workers(cfg)  # once: the load of this host's own workers would lessen it
     waiting, running = list(units), dict[str, tuple[Unit, Path, Any]]()
     held: dict[str, list[str]] = {}

@@ -56,9 +56,12 @@ def points_of(
         with output.open("ab") as written:
             process = subprocess.Popen(
                 [sys.executable, "-m", "selfspec_cli.stages.launch.worker", str(file), place],
-                env=os.environ | dict(environment), stdin=subprocess.DEVNULL, stdout=written, stderr=written,
+                env=os.environ | dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=written,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             while process.poll() is None and not stopped():
                 yield from _taken(spool)

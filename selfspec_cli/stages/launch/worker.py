@@ -57,9 +57,14 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
 
     fork_engines(cfgs[0])
     sweep.run_unit(
-        cfgs, document["run_id"], keys_of(document, cfgs), open_engine=open_engine, bench=bench.run, keep=keep,
+        cfgs,
+        document["run_id"],
+        keys_of(document, cfgs),
+        open_engine=open_engine,
+        bench=bench.run,
+        keep=keep,
         go_on=lambda: document["ends"] is None or time.time() < document["ends"],
-    )  # fmt: skip
+    )
 
 
 def _config(plain: dict[str, Any], spool: Path) -> RunConfig:

@@ -87,8 +87,9 @@ def _facts(engine: Engine, cfg: RunConfig, seed: int, size: Size) -> Facts:
     budget = int(cfg.engine.max_num_batched_tokens or 0)
     length = min(budget + 40, engine.max_model_len - max(size.tokens) - 2)
     if length < 16:
-        raise ConfigError(f"model.max_model_len={engine.max_model_len}: too short to verify on; at least "
-                          f"{max(size.tokens) + 18}")  # fmt: skip
+        raise ConfigError(
+            f"model.max_model_len={engine.max_model_len}: too short to verify on; at least {max(size.tokens) + 18}"
+        )
     if text:
         windows = library.token_windows(engine.encode, library.held_out_text(), length, WINDOWS, seed)
     else:

@@ -104,9 +104,14 @@ def judge_together(
 
 
 def _case_row(
-    case: Case, ours: Observed, plain: Observed, compared: int, found: Sequence[Difference], judged: str,
+    case: Case,
+    ours: Observed,
+    plain: Observed,
+    compared: int,
+    found: Sequence[Difference],
+    judged: str,
     note: str | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     row: dict[str, Any] = {"name": case.name, "about": case.about, "verdict": judged, "compared": compared}
     row |= {"tokens": sum(len(one.tokens) for one in ours.answers), "differ": len(found)}
     row |= {"near_ties": sum(one.kind == "near-tie" for one in found), "differences": found}

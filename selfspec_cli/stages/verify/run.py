@@ -40,25 +40,34 @@ OpenEngine = Callable[..., AbstractContextManager[Engine]]
 def check(cfg: RunConfig, wanted: Wanted) -> None:
     """Refuse what cannot be verified, before an engine starts; raises ConfigError."""
     if cfg.method not in SPECULATIVE:
-        why = {Method.skip: "it does not verify its drafts, so its output is not the model's",
-               Method.baseline: "it drafts nothing, and is what the others are compared with"}[cfg.method]  # fmt: skip
+        why = {
+            Method.skip: "it does not verify its drafts, so its output is not the model's",
+            Method.baseline: "it drafts nothing, and is what the others are compared with",
+        }[cfg.method]
         raise ConfigError(f"method={cfg.method}: {why}; allowed: {', '.join(SPECULATIVE)}")
     own = cfg.speculative.get(SAMPLE_METHOD)
     if wanted.probabilistic and cfg.method is Method.vllm and own not in (None, PROBABILISTIC):
         raise ConfigError(f"--probabilistic and speculative.{SAMPLE_METHOD}={own}: give one of them")
     if cfg.acceptance_length is not None:
-        raise ConfigError(f"acceptance_length={cfg.acceptance_length}: synthetic acceptance changes the output by "
-                          "design; leave it out")  # fmt: skip
+        raise ConfigError(
+            f"acceptance_length={cfg.acceptance_length}: synthetic acceptance changes the output by "
+            "design; leave it out"
+        )
     if cfg.model.load_format == "dummy":
-        raise ConfigError("model.load_format=dummy: the random weights that vLLM makes hold all tokens equally likely, "
-                          "to a millionth, so that no output tells anything; give a model that has weights. For the "
-                          "shape of Llama 3 8B: python tests/gpu/verify_shapes.py --only llama_8b")  # fmt: skip
+        raise ConfigError(
+            "model.load_format=dummy: the random weights that vLLM makes hold all tokens equally likely, "
+            "to a millionth, so that no output tells anything; give a model that has weights. For the "
+            "shape of Llama 3 8B: python tests/gpu/verify_shapes.py --only llama_8b"
+        )
     if wanted.batch_invariant and device_of(cfg) != "cuda":
-        raise ConfigError("--batch-invariant: vLLM has batch-invariant kernels on CUDA only; on the CPU use float32, "
-                          "whose rounding is too small to matter")  # fmt: skip
+        raise ConfigError(
+            "--batch-invariant: vLLM has batch-invariant kernels on CUDA only; on the CPU use float32, "
+            "whose rounding is too small to matter"
+        )
     if wanted.plant is not None and cfg.method is not Method.layer_skip:
-        raise ConfigError(f"--plant {wanted.plant}: faults are planted in drafting with the model's own layers; "
-                          "method=layer_skip")  # fmt: skip
+        raise ConfigError(
+            f"--plant {wanted.plant}: faults are planted in drafting with the model's own layers; method=layer_skip"
+        )
 
 
 def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
@@ -184,8 +193,12 @@ def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) ->
         if kind is None:
             continue
         one = finished([planted], wanted.batch_invariant)
-        faults[kind] = {"verdict": one["verdict"], "suspect": one["suspect"], "reason": one["reason"],
-                        "named": one["suspect"] == kind}  # fmt: skip
+        faults[kind] = {
+            "verdict": one["verdict"],
+            "suspect": one["suspect"],
+            "reason": one["reason"],
+            "named": one["suspect"] == kind,
+        }
     missed = [kind for kind, fault in faults.items() if not fault["named"]]
     if missed and document["verdict"] in verdict.PASSING:
         reason = f"planted on purpose and not named: {', '.join(missed)}"

@@ -93,8 +93,10 @@ def case_row(
     wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
     plain_wrong = plain["differ"] - (0 if batch_invariant else plain["near_ties"])
     if wrong and plain_wrong and not surely_more(wrong, compared, plain_wrong, plain["compared"]):
-        return NOT_SHOWN, (f"{PLAIN_DIFFERS} with other neighbours ({plain_wrong} of {plain['compared']} differ), "
-                           f"and the arm's {wrong} of {compared} are no more")  # fmt: skip
+        return NOT_SHOWN, (
+            f"{PLAIN_DIFFERS} with other neighbours ({plain_wrong} of {plain['compared']} differ), "
+            f"and the arm's {wrong} of {compared} are no more"
+        )
     if wrong:
         return FAULT, None
     if unlike_scores:
@@ -115,8 +117,10 @@ def not_invariant(differ: int, turned: int, compared: int, together: Mapping[str
     if not seen[0] or surely_more(differ, compared, *seen):
         return None
     apart = f"{together['differ']} of {together['compared']} differ"
-    return (f"{PLAIN_DIFFERS} when tokens come {k + 1} at a time ({apart}), and at {turned} of the arm's {differ} "
-            "differences it chooses the arm's token")  # fmt: skip
+    return (
+        f"{PLAIN_DIFFERS} when tokens come {k + 1} at a time ({apart}), and at {turned} of the arm's {differ} "
+        "differences it chooses the arm's token"
+    )
 
 
 def surely_more(ours: int, of_ours: int, plain: int, of_plain: int) -> bool:

@@ -109,9 +109,17 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> 
         room = table.shape[1] * cache.shape[2]
         asked = (query.shape[1], key.shape[1], query.shape[2], count, room)
         attend(
-            query[:count], key[:count], value[:count], cache, table, metadata.seq_lens, slots, layer.impl.scale, out,
+            query[:count],
+            key[:count],
+            value[:count],
+            cache,
+            table,
+            metadata.seq_lens,
+            slots,
+            layer.impl.scale,
+            out,
             **({} if chosen is None else chosen.of_attention(*asked)),
-        )  # fmt: skip
+        )
     else:
         layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
         layer.impl.forward(layer, query, key, value, cache, metadata, out.view_as(query))

@@ -58,10 +58,26 @@ def _newest(q, key, value, keys, values, slot, scale, cache_block, cache_token, 
 
 @triton.jit
 def _over_cache(
-    q, keys, values, blocks, block, cached, steps, split, best, weight, sums, scale,
-    cache_block, cache_token, table_columns,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    blocks,
+    block,
+    cached,
+    steps,
+    split,
+    best,
+    weight,
+    sums,
+    scale,
+    cache_block,
+    cache_token,
+    table_columns,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """best, weight and sums with every SPLITS-th step of KEYS cached keys: an online softmax, [ROWS] and [ROWS, DIM].
 
     keys, values: of a head, in the cache's first block. blocks: the request's row of the block table. block: the blocks
@@ -88,9 +104,19 @@ def _over_cache(
 
 @triton.jit
 def _together(
-    best, weight, sums, parts, stats, arrived, split, programs, exists,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    best,
+    weight,
+    sums,
+    parts,
+    stats,
+    arrived,
+    split,
+    programs,
+    exists,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """Store what a program found; the last program to arrive adds up what all of them stored. Returns whether this is
     the last one, and then the weight [ROWS] and sums [ROWS, DIM] over all programs.
 
@@ -122,12 +148,39 @@ def _together(
 
 @triton.jit
 def _attend(
-    query, key, value, out, keys, values, table, seq_lens, slots, partial, found, arrived, scale,
-    query_token, query_head, key_token, key_head, value_token, value_head, out_token,
-    cache_block, cache_head, cache_token, table_row, table_columns,
-    DIM: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    out,
+    keys,
+    values,
+    table,
+    seq_lens,
+    slots,
+    partial,
+    found,
+    arrived,
+    scale,
+    query_token,
+    query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    out_token,
+    cache_block,
+    cache_head,
+    cache_token,
+    table_row,
+    table_columns,
+    DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """A program takes every SPLITS-th step of KEYS keys of a request for one head.
 
     scale: of the scores, times log2(e). SHARED: query heads that share a key, of ROWS rows of a product. PAGE: tokens
@@ -161,9 +214,26 @@ def _attend(
             weight += 1.0
             sums += worth
         best, weight, sums = _over_cache(
-            q, keys, values, blocks, block, cached, steps, split, best, weight, sums, scale, cache_block, cache_token,
-            table_columns, PAGE, KEYS, SPLITS, DIM,
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            blocks,
+            block,
+            cached,
+            steps,
+            split,
+            best,
+            weight,
+            sums,
+            scale,
+            cache_block,
+            cache_token,
+            table_columns,
+            PAGE,
+            KEYS,
+            SPLITS,
+            DIM,
+        )
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()  # what comes next waits for this kernel's end itself
         complete = programs == 1
@@ -216,13 +286,42 @@ def attend(
     partial = torch.empty(parts * dim, dtype=torch.float32, device=query.device)
     found = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
     _attend[(n, heads, splits)](
-        query, key, value, out, cache, cache[..., dim:], table, seq_lens, slots, partial, found,
-        none_arrived(query.device), scale * LOG2_E,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), out.stride(0),
-        cache.stride(0), cache.stride(1), cache.stride(2), table.stride(0), table.shape[1],
-        DIM=dim, SHARED=query_heads // heads, ROWS=rows, PAGE=page, KEYS=at_once, SPLITS=splits, EARLY=early,
-        num_warps=warps, num_stages=stages, launch_pdl=early,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        out,
+        cache,
+        cache[..., dim:],
+        table,
+        seq_lens,
+        slots,
+        partial,
+        found,
+        none_arrived(query.device),
+        scale * LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        out.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        table.stride(0),
+        table.shape[1],
+        DIM=dim,
+        SHARED=query_heads // heads,
+        ROWS=rows,
+        PAGE=page,
+        KEYS=at_once,
+        SPLITS=splits,
+        EARLY=early,
+        num_warps=warps,
+        num_stages=stages,
+        launch_pdl=early,
+    )
 
 
 def usual_settings(requests: int, heads: int, context: int, device: torch.device) -> tuple[int, int, int, int]:

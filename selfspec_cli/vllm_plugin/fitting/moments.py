@@ -40,8 +40,10 @@ class Moments:
         if not vllm_config.model_config.enforce_eager:
             raise SettingsError("activations are collected on an eager engine only; allowed: enforce_eager = True")
         if vllm_config.parallel_config.tensor_parallel_size > 1:
-            raise SettingsError("copies are fitted on one device: each rank would see a share of the weights; allowed: "
-                                "tensor_parallel_size = 1")  # fmt: skip
+            raise SettingsError(
+                "copies are fitted on one device: each rank would see a share of the weights; allowed: "
+                "tensor_parallel_size = 1"
+            )
         self.model, self.vllm_config, self.tokens = model, vllm_config, 0
         self.modules: dict[str, Any] = {
             f"layers.{i}.{name}": part

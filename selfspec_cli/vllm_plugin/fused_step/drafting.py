@@ -47,8 +47,10 @@ def fused_step(trunk: nn.Module, vllm_config: VllmConfig, device: torch.device) 
     made = FusedStep(trunk, vllm_config.cache_config.block_size, device)
     logger.info_once(
         "draft step: one kernel for %d layers, up to %d tokens; its own layout of the copies takes %.2f GB more",
-        made.shape.layers, MOST, made.stream.records.numel() / 1e9,
-    )  # fmt: skip
+        made.shape.layers,
+        MOST,
+        made.stream.records.numel() / 1e9,
+    )
     return made
 
 
@@ -72,7 +74,7 @@ class FusedStep:
             "final_norm": trunk.norm.weight,
             "embedding": trunk.embed_tokens.weight,
             "rope": attentions[0].rotary_emb.cos_sin_cache,
-        }  # fmt: skip
+        }
         self._kernels: dict[int, Any] = {}
         self._caches: dict[tuple[int, ...], Tensor] = {}
 
@@ -96,15 +98,26 @@ class FusedStep:
             return None
         out = torch.empty(num_tokens, self.shape.hidden, dtype=torch.bfloat16, device=self._device)
         step = {
-            "caches": caches, "ids": buffers.input_ids, "positions": buffers.positions, "lengths": metadata.seq_lens,
-            "slots": slots, "table": metadata.block_table, "out": out,
-        }  # fmt: skip
+            "caches": caches,
+            "ids": buffers.input_ids,
+            "positions": buffers.positions,
+            "lengths": metadata.seq_lens,
+            "slots": slots,
+            "table": metadata.block_table,
+            "out": out,
+        }
         block, head, token, _ = cache.stride()
-        kernel(Arguments(
-            **{name: pointer(tensor) for name, tensor in {**self._tensors, **step}.items()},
-            cache_block=block, cache_head=head, cache_token=token, cache_value=self.shape.dim,
-            table_row=metadata.block_table.stride(0), scale=self._scale,
-        ))  # fmt: skip
+        kernel(
+            Arguments(
+                **{name: pointer(tensor) for name, tensor in {**self._tensors, **step}.items()},
+                cache_block=block,
+                cache_head=head,
+                cache_token=token,
+                cache_value=self.shape.dim,
+                table_row=metadata.block_table.stride(0),
+                scale=self._scale,
+            )
+        )
         return out
 
     @torch.inference_mode()

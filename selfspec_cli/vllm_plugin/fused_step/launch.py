@@ -56,15 +56,30 @@ class Build:
         shape, plan = self.shape, self.plan
         direct = min(DIRECT[min(self.tokens, len(DIRECT)) - 1], self.splits)
         values = {
-            "LAYERS": shape.layers, "HIDDEN": shape.hidden, "INTER": shape.intermediate, "QH": shape.query_heads,
-            "KVH": shape.heads, "DIM": shape.dim, "PAGE": shape.page, "BIAS": int(shape.bias),
-            "QKNORM": int(shape.head_norms), "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
-            "NT": self.tokens, "SHARED_AREA": int(shares_area(self.tokens)),
-            "WARPS": plan.warps, "NB": len(plan.blocks), "TILES": plan.most_tiles,
-            "ROWS": plan.most_rows, "RECORDS": self.at_once, "SLOTS": self.slots,
-            "CHUNKS": chunks(shape, plan, self.at_once), "DIRECT": direct,
-            "SHARED": self.shared_bytes, "WORDS": self.words,
-        }  # fmt: skip
+            "LAYERS": shape.layers,
+            "HIDDEN": shape.hidden,
+            "INTER": shape.intermediate,
+            "QH": shape.query_heads,
+            "KVH": shape.heads,
+            "DIM": shape.dim,
+            "PAGE": shape.page,
+            "BIAS": int(shape.bias),
+            "QKNORM": int(shape.head_norms),
+            "ROPE_FLOAT": int(shape.rope_float),
+            "EPSILON": f"{shape.epsilon!r}f",
+            "NT": self.tokens,
+            "SHARED_AREA": int(shares_area(self.tokens)),
+            "WARPS": plan.warps,
+            "NB": len(plan.blocks),
+            "TILES": plan.most_tiles,
+            "ROWS": plan.most_rows,
+            "RECORDS": self.at_once,
+            "SLOTS": self.slots,
+            "CHUNKS": chunks(shape, plan, self.at_once),
+            "DIRECT": direct,
+            "SHARED": self.shared_bytes,
+            "WORDS": self.words,
+        }
         return [f"-D{name}={value}" for name, value in values.items()]
 
     @property
@@ -82,8 +97,10 @@ def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
         return max(-(-tiles // (at_once // n)) if n <= at_once else tiles * -(-n // at_once) for n in shares)
 
     groups = shape.groups
-    return max(of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
-               for _, q, _, rows, _, g in plan.blocks)  # fmt: skip
+    return max(
+        of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
+        for _, q, _, rows, _, g in plan.blocks
+    )
 
 
 def shares_area(tokens: int) -> bool:
@@ -133,14 +150,36 @@ class Arguments(ctypes.Structure):
     """`struct Arguments` of exchange.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (
-            "stream", "offsets", "plan", "norms", "bias", "head_norms", "final_norm", "embedding", "rope", "caches",
-            "words", "launches", "ids", "positions", "lengths", "slots", "table", "out")),
-        *((name, ctypes.c_longlong) for name in (
-            "cache_block", "cache_head", "cache_token", "cache_value", "table_row")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "stream",
+                "offsets",
+                "plan",
+                "norms",
+                "bias",
+                "head_norms",
+                "final_norm",
+                "embedding",
+                "rope",
+                "caches",
+                "words",
+                "launches",
+                "ids",
+                "positions",
+                "lengths",
+                "slots",
+                "table",
+                "out",
+            )
+        ),
+        *(
+            (name, ctypes.c_longlong)
+            for name in ("cache_block", "cache_head", "cache_token", "cache_value", "table_row")
+        ),
         ("scale", ctypes.c_float),
         ("stamps", ctypes.c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class Kernel:

@@ -88,8 +88,10 @@ def planned(shape: Shape, blocks: int, warps: int, evenly: float = 1.0) -> Plan:
     """
     tiles, groups = shape.tiles, shape.groups
     qkv, rows = _counts(tiles["qkv"], blocks), _counts(tiles["o"], blocks)[::-1]
-    load = [(evenly * (q * groups["qkv"] + r * (groups["o"] + groups["down"])), b) for b, (q, r) in
-            enumerate(zip(qkv, rows, strict=True))]  # fmt: skip
+    load = [
+        (evenly * (q * groups["qkv"] + r * (groups["o"] + groups["down"])), b)
+        for b, (q, r) in enumerate(zip(qkv, rows, strict=True))
+    ]
     heapq.heapify(load)
     gated = [0] * blocks
     for _ in range(tiles["gate_up"] // TOGETHER):

@@ -62,18 +62,21 @@ def _difference(layer: Any) -> str | None:
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms_of(attention)]
     checks = {
         "the copies are not of 4 bits": not all(map(copy_of, linears.values())),
-        "the attention is not one to the whole context on a KV cache of bfloat16":
-            not isinstance(attention.attn, OneQueryAttention),
-        "a product other than that of queries, keys and values has a bias":
-            any(linears[name].bias is not None for name in PHASES[1:]),
-        "its norms are not RMS norms of all columns with weights of bfloat16":
-            not all(_is_plain_norm(norm) for norm in norms),
-        "its activation is not SiLU times the other half":
-            type(layer.mlp.act_fn).__name__ not in ("Activation", "SiluAndMul"),
+        "the attention is not one to the whole context on a KV cache of bfloat16": not isinstance(
+            attention.attn, OneQueryAttention
+        ),
+        "a product other than that of queries, keys and values has a bias": any(
+            linears[name].bias is not None for name in PHASES[1:]
+        ),
+        "its norms are not RMS norms of all columns with weights of bfloat16": not all(
+            _is_plain_norm(norm) for norm in norms
+        ),
+        "its activation is not SiLU times the other half": type(layer.mlp.act_fn).__name__
+        not in ("Activation", "SiluAndMul"),
         "its positions are not rotary ones over whole heads": not _is_plain_rotary(rotary, attention.head_dim),
         "queries are scaled by their positions": bool(getattr(attention, "do_llama_4_scaling", False)),
         "its norms depend on a condition": getattr(layer, "ada_rms_norm_t_cond", None) is not None,
-    }  # fmt: skip
+    }
     return next((reason for reason, found in checks.items() if found), None)
 
 
@@ -111,11 +114,14 @@ def _unlike(layers: list[Any]) -> str | None:
     kinds = {
         (
             *(scales_of(linear).shape for linear in linears_of(layer).values()),
-            linears_of(layer)["qkv"].bias is not None, len(head_norms_of(layer.self_attn)),
-            layer.self_attn.num_heads, layer.self_attn.num_kv_heads, layer.input_layernorm.variance_epsilon,
+            linears_of(layer)["qkv"].bias is not None,
+            len(head_norms_of(layer.self_attn)),
+            layer.self_attn.num_heads,
+            layer.self_attn.num_kv_heads,
+            layer.input_layernorm.variance_epsilon,
         )
         for layer in layers
-    }  # fmt: skip
+    }
     return None if len(kinds) == 1 else "its layers are not all alike"
 
 

@@ -53,18 +53,44 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         self._counters: dict[str, dict[int, Any]] = {}
         for travelling, name, what in PLAIN:
             self._counters[travelling] = create_metric_per_engine(self._counter(name, what), self._engines)
-        self._labelled("length_histogram", "draft_rounds_by_length", "length", range(1, settings.k + 1),
-                       "Rounds by the number of draft steps that they took.")  # fmt: skip
-        self._labelled("position_histogram", "draft_tokens_per_pos", "position", range(settings.k),
-                       "Tokens drafted at each position of a draft.")  # fmt: skip
-        self._labelled("off", "rounds_without_drafts", "reason", REASONS,
-                       "Steps after which a request was not drafted for, by what switched it off.")  # fmt: skip
-        self._labelled("steps_of_width", "steps_by_draft_slots", "slots", range(settings.width + 1),
-                       "Steps planned, by the draft slots of each request; 0 is plain decoding.")  # fmt: skip
-        self._labelled(JUDGED, "draft_tokens_judged_per_pos", "position", range(settings.width),
-                       "Drafts at each position that were verified when all before them stood.")  # fmt: skip
-        self._labelled(STOOD, "draft_tokens_stood_per_pos", "position", range(settings.width),
-                       "Of these, drafts that stood.")  # fmt: skip
+        self._labelled(
+            "length_histogram",
+            "draft_rounds_by_length",
+            "length",
+            range(1, settings.k + 1),
+            "Rounds by the number of draft steps that they took.",
+        )
+        self._labelled(
+            "position_histogram",
+            "draft_tokens_per_pos",
+            "position",
+            range(settings.k),
+            "Tokens drafted at each position of a draft.",
+        )
+        self._labelled(
+            "off",
+            "rounds_without_drafts",
+            "reason",
+            REASONS,
+            "Steps after which a request was not drafted for, by what switched it off.",
+        )
+        self._labelled(
+            "steps_of_width",
+            "steps_by_draft_slots",
+            "slots",
+            range(settings.width + 1),
+            "Steps planned, by the draft slots of each request; 0 is plain decoding.",
+        )
+        self._labelled(
+            JUDGED,
+            "draft_tokens_judged_per_pos",
+            "position",
+            range(settings.width),
+            "Drafts at each position that were verified when all before them stood.",
+        )
+        self._labelled(
+            STOOD, "draft_tokens_stood_per_pos", "position", range(settings.width), "Of these, drafts that stood."
+        )
         self._gauges = {
             "in_force": (self._gauge("draft_length", "Most tokens that a running request may draft."), 1.0),
             "expected_us": (self._gauge("expected_step_seconds", "Time that the next decode step should take."), 1e-6),

@@ -104,8 +104,12 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
 
     # Compiled code has a layer's own call inlined, so a hook is called where a layer runs from Python.
     hook = drafter.model.drafting_layers[0].register_forward_pre_hook(eager)
-    return [hook.remove, wrap(drafter, "model", trunk), wrap(drafter, "_decide", decide),
-            wrap(drafter, "propose", propose)]  # fmt: skip
+    return [
+        hook.remove,
+        wrap(drafter, "model", trunk),
+        wrap(drafter, "_decide", decide),
+        wrap(drafter, "propose", propose),
+    ]
 
 
 def _ended_v1(runner: Any, row: int) -> bool:

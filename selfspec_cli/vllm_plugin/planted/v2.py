@@ -144,8 +144,9 @@ def _around_propose(
     """before: returns num_rejected as the draft loop is to see it."""
 
     def make(original: Any) -> Any:
-        def propose(batch: Any, a: Any, b: Any, c: Any, d: Any, sampled: Tensor, rejected: Tensor, *rest: Any,
-                    **more: Any) -> Tensor:  # fmt: skip
+        def propose(
+            batch: Any, a: Any, b: Any, c: Any, d: Any, sampled: Tensor, rejected: Tensor, *rest: Any, **more: Any
+        ) -> Tensor:
             if more.get("dummy_run"):
                 return original(batch, a, b, c, d, sampled, rejected, *rest, **more)
             drafts = original(batch, a, b, c, d, sampled, before(batch, sampled, rejected), *rest, **more)

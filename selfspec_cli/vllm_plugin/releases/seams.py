@@ -17,7 +17,6 @@ V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:Specul
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
 MIN_TOKENS = "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-LINEAR = "vllm.model_executor.layers.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
 ATTENTION = "vllm.model_executor.layers.attention.attention"
@@ -25,8 +24,14 @@ COMMUNICATORS = "vllm.distributed.device_communicators"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 
 # Layers of a decoder, its embedding and its logits that hold adapters (weights/adapters.py takes what they wrap).
-LORA_LAYERS = ("ColumnParallelLinear", "MergedQKVParallelLinear", "RowParallelLinear", "ReplicatedLinear",
-               "VocabParallelEmbedding", "LogitsProcessor")  # fmt: skip
+LORA_LAYERS = (
+    "ColumnParallelLinear",
+    "MergedQKVParallelLinear",
+    "RowParallelLinear",
+    "ReplicatedLinear",
+    "VocabParallelEmbedding",
+    "LogitsProcessor",
+)
 
 # Target -> its parameters in 0.32.0, in order. self is not listed.
 SIGNATURES = {

@@ -115,8 +115,13 @@ class Source:
         found: set[str] = set()
         for kind in self.classes(target):
             found |= assigned_on_self(kind) | {node.name for node in kind.body if isinstance(node, Definition)}
-            found |= {node.id for part in kind.body if isinstance(part, ast.Assign) for node in part.targets
-                      if isinstance(node, ast.Name)}  # fmt: skip
+            found |= {
+                node.id
+                for part in kind.body
+                if isinstance(part, ast.Assign)
+                for node in part.targets
+                if isinstance(node, ast.Name)
+            }
         return found | set(self.fields(target))
 
     def segment(self, target: str) -> str:
@@ -145,8 +150,11 @@ class Source:
 
 def assigned_on_self(node: ast.AST) -> set[str]:
     """Names that are assigned as self.NAME anywhere in `node`."""
-    return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)
-            and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"}  # fmt: skip
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+    }
 
 
 def _top_level(tree: ast.Module, type_checking: bool = True) -> Iterator[ast.stmt]:

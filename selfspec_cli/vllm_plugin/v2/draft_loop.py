@@ -130,10 +130,14 @@ class DraftLoop(TargetDependentARSpeculator):
         self._capturing = True
         if self._length_is_captured:
             manager._capture_descs = {
-                mode: [SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=width)
-                       for one in descriptors for width in widths(self.settings) if width]
+                mode: [
+                    SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=width)
+                    for one in descriptors
+                    for width in widths(self.settings)
+                    if width
+                ]
                 for mode, descriptors in manager._capture_descs.items()
-            }  # fmt: skip
+            }
         manager.capture(
             self._recorded,
             self.model_state,
@@ -250,9 +254,14 @@ class DraftLoop(TargetDependentARSpeculator):
                 self._slot_mappings(num_reqs, num_tokens_padded)
                 self._update_draft_decode_metadata(attn_metadata, num_reqs)
             self._one_step(
-                num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
-                cudagraph_runtime_mode, num_speculative_steps,
-            )  # fmt: skip
+                num_reqs,
+                num_tokens_padded,
+                attn_metadata,
+                slot_mappings,
+                num_tokens_across_dp,
+                cudagraph_runtime_mode,
+                num_speculative_steps,
+            )
 
         if self._loop is not None and torch.cuda.is_current_stream_capturing():
             self._loop.capture(self.state.active, step)

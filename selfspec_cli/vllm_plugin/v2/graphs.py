@@ -97,8 +97,11 @@ class EveryWidth(_Manager):
         if longest < self.decode_query_len:
             return  # there are no such steps
         full = self._planned.get(CUDAGraphMode.FULL, {})
-        twins = {one: replace(one, max_query_len=longest) for one in full
-                 if not _decodes(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
+        twins = {
+            one: replace(one, max_query_len=longest)
+            for one in full
+            if not _decodes(one) and longest < one.num_tokens <= longest * one.num_reqs
+        }
         full.update(dict.fromkeys(twins.values()))
         for candidates in self._candidates.values():
             candidates += [twins[one] for one in candidates if one in twins]
@@ -112,15 +115,27 @@ class EveryWidth(_Manager):
             self._candidates[key] = sorted((one for one in dict.fromkeys(candidates) if one in known), key=_rank)
 
     def capture(
-        self, model: Any, model_state: Any, input_buffers: Any, intermediate_tensors: Any, block_tables: Any,
-        attn_groups: Any, *arguments: Any, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        model_state: Any,
+        input_buffers: Any,
+        intermediate_tensors: Any,
+        block_tables: Any,
+        attn_groups: Any,
+        *arguments: Any,
+        **more: Any,
+    ) -> None:
         """Leaves out what the attention backends cannot do or have no use for; they are known only now."""
         if self._planned and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
             self.any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
             short = all(group.backend.get_name() == SHORT_TILES for groups in attn_groups for group in groups)
-            self._keep(lambda one: one.cg_mode != CUDAGraphMode.FULL or _decodes(one) or (
-                self.any_step and (short or one.max_query_len is None)))  # fmt: skip
+            self._keep(
+                lambda one: (
+                    one.cg_mode != CUDAGraphMode.FULL
+                    or _decodes(one)
+                    or (self.any_step and (short or one.max_query_len is None))
+                )
+            )
         super().capture(
             model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
         )
@@ -135,9 +150,15 @@ class EveryWidth(_Manager):
         return replays
 
     def dispatch(
-        self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,
-        max_query_len: int | None = None, *arguments: Any, **more: Any,
-    ) -> BatchExecutionDescriptor:  # fmt: skip
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        *arguments: Any,
+        **more: Any,
+    ) -> BatchExecutionDescriptor:
         """vLLM does not say how long the queries of a mixed batch are, lest it be taken for a decode
         step; here that is known, and with these graphs it makes no difference."""
         if max_query_len is None and self.step and self.any_step:
@@ -176,8 +197,12 @@ def _heads_of_a_kv_head(config: Any) -> int:
 
 def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:
     """Full graphs before others; among them decode steps, then steps of short queries, then any steps."""
-    return (descriptor.cg_mode != CUDAGraphMode.FULL, descriptor.uniform_token_count is None,
-            descriptor.max_query_len is None, descriptor.num_tokens)  # fmt: skip
+    return (
+        descriptor.cg_mode != CUDAGraphMode.FULL,
+        descriptor.uniform_token_count is None,
+        descriptor.max_query_len is None,
+        descriptor.num_tokens,
+    )
 
 
 def _sizes_for(width: int, settings: ResolvedSettings, sizes: Any, limit: int) -> Any:

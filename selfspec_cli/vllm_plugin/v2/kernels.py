@@ -100,9 +100,7 @@ def _go_on_or_close(row, step, token, goes_on, inputs, going):
 
 
 @triton.jit
-def _drafted_token(
-    row, at, tokens, indices, blocks, vocab_ids, GREEDY: tl.constexpr, MAPPED: tl.constexpr
-):  # fmt: skip
+def _drafted_token(row, at, tokens, indices, blocks, vocab_ids, GREEDY: tl.constexpr, MAPPED: tl.constexpr):
     """A row's token as an id of the full vocabulary: the one that was drawn, or the most likely one, of block `at`."""
     if GREEDY:
         token = tl.load(indices + row * blocks + at).to(tl.int64)

@@ -154,8 +154,21 @@ def _learn(row, request, known, accepted, matches, text, counts, tokens, lengths
 
 
 @triton.jit
-def _copy(row, request, begin, room, known, start, text, matches, inputs, lengths, counts,
-          K: tl.constexpr, PLACES: tl.constexpr):  # fmt: skip
+def _copy(
+    row,
+    request,
+    begin,
+    room,
+    known,
+    start,
+    text,
+    matches,
+    inputs,
+    lengths,
+    counts,
+    K: tl.constexpr,
+    PLACES: tl.constexpr,
+):
     """The rest of a row's draft, from place `begin` on, is what follows its match; the row is closed."""
     place = tl.arange(0, PLACES)
     here = (place >= begin) & (place < room)
@@ -167,8 +180,9 @@ def _copy(row, request, begin, room, known, start, text, matches, inputs, length
 
 
 @triton.jit(do_not_specialize=["tokens", "k"])
-def _judge(matches, columns, slots, verdict, inputs, progress, lengths, tokens, k, cost,
-           K: tl.constexpr, PLACES: tl.constexpr):  # fmt: skip
+def _judge(
+    matches, columns, slots, verdict, inputs, progress, lengths, tokens, k, cost, K: tl.constexpr, PLACES: tl.constexpr
+):
     """One program a row, after `round_setup._begin_round`, which says who may draft and how much. slots: int64 [rows],
     the request of each row, also of one that drafts nothing."""
     row = tl.program_id(0).to(tl.int64)
@@ -194,8 +208,7 @@ def _judge(matches, columns, slots, verdict, inputs, progress, lengths, tokens, 
         tl.store(matches.room + row, room)
         if tl.load(inputs.requests + row) >= 0:
             if (room > 0) & (length >= trusted):
-                _copy(row, request, 0, room, known, start, text, matches, inputs, lengths, progress.counts,
-                      K, PLACES)  # fmt: skip
+                _copy(row, request, 0, room, known, start, text, matches, inputs, lengths, progress.counts, K, PLACES)
                 tl.store(inputs.seq_lens + row, 0)
                 tl.store(inputs.idx_mapping + row, -1)
             else:
@@ -203,8 +216,9 @@ def _judge(matches, columns, slots, verdict, inputs, progress, lengths, tokens, 
 
 
 @triton.jit
-def take_over(row, request, step, token, matches, columns, inputs, lengths, counts,
-              K: tl.constexpr, PLACES: tl.constexpr):  # fmt: skip
+def take_over(
+    row, request, step, token, matches, columns, inputs, lengths, counts, K: tl.constexpr, PLACES: tl.constexpr
+):
     """After a row's own token number `step`: whether its match, if it is still followed, is long enough now. Then the
     rest is copied."""
     room, length = tl.load(matches.room + row), tl.load(matches.length + request)
@@ -214,16 +228,16 @@ def take_over(row, request, step, token, matches, columns, inputs, lengths, coun
     same = tl.load(text + start + place % tl.maximum(known - start, 1), mask=inside, other=-1) == token
     trusted = inside & same & (length + place + 1 >= tl.load(matches.trusted + request))
     if trusted:
-        _copy(row, request, place + 1, room, known, start, text, matches, inputs, lengths, counts,
-              K, PLACES)  # fmt: skip
+        _copy(row, request, place + 1, room, known, start, text, matches, inputs, lengths, counts, K, PLACES)
     elif not same:
         tl.store(matches.room + row, 0)
     return trusted
 
 
 @triton.jit
-def _certain(logits, request_stride, place_stride, vocab_size, draft_tokens, matches, slots, K: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+def _certain(
+    logits, request_stride, place_stride, vocab_size, draft_tokens, matches, slots, K: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program for each row, place and block of the vocabulary: a copied token was sure to be drafted."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.load(slots + row).to(tl.int64)
@@ -252,10 +266,19 @@ def judge(state: DraftState, batch: InputBatch, verdict: Any) -> None:
     assert state.free is not None
     places = state.draft_tokens.shape[1]
     _judge[(batch.num_reqs,)](
-        state.matches, state.matches.text.stride(0), batch.idx_mapping, verdict, state.inputs(), state.progress(),
-        state.lengths, state.free.tokens, state.free.k, state.step_cost, K=places,
+        state.matches,
+        state.matches.text.stride(0),
+        batch.idx_mapping,
+        verdict,
+        state.inputs(),
+        state.progress(),
+        state.lengths,
+        state.free.tokens,
+        state.free.k,
+        state.step_cost,
+        K=places,
         PLACES=triton.next_power_of_2(places + 1),
-    )  # fmt: skip
+    )
     turn(state)
 
 
@@ -263,6 +286,13 @@ def certain(state: DraftState, batch: InputBatch, logits: Tensor) -> None:
     """Behind a round: the draft distributions of copied tokens, for the verifier, into logits [requests, places, V]."""
     places, vocab = logits.shape[1:]
     _certain[(batch.num_reqs, places, triton.cdiv(vocab, 4096))](
-        logits, logits.stride(0), logits.stride(1), vocab, state.draft_tokens, state.matches, batch.idx_mapping,
-        K=places, BLOCK=4096,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        logits.stride(1),
+        vocab,
+        state.draft_tokens,
+        state.matches,
+        batch.idx_mapping,
+        K=places,
+        BLOCK=4096,
+    )

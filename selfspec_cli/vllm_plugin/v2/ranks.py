@@ -134,6 +134,8 @@ def _wait(device: torch.device) -> None:
     until = time.monotonic() + PATIENCE
     while not done.query():
         if time.monotonic() > until:
-            raise RuntimeError("a loop on the device in which tensor-parallel ranks exchange numbers does not end "
-                               f"here; set {SWITCH}=0")  # fmt: skip
+            raise RuntimeError(
+                "a loop on the device in which tensor-parallel ranks exchange numbers does not end "
+                f"here; set {SWITCH}=0"
+            )
         time.sleep(0.001)

@@ -107,9 +107,7 @@ def _by_table(
 
 
 @triton.jit
-def _store_first_inputs(
-    row, request, inside, drafts, token, known, inputs, K: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _store_first_inputs(row, request, inside, drafts, token, known, inputs, K: tl.constexpr, ROWS: tl.constexpr):
     """The first draft step's inputs. A row that does not draft gets the request -1: no slot, no attention, no
     sampling."""
     token, position = tl.where(drafts, token, 0), tl.where(drafts, known, 0)
@@ -125,9 +123,20 @@ def _store_first_inputs(
 
 @triton.jit
 def _open_round(
-    row, request, real, inside, drafts, allowed, room, progress, lengths, matches, K: tl.constexpr, ROWS: tl.constexpr,
+    row,
+    request,
+    real,
+    inside,
+    drafts,
+    allowed,
+    room,
+    progress,
+    lengths,
+    matches,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
     FREE: tl.constexpr,
-):  # fmt: skip
+):
     """Progress of a round in which no draft step has been made, and drafts without a token."""
     tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
     count = tl.sum(drafts.to(tl.int32), axis=0)
@@ -183,7 +192,7 @@ def _begin_round(
     # ---- how much each row may draft
     by_table, own = _by_table(
         row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
-    )  # fmt: skip
+    )
     own = tl.minimum(own, tl.load(progress.limit))
     allowed = tl.minimum(by_table, tl.minimum(own, steps))
     # What allows a request less than k allows it no longer a free draft; but the table does while few requests run.

@@ -98,9 +98,16 @@ class EarlyExitSpeculator(DraftLoop):
         set_strict(settings.strict)
         self.settings = settings
         self.state = DraftState.around(
-            self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.current_draft_step, self.max_model_len, settings.table, *self._free(requests), settings.measures,
-        )  # fmt: skip
+            self.input_buffers,
+            self.idx_mapping,
+            self.sample_src_positions,
+            self.draft_tokens,
+            self.current_draft_step,
+            self.max_model_len,
+            settings.table,
+            *self._free(requests),
+            settings.measures,
+        )
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
@@ -225,8 +232,9 @@ class EarlyExitSpeculator(DraftLoop):
         assert started is not None
         planners = planners_like(started)
         if not planners:
-            raise SettingsError(f"{key}: the scheduler of this engine runs in another process, as with tensor "
-                                "parallelism")  # fmt: skip
+            raise SettingsError(
+                f"{key}: the scheduler of this engine runs in another process, as with tensor parallelism"
+            )
         return planners
 
     def set_choice(self, choice: Choice) -> None:

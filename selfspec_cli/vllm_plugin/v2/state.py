@@ -179,9 +179,18 @@ class DraftState:
         """The rows' tensors as kernels take them."""
         buffers = self.buffers
         return RoundInputs(
-            buffers.input_ids, buffers.positions, buffers.seq_lens, buffers.query_start_loc, self.sample_positions,
-            self.idx_mapping, self.requests, self.draft_tokens, self.row_steps, self.row_limits, self.left_out,
-        )  # fmt: skip
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            buffers.query_start_loc,
+            self.sample_positions,
+            self.idx_mapping,
+            self.requests,
+            self.draft_tokens,
+            self.row_steps,
+            self.row_limits,
+            self.left_out,
+        )
 
     def progress(self) -> Progress:
         """The scalars of the round and the counters as kernels take them."""

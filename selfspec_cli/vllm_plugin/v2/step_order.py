@@ -155,9 +155,13 @@ class Reader:
         if host > 0 and device is not None and order.add(host, device):
             logger.debug(
                 "early exit: at %d to %d requests, tokens are read %s the next step is launched (in between the host "
-                "takes %.2f ms, drafting %.2f ms)", 2 ** (load - 1), 2**load - 1, "before" if order.first else "after",
-                1000 * (order.host or 0), 1000 * (order.device or 0),
-            )  # fmt: skip
+                "takes %.2f ms, drafting %.2f ms)",
+                2 ** (load - 1),
+                2**load - 1,
+                "before" if order.first else "after",
+                1000 * (order.host or 0),
+                1000 * (order.device or 0),
+            )
 
     def _was_read(self, future: Any) -> None:
         self._read, self._paused = time.perf_counter(), 0.0

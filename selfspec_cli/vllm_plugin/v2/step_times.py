@@ -59,8 +59,11 @@ def measure(
     if before is not None:
         return before
     began = time.perf_counter()
-    verify = {width: {n: _seconds(replay) for n, replay in replays.items() if n in REQUESTS or n == max(replays)}
-              for width, replays in decodes.items() if replays}  # fmt: skip
+    verify = {
+        width: {n: _seconds(replay) for n, replay in replays.items() if n in REQUESTS or n == max(replays)}
+        for width, replays in decodes.items()
+        if replays
+    }
     draft = {n: _seconds(replay) for n, replay in drafts.items() if n in REQUESTS or n == max(drafts)}
     times = StepTimes(verify, draft, kv_token / _bytes_per_second(), _attended(config))
     with written(_file(config)) as part:

@@ -106,8 +106,11 @@ class WidthPlanner:
         """What goes to a server's metrics."""
         states = {}
         if self.choice is not None:
-            states = {"expected_us": round(1e6 * self.choice.seconds), "real_us": round(1e6 * self._seconds),
-                      "step_cost_milli": round(1000 * self.choice.step_cost)}  # fmt: skip
+            states = {
+                "expected_us": round(1e6 * self.choice.seconds),
+                "real_us": round(1e6 * self._seconds),
+                "step_cost_milli": round(1000 * self.choice.step_cost),
+            }
         return {"off": dict(self.off), "in_force": self.in_force, "steps_of_width": dict(self.steps)} | states
 
     # ---- what steps take, and bring ------------------------------------------------------------------------------

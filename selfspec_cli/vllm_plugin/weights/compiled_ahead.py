@@ -90,8 +90,10 @@ def beside(
     if failures:
         logging.getLogger("vllm.selfspec").warning(
             "draft kernels: %d could not be compiled ahead, and will be where they are first launched (%s: %s)",
-            len(failures), type(failures[0]).__name__, failures[0],
-        )  # fmt: skip
+            len(failures),
+            type(failures[0]).__name__,
+            failures[0],
+        )
 
 
 def _threads(ranks: int) -> int:

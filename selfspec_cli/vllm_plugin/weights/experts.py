@@ -153,8 +153,9 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
     if backend == "TRITON":
         return weights
     if backend != "CPU":
-        raise kind.impossible(f"vLLM's backend {backend} keeps experts in a layout of its own; moe_backend='triton' "
-                              "has plain ones")  # fmt: skip
+        raise kind.impossible(
+            f"vLLM's backend {backend} keeps experts in a layout of its own; moe_backend='triton' has plain ones"
+        )
     kernel: Any = method.moe_kernel.fused_experts
     if kernel._use_zentorch:
         return weights

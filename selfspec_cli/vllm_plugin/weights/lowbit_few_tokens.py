@@ -59,9 +59,19 @@ def _halves(packed, ASM: tl.constexpr):
 
 @triton.jit
 def _weights(
-    words, scales, first_row, start, last, groups_of_row, rows,
-    BITS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    first_row,
+    start,
+    last,
+    groups_of_row,
+    rows,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
     """Of each warp, a group of ROWS rows: bytes [ROWS / 8 * WARPS * 32, 2 * BITS], and the scale of each."""
     BYTES: tl.constexpr = 2 * BITS
     lane = tl.arange(0, ROWS // 8 * WARPS * 32)  # of a warp of some 8 rows
@@ -79,10 +89,20 @@ def _weights(
 
 @triton.jit
 def _some_weights(
-    words, scales, first_row, start, last, groups_of_row, rows,
-    BITS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
+    words,
+    scales,
+    first_row,
+    start,
+    last,
+    groups_of_row,
+    rows,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """`_weights` AT_ONCE times."""
     held = (_weights(words, scales, first_row, start, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG),)
     for step in tl.static_range(1, AT_ONCE):
@@ -168,10 +188,21 @@ def _product(
 
 @triton.jit
 def _some_products(
-    held, rounded, factors, start, last, tokens, sums,
-    BITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
-    AT_ONCE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    held,
+    rounded,
+    factors,
+    start,
+    last,
+    tokens,
+    sums,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """`sums` plus the weights that `_some_weights` loaded times tokens."""
     given = (_tokens(rounded, factors, start, last, tokens, BITS, TOKENS, WARPS, ALONG),)
     for step in tl.static_range(1, AT_ONCE):
@@ -200,11 +231,30 @@ def _all_parts(partial, size, inside, PARTS: tl.constexpr, HELD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _some_rows(
-    rounded, factors, words, scales, bias, out, partial, arrived, tokens, groups_of_row, rows,
-    BITS: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    WARPS: tl.constexpr, ACROSS: tl.constexpr, AT_ONCE: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr,
-    ASM: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    rounded,
+    factors,
+    words,
+    scales,
+    bias,
+    out,
+    partial,
+    arrived,
+    tokens,
+    groups_of_row,
+    rows,
+    BITS: tl.constexpr,
+    BIASED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LOOPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
 
     partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at. EARLY:
@@ -324,8 +374,11 @@ def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -
     of_warp = min(wanted.rows_at_once, ROWS_OF_WARP)
     warps = max(wanted.warps, wanted.rows_at_once // of_warp)
     parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1
-    stages = min(wanted.stages, _steps(groups, parts, warps * of_warp // wanted.rows_at_once),
-                 _most_stages(of_warp, padded(tokens), bits))  # fmt: skip
+    stages = min(
+        wanted.stages,
+        _steps(groups, parts, warps * of_warp // wanted.rows_at_once),
+        _most_stages(of_warp, padded(tokens), bits),
+    )
     return Settings(wanted.rows_at_once, parts, stages, warps)
 
 
@@ -385,10 +438,31 @@ def product(
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
     grid = (triton.cdiv(rows, rows_at_once), parts)
     launcher(_some_rows, grid, only_compile)(
-        rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
-        arrived, tokens, groups, rows,
-        BITS=bits, BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp, TOKENS=room, WARPS=warps,
-        ACROSS=across, AT_ONCE=stages, LOOPS=stages < _steps(groups, parts, warps // across), PARTS=parts, ASM=asm,
-        EARLY=early, num_warps=warps, num_stages=1, launch_pdl=early,
-    )  # fmt: skip
+        rounded.view(torch.int8),
+        factors,
+        words.view(torch.int8),
+        scales,
+        out if bias is None else bias,
+        out,
+        partial,
+        arrived,
+        tokens,
+        groups,
+        rows,
+        BITS=bits,
+        BIASED=bias is not None,
+        WHOLE=rows % rows_at_once == 0,
+        ROWS=of_warp,
+        TOKENS=room,
+        WARPS=warps,
+        ACROSS=across,
+        AT_ONCE=stages,
+        LOOPS=stages < _steps(groups, parts, warps // across),
+        PARTS=parts,
+        ASM=asm,
+        EARLY=early,
+        num_warps=warps,
+        num_stages=1,
+        launch_pdl=early,
+    )
     return out

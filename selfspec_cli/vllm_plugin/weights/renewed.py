@@ -88,8 +88,9 @@ def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: 
     if fitted:
         logging.getLogger("vllm.selfspec").warning(
             "the model has new weights, and %s was fitted to the old ones: drafts may be accepted less often, the "
-            "output stays the model's own", " and ".join(fitted)
-        )  # fmt: skip
+            "output stays the model's own",
+            " and ".join(fitted),
+        )
 
 
 def _path(settings: ResolvedSettings, name: str) -> str | None:

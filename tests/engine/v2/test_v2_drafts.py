@@ -16,8 +16,9 @@ pytestmark = pytest.mark.engine
 
 K, FREE = 5, 8
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory_bytes": 2**25}
-PROMPTS = [(prompt[:15] * 9)[:100] if number == 2 else prompt
-           for number, prompt in enumerate(ragged_prompts(6, VOCAB, seed=8))]  # fmt: skip
+PROMPTS = [
+    (prompt[:15] * 9)[:100] if number == 2 else prompt for number, prompt in enumerate(ragged_prompts(6, VOCAB, seed=8))
+]
 """Six for four places, so that requests wait and join; one says the same again and again."""
 LENGTHS = [24, 10, 20, 16, 12, 18]
 

@@ -38,9 +38,13 @@ def _largest(values, places, row, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("row", "values", "places"),
-    [([1.0, 5.0, 2.0, 5.0], [5.0, 1.0], [1, 0]), ([NAN, 1.0, 3.0, NAN], [3.0, 1.0], [2, 1]), ([NAN] * 4, None, None),
-     ([NAN, -INF, NAN, NAN], [-INF, -INF], None)],
-)  # fmt: skip
+    [
+        ([1.0, 5.0, 2.0, 5.0], [5.0, 1.0], [1, 0]),
+        ([NAN, 1.0, 3.0, NAN], [3.0, 1.0], [2, 1]),
+        ([NAN] * 4, None, None),
+        ([NAN, -INF, NAN, NAN], [-INF, -INF], None),
+    ],
+)
 @pytest.mark.filterwarnings("error")
 def test_the_largest_and_the_smallest_are_looked_for_among_numbers(row, values, places):
     found, at = torch.zeros(2), torch.full((2,), -1, dtype=torch.int32)

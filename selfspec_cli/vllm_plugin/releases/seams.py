@@ -17,6 +17,7 @@ V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:Specul
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
 MIN_TOKENS = "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+LINEAR = "vllm.model_executor.layers.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
 ATTENTION = "vllm.model_executor.layers.attention.attention"

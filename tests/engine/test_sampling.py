@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head
-from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import Live, draft_also_what_does_not_pay, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, vocab_of
 from scipy import stats
 
@@ -221,11 +221,6 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
             wrong = p_exact(sample(engine), exact)
             report(f"free drafts that the verifier takes for drawn: p = {wrong:.2g} against exact")
             assert wrong < ACCEPT
-
-
-def draft_also_what_does_not_pay(worker: Any) -> None:
-    """Beside copies, steps of half the layers would hardly be taken."""
-    worker.model_runner.drafter.worth = None
 
 
 def doubt_copies(worker: Any) -> None:

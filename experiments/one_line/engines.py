@@ -2,9 +2,10 @@
 
     python experiments/one_line/engines.py MODEL OUT.json --batches 1,4,16,32,64 --repeats 3
 
-Two engines live at once, each in a process of its own: plain vLLM, and `{"method": "selfspec"}`, which also runs the
-fixed lengths (the same copies, the rule switched off, a table of one entry). While one generates, the other is idle.
-Each repeat asks the same questions in the same order; a row has the medians. Prompts are this project's own.
+Two engines live at once: plain vLLM, and `{"method": "selfspec"}`, which also runs the fixed lengths (the same copies,
+the rule switched off, a table of one entry). Each has a process for its steps and one that reads its tokens, as under
+`vllm serve`. While one generates, the other is idle. Each repeat asks the same questions; the arms take turns, in
+another order each time, and a row has the medians. Prompts are this project's own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ def serve(arguments: dict[str, Any]) -> None:
 
     began = time.perf_counter()
     llm = LLM(**arguments)
-    core = llm.llm_engine.engine_core.engine_core
     tokenizer = llm.get_tokenizer()
 
     def chat(question: str) -> list[int]:
@@ -46,22 +46,27 @@ def serve(arguments: dict[str, Any]) -> None:
         prompts = (prompts * -(-job["batch"] // len(prompts)))[: max(job["batch"], job["count"])]
         params = SamplingParams(temperature=job.get("temperature", 0), max_tokens=job["tokens"], ignore_eos=True)
         outputs, seconds = [], 0.0
-        planner = getattr(core.scheduler, "early_exit_planner", None)
-        before = dict(planner.steps) if planner is not None else {}
+        before = steps(llm)
         for first in range(0, len(prompts), job["batch"]):
             part = prompts[first : first + job["batch"]]
             since = time.perf_counter()
             answers = llm.generate(part, params, use_tqdm=False)
             seconds += time.perf_counter() - since
             outputs += [list(answer.outputs[0].token_ids) for answer in answers]
-        steps = {} if planner is None else {w: n - before.get(w, 0) for w, n in planner.steps.items()}
+        made = {width: number - before[width] for width, number in steps(llm).items() if number > before[width]}
         tokens = sum(map(len, outputs))
-        return {"seconds": seconds, "tokens": tokens, "outputs": [hash(tuple(ids)) for ids in outputs], "steps": steps}
+        return {"seconds": seconds, "tokens": tokens, "outputs": [hash(tuple(ids)) for ids in outputs], "steps": made}
 
     print(json.dumps({"started": time.perf_counter() - began}), flush=True)
     for line in sys.stdin:
         print("ANSWER " + json.dumps(ask(json.loads(line))), flush=True)
     os._exit(0)  # vLLM's shutdown may wait for minutes
+
+
+def steps(llm: Any) -> dict[int, int]:
+    """Steps that an engine has planned so far, by draft slots of a request; nothing of a plain engine."""
+    counters = [metric for metric in llm.get_metrics() if metric.name == "vllm:selfspec_steps_by_draft_slots"]
+    return {int(counter.labels["slots"]): int(counter.value) for counter in counters}
 
 
 def set_arm(llm: Any, arm: str | int | None) -> None:
@@ -76,7 +81,7 @@ class Worker:
     """A process that runs `serve`."""
 
     def __init__(self, arguments: dict[str, Any], log: Path) -> None:
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+        environment = os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--engine", json.dumps(arguments)],
             stdin=subprocess.PIPE,
@@ -150,8 +155,9 @@ def main() -> None:
             for _, worker, arm in arms:  # a short one first, for whatever runs for the first time
                 worker.ask(job | {"arm": arm, "tokens": 32})
             answers: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in arms}
-            for _ in range(args.repeats):
-                for name, worker, arm in arms:
+            for repeat in range(args.repeats):
+                turn = repeat * len(arms) // args.repeats
+                for name, worker, arm in arms[turn:] + arms[:turn]:
                     answers[name].append(worker.ask(job | {"arm": arm}))
             rows = [row(name, found) for name, found in answers.items()]
             same = {

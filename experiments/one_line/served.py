@@ -1,11 +1,12 @@
 """The one line served over HTTP, next to plain vLLM on the same GPU, in turns: closed loops and Poisson arrivals.
 
-    python experiments/one_line/served.py MODEL OUT.json --clients 1,8,32,64,128 --seconds-each 8
+    python experiments/one_line/served.py MODEL OUT.json --clients 1,8,32,64,128,256 --fixed 0,4,8
 
-Both servers run at once; while one is asked, the other is idle. A closed loop keeps its number of requests running.
-Poisson arrivals come at shares of the greatest throughput that plain vLLM reached in a closed loop. Every request
-streams 128 tokens of an answer to one of this project's own chat questions. Times are taken by the client: TTFT to the
-first part with text, TPOT over the rest of the answer.
+Two servers run at once, and one is idle while the other is asked. The server of the one line also runs the fixed draft
+lengths: the same copies with the rule switched off, through vLLM's development endpoint. A closed loop keeps its number
+of requests running. Poisson arrivals come at shares of the greatest throughput that plain vLLM reached in a closed
+loop. Every request streams 128 tokens of an answer to one of this project's own questions. Times are the client's: TTFT
+to the first part with text, TPOT over the rest of the answer. The arms take turns, in another order in each repeat.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -29,131 +32,185 @@ from selfspec_cli.texts.chat import chosen
 
 TOKENS = 128
 LOADING = 400.0  # seconds that a server may take to start
+WARM = 0.2  # share of a closed loop that is left out at its beginning
+PLAIN, RULE = "plain", "one line"
+PORTS = {PLAIN: 8101, RULE: 8102}
+SPEC = {"method": "selfspec"}
 
 
-def start(model: str, port: int, spec: dict[str, Any] | None, log: Path) -> subprocess.Popen[bytes]:
-    """A server of vLLM's; spec: its speculative_config."""
-    words = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        model,
-        "--port",
-        str(port),
-        "--max-model-len",
-        "4096",
-        "--max-num-seqs",
-        "256",
-        "--kv-cache-memory-bytes",
-        str(16 << 30),
-        "--no-enable-prefix-caching",
-    ]
-    words += ["--speculative-config", json.dumps(spec)] if spec else []
-    return subprocess.Popen(words, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
+class Request(NamedTuple):
+    """When a request was sent, when its first text came and when its last, in seconds."""
+
+    sent: float
+    first: float
+    last: float
 
 
-async def ready(session: aiohttp.ClientSession, port: int) -> float:
-    """Wait until a server answers; the seconds that took."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < LOADING:
-        try:
-            async with session.get(f"http://127.0.0.1:{port}/health") as answer:
-                if answer.status == 200:
-                    return time.perf_counter() - began
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.5)
-    raise RuntimeError(f"the server at port {port} did not start")
+def start(model: str, name: str, more: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A server of vLLM's; more: its further options."""
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    words += ["--served-model-name", "model"]
+    words += ["--port", str(PORTS[name]), "--no-enable-prefix-caching", *more]
+    words += ["--speculative-config", json.dumps(SPEC)] if name == RULE else []
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    return subprocess.Popen(
+        words, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True, env=environment
+    )
 
 
-async def ask(session: aiohttp.ClientSession, port: int, model: str, question: str) -> tuple[float, float]:
-    """One request: TTFT and TPOT in seconds."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    began, first, last = time.perf_counter(), 0.0, 0.0
-    async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {") and b'"content"' in line:
-                last = time.perf_counter()
-                first = first or last
-    return first - began, (last - first) / (TOKENS - 1)
+class Client:
+    """Asks the servers. prompts: the kind of questions of texts/chat.py."""
 
+    def __init__(self, session: aiohttp.ClientSession, prompts: str) -> None:
+        self._session, self._questions = session, chosen(64, 0, prompts)
 
-async def closed(session: aiohttp.ClientSession, port: int, model: str, clients: int, seconds: float) -> dict[str, Any]:
-    """A closed loop; throughput counts the requests that end between the first tenth and the end."""
-    questions, ended, end = chosen(64, 0, "chat"), [], time.perf_counter() + seconds
+    async def ready(self, name: str, server: subprocess.Popen[bytes]) -> float:
+        """Wait until a server answers; the seconds that took."""
+        began = time.perf_counter()
+        while time.perf_counter() - began < LOADING and server.poll() is None:
+            try:
+                async with self._session.get(f"http://127.0.0.1:{PORTS[name]}/health") as answer:
+                    if answer.status == 200:
+                        return time.perf_counter() - began
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.5)
+        raise RuntimeError(f"the server of {name!r} did not start")
 
-    async def client(number: int) -> None:
-        turn = number
-        while time.perf_counter() < end:
-            ttft, tpot = await ask(session, port, model, questions[turn % len(questions)])
-            ended.append((time.perf_counter(), ttft, tpot))
-            turn += clients
+    async def use(self, arm: str) -> int:
+        """Have a server draft by the rule, or with a fixed length ("k=4"); its port."""
+        if arm == PLAIN:
+            return PORTS[PLAIN]
+        fixed = arm.removeprefix("k=") if arm != RULE else None
+        await self._tell("early_exit_set_gate", "auto" if fixed is None else "none", None)
+        await self._tell("early_exit_set_length_table", None if fixed is None else f"1:{fixed}")
+        return PORTS[RULE]
 
-    await asyncio.gather(*(client(number) for number in range(clients)))
-    begin = end - 0.9 * seconds
-    inside = [one for one in ended if begin <= one[0] <= end]
-    return {"tok_s": round(TOKENS * len(inside) / (0.9 * seconds), 1)} | tails(ended)
+    async def _tell(self, method: str, *args: object) -> None:
+        url, body = f"http://127.0.0.1:{PORTS[RULE]}/collective_rpc", {"method": method, "args": args}
+        async with self._session.post(url, json=body) as answer:
+            answer.raise_for_status()
 
+    async def steps(self) -> dict[int, float]:
+        """Steps that the server of the one line has planned so far, by draft slots of a request."""
+        async with self._session.get(f"http://127.0.0.1:{PORTS[RULE]}/metrics") as answer:
+            text = await answer.text()
+        found = re.findall(r'^vllm:selfspec_steps_by_draft_slots_total\{.*slots="(\d+)".*\} (\S+)$', text, re.M)
+        return {int(slots): float(number) for slots, number in found}
 
-async def poisson(session: aiohttp.ClientSession, port: int, model: str, rate: float, seconds: float) -> dict[str, Any]:
-    """Arrivals at `rate` requests a second; the same moments for every server."""
-    questions, draw, asked = chosen(64, 0, "chat"), random.Random(1), []
-    begin, moment = time.perf_counter(), 0.0
-    while moment < seconds:
-        await asyncio.sleep(max(0.0, begin + moment - time.perf_counter()))
-        asked.append(asyncio.create_task(ask(session, port, model, questions[len(asked) % len(questions)])))
-        moment += draw.expovariate(rate)
-    ended = [(0.0, *times) for times in await asyncio.gather(*asked)]
-    return {"tok_s": round(TOKENS * len(ended) / (time.perf_counter() - begin), 1)} | tails(ended)
-
-
-def tails(ended: list[tuple[float, float, float]]) -> dict[str, Any]:
-    """Medians and 99th percentiles in milliseconds."""
-    found: dict[str, Any] = {"requests": len(ended)}
-    for place, name in ((1, "ttft"), (2, "tpot")):
-        values = sorted(1000 * one[place] for one in ended)
-        found |= {
-            f"{name}_p50_ms": round(statistics.median(values), 2),
-            f"{name}_p99_ms": round(values[min(len(values) - 1, int(0.99 * len(values)))], 2),
+    async def ask(self, port: int, number: int) -> Request:
+        """One question, streamed."""
+        body = {
+            "model": "model",
+            "messages": [{"role": "user", "content": self._questions[number % len(self._questions)]}],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
         }
-    return found
+        sent, first, last = time.perf_counter(), 0.0, 0.0
+        async with self._session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for part in answer.content.iter_any():
+                if b'"content":' in part:
+                    last = time.perf_counter()
+                    # The first part of an answer has its role and no text.
+                    first = first or (0.0 if b'"content":""' in part and part.count(b"data: ") == 1 else last)
+        return Request(sent, first or last, last)
+
+    async def closed(self, port: int, clients: int, seconds: float) -> tuple[float, list[Request]]:
+        """A closed loop: tokens a second, those of a request spread evenly over its time, and the requests."""
+        ended: list[Request] = []
+        begin = time.perf_counter()
+        end = begin + seconds
+
+        async def client(number: int) -> None:
+            while time.perf_counter() < end:
+                ended.append(await self.ask(port, number))
+                number += clients
+
+        await asyncio.gather(*(client(number) for number in range(clients)))
+        since = begin + WARM * seconds
+        inside = sum(max(0.0, min(one.last, end) - max(one.sent, since)) / (one.last - one.sent) for one in ended)
+        return TOKENS * inside / (end - since), ended
+
+    async def poisson(self, port: int, rate: float, seconds: float) -> tuple[float, list[Request]]:
+        """Arrivals at `rate` a second, at the same moments for every arm: tokens a second, and the requests."""
+        draw, asked = random.Random(1), []
+        begin, moment = time.perf_counter(), 0.0
+        while moment < seconds:
+            await asyncio.sleep(max(0.0, begin + moment - time.perf_counter()))
+            asked.append(asyncio.create_task(self.ask(port, len(asked))))
+            moment += draw.expovariate(rate)
+        ended = await asyncio.gather(*asked)
+        return TOKENS * len(ended) / (max(one.last for one in ended) - begin), list(ended)
 
 
-async def measure(args: argparse.Namespace, ports: dict[str, int]) -> dict[str, Any]:
-    document: dict[str, Any] = {"levels": []}
-    limits = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
-        document["started_s"] = {name: round(await ready(session, port), 1) for name, port in ports.items()}
-        for port in ports.values():
-            await closed(session, port, args.model, 8, 3)
+def row(runs: list[tuple[float, list[Request]]], steps: dict[int, float]) -> dict[str, Any]:
+    """An arm at a level: the median speed of its repeats, and the times of all their requests in milliseconds."""
+    requests = [one for _, ended in runs for one in ended]
+    result: dict[str, Any] = {
+        "tok_s": round(statistics.median(speed for speed, _ in runs), 1),
+        "all": [round(speed, 1) for speed, _ in runs],
+        "requests": len(requests),
+    }
+    for name, values in (
+        ("ttft", sorted(one.first - one.sent for one in requests)),
+        ("tpot", sorted((one.last - one.first) / (TOKENS - 1) for one in requests)),
+    ):
+        result[f"{name}_p50_ms"] = round(1000 * statistics.median(values), 2)
+        result[f"{name}_p99_ms"] = round(1000 * values[min(len(values) - 1, int(0.99 * len(values)))], 2)
+    return result | ({"steps": steps} if steps else {})
 
-        async def level(name: str, run: Any) -> dict[str, dict[str, Any]]:
-            rows = {arm: await run(port) for arm, port in ports.items()}
-            document["levels"].append({"level": name} | rows)
+
+async def measure(args: argparse.Namespace, servers: dict[str, subprocess.Popen[bytes]]) -> dict[str, Any]:
+    document: dict[str, Any] = {"levels": [], "prompts": args.prompts}
+    fixed = [f"k={k}" for k in args.fixed.split(",") if k]
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        client = Client(session, args.prompts)
+        document["started_s"] = {name: round(await client.ready(name, server), 1) for name, server in servers.items()}
+        for port in PORTS.values():
+            await client.closed(port, 8, 3)
+
+        async def level(
+            name: str, arms: list[str], run: Callable[[int], Awaitable[tuple[float, list[Request]]]]
+        ) -> Any:
+            runs: dict[str, list[tuple[float, list[Request]]]] = {arm: [] for arm in arms}
+            planned: dict[int, float] = {}
+            for repeat in range(args.repeats):
+                for arm in arms[repeat % len(arms) :] + arms[: repeat % len(arms)]:
+                    port = await client.use(arm)
+                    before = await client.steps() if arm == RULE else {}
+                    runs[arm].append(await run(port))
+                    if arm == RULE:
+                        planned = {
+                            slots: planned.get(slots, 0) + number - before.get(slots, 0)
+                            for slots, number in (await client.steps()).items()
+                        }
+            rows = {
+                arm: row(done, {k: v for k, v in planned.items() if v} if arm == RULE else {})
+                for arm, done in runs.items()
+            }
+            document["levels"].append({"level": name, "rows": rows})
             args.out.write_text(json.dumps(document, indent=1))
-            plain, ours = rows["plain"], rows["selfspec"]
-            shown = ("tok_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms")
-            ratios = {key: round(ours[key] / plain[key], 2) for key in shown}
-            print(f"{name:14s} plain {plain['tok_s']:8.0f}  one line {ours['tok_s']:8.0f}  {ratios}", flush=True)
+            plain, ours = rows[PLAIN], rows[RULE]
+            keys = ("tok_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+            ratios = {key: round(ours[key] / plain[key], 2) for key in keys}
+            print(
+                f"{name:14s}", {arm: one["tok_s"] for arm, one in rows.items()}, ratios, ours.get("steps"), flush=True
+            )
             return rows
 
-        best = 0.0
-        each = args.seconds_each
+        best, each = 0.0, args.seconds_each
         for clients in map(int, args.clients.split(",")):
-            rows = await level(f"closed {clients}", lambda port, n=clients: closed(session, port, args.model, n, each))
-            best = max(best, rows["plain"]["tok_s"])
-        for share in map(float, args.shares.split(",")):
+            rows = await level(
+                f"closed {clients}", [PLAIN, RULE, *fixed], lambda port, n=clients: client.closed(port, n, each)
+            )
+            best = max(best, rows[PLAIN]["tok_s"])
+        for share in (float(share) for share in args.shares.split(",") if share):
             rate = share * best / TOKENS
-            await level(f"poisson {share:.0%}", lambda port, r=rate: poisson(session, port, args.model, r, each))
+            await level(f"poisson {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each))
     return document
 
 
@@ -162,17 +219,23 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
     parser.add_argument("--clients", default="1,8,32,64,128,256")
+    parser.add_argument("--fixed", default="0,4", help="fixed draft lengths as further arms of the closed loops")
     parser.add_argument("--shares", default="0.3,0.6,0.9")
-    parser.add_argument("--seconds-each", type=float, default=8.0)
+    parser.add_argument("--prompts", default="chat")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds-each", type=float, default=5.0)
+    parser.add_argument(
+        "--serve", default="--max-model-len 4096 --max-num-seqs 256 --kv-cache-memory-bytes 17179869184"
+    )
     args = parser.parse_args()
-    specs = {"plain": None, "selfspec": {"method": "selfspec"}}
-    ports = {name: 8101 + place for place, name in enumerate(specs)}
     logs = args.out.parent
-    servers = [start(args.model, ports[name], spec, logs / f"served_{name}.log") for name, spec in specs.items()]
+    servers = {
+        name: start(args.model, name, args.serve.split(), logs / f"served_{name.split()[0]}.log") for name in PORTS
+    }
     try:
-        asyncio.run(measure(args, ports))
+        asyncio.run(measure(args, servers))
     finally:
-        for server in servers:
+        for server in servers.values():
             os.killpg(server.pid, signal.SIGKILL)
     os._exit(0)
 

@@ -1,6 +1,6 @@
 """The one line served over HTTP, next to plain vLLM on the same GPU, in turns: closed loops and Poisson arrivals.
 
-    python experiments/one_line/served.py MODEL OUT.json --clients 1,8,32,64,128,256 --fixed 0,4,8
+    python experiments/one_line/served.py MODEL OUT.json --closed chat:1,8,32,64,128,256 coding:1,32,64 --fixed 0,4,8
 
 Two servers run at once, and one is idle while the other is asked. The server of the one line also runs the fixed draft
 lengths: the same copies with the rule switched off, through vLLM's development endpoint. A closed loop keeps its number
@@ -30,12 +30,11 @@ import aiohttp
 
 from selfspec_cli.texts.chat import chosen
 
-TOKENS = 128
+TOKENS, QUESTIONS = 128, 64
 LOADING = 400.0  # seconds that a server may take to start
 WARM = 0.2  # share of a closed loop that is left out at its beginning
 PLAIN, RULE = "plain", "one line"
-PORTS = {PLAIN: 8101, RULE: 8102}
-SPEC = {"method": "selfspec"}
+SPEC = '{"method": "selfspec"}'
 
 
 class Request(NamedTuple):
@@ -46,12 +45,11 @@ class Request(NamedTuple):
     last: float
 
 
-def start(model: str, name: str, more: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(model: str, port: int, more: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A server of vLLM's; more: its further options."""
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     words += ["--served-model-name", "model"]
-    words += ["--port", str(PORTS[name]), "--no-enable-prefix-caching", *more]
-    words += ["--speculative-config", json.dumps(SPEC)] if name == RULE else []
+    words += ["--port", str(port), "--no-enable-prefix-caching", *more]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
     return subprocess.Popen(
         words, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -59,50 +57,53 @@ def start(model: str, name: str, more: list[str], log: Path) -> subprocess.Popen
 
 
 class Client:
-    """Asks the servers. prompts: the kind of questions of texts/chat.py."""
+    """Asks the servers. ports: of plain vLLM and of the one line. prompts: the kind of questions of texts/chat.py."""
 
-    def __init__(self, session: aiohttp.ClientSession, prompts: str) -> None:
-        self._session, self._questions = session, chosen(64, 0, prompts)
+    def __init__(self, session: aiohttp.ClientSession, ports: dict[str, int]) -> None:
+        self._session, self._ports = session, ports
+        self.prompts = "chat"
 
     async def ready(self, name: str, server: subprocess.Popen[bytes]) -> float:
         """Wait until a server answers; the seconds that took."""
         began = time.perf_counter()
-        while time.perf_counter() - began < LOADING and server.poll() is None:
+        while True:
             try:
-                async with self._session.get(f"http://127.0.0.1:{PORTS[name]}/health") as answer:
+                async with self._session.get(f"http://127.0.0.1:{self._ports[name]}/health") as answer:
                     if answer.status == 200:
                         return time.perf_counter() - began
             except aiohttp.ClientError:
                 pass
+            if time.perf_counter() - began > LOADING or server.poll() is not None:
+                raise RuntimeError(f"the server of {name!r} did not start")
             await asyncio.sleep(0.5)
-        raise RuntimeError(f"the server of {name!r} did not start")
 
     async def use(self, arm: str) -> int:
         """Have a server draft by the rule, or with a fixed length ("k=4"); its port."""
         if arm == PLAIN:
-            return PORTS[PLAIN]
+            return self._ports[PLAIN]
         fixed = arm.removeprefix("k=") if arm != RULE else None
         await self._tell("early_exit_set_gate", "auto" if fixed is None else "none", None)
         await self._tell("early_exit_set_length_table", None if fixed is None else f"1:{fixed}")
-        return PORTS[RULE]
+        return self._ports[RULE]
 
     async def _tell(self, method: str, *args: object) -> None:
-        url, body = f"http://127.0.0.1:{PORTS[RULE]}/collective_rpc", {"method": method, "args": args}
+        url, body = f"http://127.0.0.1:{self._ports[RULE]}/collective_rpc", {"method": method, "args": args}
         async with self._session.post(url, json=body) as answer:
             answer.raise_for_status()
 
     async def steps(self) -> dict[int, float]:
         """Steps that the server of the one line has planned so far, by draft slots of a request."""
-        async with self._session.get(f"http://127.0.0.1:{PORTS[RULE]}/metrics") as answer:
+        async with self._session.get(f"http://127.0.0.1:{self._ports[RULE]}/metrics") as answer:
             text = await answer.text()
         found = re.findall(r'^vllm:selfspec_steps_by_draft_slots_total\{.*slots="(\d+)".*\} (\S+)$', text, re.M)
         return {int(slots): float(number) for slots, number in found}
 
     async def ask(self, port: int, number: int) -> Request:
         """One question, streamed."""
+        questions = chosen(QUESTIONS, 0, self.prompts)
         body = {
             "model": "model",
-            "messages": [{"role": "user", "content": self._questions[number % len(self._questions)]}],
+            "messages": [{"role": "user", "content": questions[number % QUESTIONS]}],
             "max_tokens": TOKENS,
             "temperature": 0,
             "stream": True,
@@ -163,14 +164,16 @@ def row(runs: list[tuple[float, list[Request]]], steps: dict[int, float]) -> dic
     return result | ({"steps": steps} if steps else {})
 
 
-async def measure(args: argparse.Namespace, servers: dict[str, subprocess.Popen[bytes]]) -> dict[str, Any]:
-    document: dict[str, Any] = {"levels": [], "prompts": args.prompts}
+async def measure(
+    args: argparse.Namespace, ports: dict[str, int], servers: dict[str, subprocess.Popen[bytes]]
+) -> dict[str, Any]:
+    document: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "levels": []}
     fixed = [f"k={k}" for k in args.fixed.split(",") if k]
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        client = Client(session, args.prompts)
+        client = Client(session, ports)
         document["started_s"] = {name: round(await client.ready(name, server), 1) for name, server in servers.items()}
-        for port in PORTS.values():
+        for port in ports.values():
             await client.closed(port, 8, 3)
 
         async def level(
@@ -192,22 +195,23 @@ async def measure(args: argparse.Namespace, servers: dict[str, subprocess.Popen[
                 arm: row(done, {k: v for k, v in planned.items() if v} if arm == RULE else {})
                 for arm, done in runs.items()
             }
-            document["levels"].append({"level": name, "rows": rows})
+            document["levels"].append({"prompts": client.prompts, "level": name, "rows": rows})
             args.out.write_text(json.dumps(document, indent=1))
             plain, ours = rows[PLAIN], rows[RULE]
             keys = ("tok_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
             ratios = {key: round(ours[key] / plain[key], 2) for key in keys}
-            print(
-                f"{name:14s}", {arm: one["tok_s"] for arm, one in rows.items()}, ratios, ours.get("steps"), flush=True
-            )
+            speeds = {arm: one["tok_s"] for arm, one in rows.items()}
+            print(f"{client.prompts} {name:12s}", speeds, ratios, ours.get("steps"), flush=True)
             return rows
 
         best, each = 0.0, args.seconds_each
-        for clients in map(int, args.clients.split(",")):
-            rows = await level(
-                f"closed {clients}", [PLAIN, RULE, *fixed], lambda port, n=clients: client.closed(port, n, each)
-            )
-            best = max(best, rows[PLAIN]["tok_s"])
+        for prompts, clients in (words.split(":") for words in args.closed):
+            client.prompts = prompts
+            for number in map(int, clients.split(",")):
+                arms = [PLAIN, RULE, *fixed]
+                rows = await level(f"closed {number}", arms, lambda port, n=number: client.closed(port, n, each))
+                best = max(best, rows[PLAIN]["tok_s"])
+        client.prompts = "chat"
         for share in (float(share) for share in args.shares.split(",") if share):
             rate = share * best / TOKENS
             await level(f"poisson {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each))
@@ -218,24 +222,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--clients", default="1,8,32,64,128,256")
+    parser.add_argument("--closed", nargs="+", default=["chat:1,8,32,64,128,256"], help="prompts, and their clients")
     parser.add_argument("--fixed", default="0,4", help="fixed draft lengths as further arms of the closed loops")
     parser.add_argument("--shares", default="0.3,0.6,0.9")
-    parser.add_argument("--prompts", default="chat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds-each", type=float, default=5.0)
     parser.add_argument(
         "--serve", default="--max-model-len 4096 --max-num-seqs 256 --kv-cache-memory-bytes 17179869184"
     )
+    parser.add_argument("--spec", default=SPEC, help="the one line, or one with set acceptance")
+    parser.add_argument("--port", type=int, default=8101, help="of plain vLLM; the next one is the one line's")
+    parser.add_argument("--keep", action="store_true", help="leave the servers running")
     args = parser.parse_args()
-    logs = args.out.parent
+    ports = {PLAIN: args.port, RULE: args.port + 1}
+    options = {PLAIN: args.serve.split(), RULE: [*args.serve.split(), "--speculative-config", args.spec]}
     servers = {
-        name: start(args.model, name, args.serve.split(), logs / f"served_{name.split()[0]}.log") for name in PORTS
+        name: start(args.model, port, options[name], args.out.with_suffix(f".{port}.log"))
+        for name, port in ports.items()
     }
     try:
-        asyncio.run(measure(args, servers))
+        asyncio.run(measure(args, ports, servers))
     finally:
-        for server in servers.values():
+        for server in [] if args.keep else servers.values():
             os.killpg(server.pid, signal.SIGKILL)
     os._exit(0)
 

@@ -86,7 +86,8 @@ def expected(rates: Tensor, tokens: int) -> Tensor:
 def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) -> int:
     """The length from which on a match is copied: such drafts yield as many tokens in the same time as the model's own.
 
-    own: estimated acceptance of one of its k tokens, each of which costs `cost` plain steps. LONGEST + 1: never.
+    own: estimated acceptance of one of its k tokens. cost: of a draft step, in plain steps, divided by the requests
+    that share it: one that copies its draft ends no step that the others still take. LONGEST + 1: never.
     """
     yields = 0.0
     for _ in range(k):
@@ -126,9 +127,9 @@ class Matches:
         return max(0, min(accepted - self.drafted, self.copied))
 
     def look_up(self, text: Tensor, cost: float, room: int | None = None, k: int | None = None) -> None:
-        """A round begins after `text` [n]. cost: of a draft step, in plain steps. room, k: most of a free draft and of
-        the model's own in this round, where load, the request or its end allow less than usual; what cannot be drafted
-        must not weigh."""
+        """A round begins after `text` [n]. cost: as `trusted_from` takes it. room, k: most of a free draft and of the
+        model's own in this round, where load, the request or its end allow less than usual; what cannot be drafted must
+        not weigh."""
         self.length, self.start = longest_match(text)
         self.known, self.drafted, self.copied = len(text), 0, 0
         free, own = (most if now is None else min(most, now) for most, now in ((self.tokens, room), (self.k, k)))

@@ -207,8 +207,10 @@ def test_only_decode_steps_after_one_of_as_many_requests_say_what_a_step_takes()
     plan.read(decoded(plan, "ab", 0, prefill="c"), 3.0)
     plan.read(decoded(plan, "abc", 0), 3.25)  # after a prefill
     plan.read(decoded(plan, "abc", 0), 3.5)
+    plan.verdict(1)
+    plan.read(decoded(plan, "ab", 4, prefill="c"), 4.0)
     assert taken == [(2, 4, 0.5), (2, 0, 0.25), (3, 0, 0.25)]
-    assert brought == [(2, 4, 2.5)]
+    assert brought == [(2, 4, 2.5), (3, 4, 1.0)]  # what drafts brought is known in any step
 
 
 def test_totals_by_position_are_joined_with_those_before():

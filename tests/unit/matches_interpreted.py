@@ -18,7 +18,7 @@ from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState, Free
 
-ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.05, 5, 1400  # two blocks of history
+ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of history
 
 
 class Device:
@@ -93,7 +93,7 @@ def plain_round(
     """A round of the plain rule, as the V1 runner has it."""
     drafts, copied = [[] for _ in texts], []
     for one, text in zip(kept, texts, strict=True):
-        one.look_up(torch.tensor(text), COST, room, k)
+        one.look_up(torch.tensor(text), COST / len(texts), room, k)
     for step in range(k + 1):
         copied = []
         for one, text, draft in zip(kept, texts, drafts, strict=True):
@@ -106,6 +106,14 @@ def plain_round(
         for row in going:
             drafts[row].append(own[row][step])
     return [draft + more for draft, more in zip(drafts, copied, strict=True)]
+
+
+def test_a_doubtful_match_is_copied_for_one_request_and_left_to_the_model_where_others_draft_anyway():
+    doubtful, others, own = [1, 2, 3, 1], [[4, 3, 2], [3, 4, 0]], [4, 4, 4]
+    for texts, wanted in (([doubtful], [2, 3, 1, 2, 3, 1, 2]), ([doubtful, *others], own)):
+        device = Device()
+        device.state.step_cost = 0.2
+        assert device.draft(texts, [1] * len(texts), [own] * len(texts))[0] == wanted
 
 
 @pytest.mark.parametrize(("free", "k"), [(2, K), (FREE, K), (FREE, 1)])

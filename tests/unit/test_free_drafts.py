@@ -93,6 +93,12 @@ def test_a_match_is_trusted_from_where_it_yields_more_in_the_same_time(rates, ow
     assert trusted_from(rates, own / 2, tokens, k, cost) <= trusted
 
 
+def test_a_step_that_many_requests_share_is_no_reason_to_copy():
+    seldom_right = torch.full((LONGEST,), 0.4)
+    assert trusted_from(seldom_right, own=0.9, tokens=12, k=8, cost=0.6) == 1
+    assert trusted_from(seldom_right, own=0.9, tokens=12, k=8, cost=0.6 / 64) == LONGEST + 1
+
+
 COST = 0.25
 """Of a draft step, in plain steps."""
 

@@ -48,7 +48,7 @@ class FreeDrafts:
         cost: float,
     ) -> None:
         """A round begins for requests in `rows` of the batch. rooms: most tokens of the draft of each; lengths: most of
-        the model's own; cost: of a draft step, in plain steps."""
+        the model's own; cost: of a draft step, in plain steps, for each of the requests."""
         if len(self._matches) > 2 * len(requests) + 16:
             for name in self._matches.keys() - requests.keys():
                 del self._matches[name]

@@ -332,7 +332,7 @@ class _EarlyExit(DraftModelProposer):
             rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(most, ends, strict=True)]
             lengths = [min(budget.k, limit) for budget in allowed]
             cost = 1.0 if self.lengths.choice is None else self.lengths.choice.step_cost
-            self.free.begin(self.runner.requests, names, rows, rooms, lengths, cost)
+            self.free.begin(self.runner.requests, names, rows, rooms, lengths, cost / max(1, len(rows)))
             copied = {row for row in rows if self.free.copy(row, proposals[row])}
             kept = [place for place in kept if rows[place] not in copied]
             if copied and not kept:

@@ -275,7 +275,7 @@ def judge(state: DraftState, batch: InputBatch, verdict: Any) -> None:
         state.lengths,
         state.free.tokens,
         state.free.k,
-        state.step_cost,
+        state.step_cost / batch.num_reqs,
         K=places,
         PLACES=triton.next_power_of_2(places + 1),
     )

@@ -137,7 +137,7 @@ class WidthPlanner:
         """The tokens of a step were read at `now`, in seconds; its verdicts are in.
 
         From one step's tokens to the next one's, the device drafts and verifies once. Steps with prefills, and those
-        after another number of requests, say nothing of that.
+        after another number of requests, say nothing of that time; what drafts brought counts in all of them.
         """
         assert self.rule is not None
         scheduled = output.num_scheduled_tokens
@@ -146,14 +146,14 @@ class WidthPlanner:
         width = max(map(len, drafts.values()), default=0) if drafts else 0
         (verified, stood), self._accepted = self._accepted, [0, 0]
         last, self._last = self._last, None
+        if verified and width in self.widths:
+            self.rule.brought(load, width, stood / verified)
         if output.scheduled_new_reqs or output.total_num_scheduled_tokens != load * (1 + width):
             return
         self._last = now, load
         if last is not None and last[1] == load and width in self.widths:
             self._seconds = now - last[0]
             self.rule.stepped(load, width, self._seconds)
-            if verified:
-                self.rule.brought(load, width, stood / verified)
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""

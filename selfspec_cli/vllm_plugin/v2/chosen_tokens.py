@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def with_chosen_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for `RejectionSampler._verify_in_chunks`: a request gets the log-probabilities of the tokens that it
+    """Override of `RejectionSampler._verify_in_chunks`: a request gets the log-probabilities of the tokens that it
     chose also where drafts are verified. vLLM gives it the likeliest tokens there, or none."""
 
     def _verify_in_chunks(self: Any, logits: Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:

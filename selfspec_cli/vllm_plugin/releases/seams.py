@@ -65,8 +65,8 @@ SIGNATURES = {
     f"{V1_RUNNER}:GPUModelRunner.load_model": "load_dummy_weights model",
     f"{V1_RUNNER}:GPUModelRunner.initialize_kv_cache": "kv_cache_config is_profiling kv_cache_allocation_context",
     f"{V2_RUNNER}:GPUModelRunner.load_model": "load_dummy_weights args model kwargs",
-    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler._verify_in_chunks": "logits input_batch draft_logits "
-    "draft_sampled pos max_chunk_logits max_num_logprobs verify_draft_sampled",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": "sampled num_sampled logits "
+    "cu_num_logits cu_num_logits_np max_num_logprobs",
     "vllm.v1.sample.sampler:Sampler.forward": "logits sampling_metadata predict_bonus_token logprobs_mode_override",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": "logits sampling_metadata metadata",
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",

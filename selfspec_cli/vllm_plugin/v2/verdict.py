@@ -42,7 +42,7 @@ def verify_what_was_drafted(original: Callable[..., None]) -> Callable[..., None
         original(self, *args, **kwargs)
         theirs = self.rejection_sampler
         if theirs is not None:
-            kind = overriding(with_short_drafts(type(theirs)), {"_verify_in_chunks": with_chosen_tokens})
+            kind = overriding(with_short_drafts(type(theirs)), {"__call__": with_chosen_tokens})
             self.rejection_sampler = copied_as(kind, theirs)
 
     return load_model

@@ -151,8 +151,8 @@ CHANGES: tuple[Change, ...] = (
         "cuda",
     ),
     Change("vllm.config:ParallelConfig.worker_extension_cls", "spec_config", "vLLM's way to give a worker methods"),
-    Change("vllm.config:ParallelConfig.worker_cls", "subclasses", "vLLM's way to name a worker"),
-    Change("vllm.engine.arg_utils:EngineArgs.scheduler_cls", "subclasses", "vLLM's way to name a scheduler"),
+    Change("vllm.config:ParallelConfig.worker_cls", "overrides", "vLLM's way to name a worker"),
+    Change("vllm.engine.arg_utils:EngineArgs.scheduler_cls", "overrides", "vLLM's way to name a scheduler"),
     Change(
         f"{_GPU}.model_runner:GPUModelRunner.__class__",
         "subclasses",

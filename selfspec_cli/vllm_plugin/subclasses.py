@@ -9,42 +9,10 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import EngineArgs, ParallelConfig
-
-Methods = Mapping[str, Callable[[Any], Any]]
-"""Name of a method -> function of ours that gets the base's method and returns what overrides it."""
-
-WORKER, SCHEDULER = "worker_of:", "scheduler_of:"
-
-
-def name_in(args: EngineArgs, parallel: ParallelConfig) -> None:
-    """Name our worker and scheduler in the arguments and in the configuration of an engine that will have early exit.
-
-    In `args` too, because vLLM makes the scheduler's configuration from them later on.
-    """
-    chosen = args.scheduler_cls
-    if chosen is None:
-        args.scheduler_cls = f"{__name__}.scheduler"  # whether it is asynchronous is not decided yet
-    elif not str(chosen).startswith(__name__):
-        args.scheduler_cls = subclass_of(chosen, SCHEDULER)
-    if parallel.worker_cls == "auto":
-        parallel.worker_cls = subclass_of(_usual_worker(), WORKER)
-    elif not parallel.worker_cls.startswith(__name__):
-        parallel.worker_cls = subclass_of(parallel.worker_cls, WORKER)
-
-
-def subclass_of(base: Any, kind: str) -> str:
-    """The dotted name of our subclass of `base`, a class or its dotted name. kind: `WORKER` or `SCHEDULER`.
-
-    vLLM splits a name at its last dot, so that of the base has none.
-    """
-    dotted = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
-    module, _, name = dotted.rpartition(".")
-    return f"{__name__}.{kind}{module.replace('.', '/')}:{name}"
+from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
 
 
 def __getattr__(name: str) -> Any:
@@ -55,32 +23,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _usual_worker() -> str:
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-    return "vllm.v1.worker.cpu_worker.CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker.Worker"
-
-
 def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """The scheduler of an engine whose user has named none. vLLM calls it in place of a class."""
     from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler, Scheduler
 
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return overriding(base, _of_scheduler())(vllm_config, *args, **kwargs)
-
-
-def overriding(base: type, methods: Methods) -> type:
-    """A subclass of `base` with other `methods`. What is mixed into `base`, as vLLM mixes in a worker extension, is a
-    base of the subclass too: vLLM looks for it there."""
-    members = {name: make(getattr(base, name)) for name, make in methods.items()}
-    return type(f"EarlyExit{base.__name__}", (base, *base.__bases__[1:]), {**members, "__module__": __name__})
-
-
-def copied_as(kind: type, one: Any) -> Any:
-    """An object of class `kind`, a subclass of that of `one`, with the attributes of `one`."""
-    found: Any = object.__new__(kind)
-    vars(found).update(vars(one))
-    return found
 
 
 def adopt(runner: Any, v2: bool) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from selfspec_cli.vllm_plugin import compat, subclasses
-from selfspec_cli.vllm_plugin.subclasses import SCHEDULER, WORKER, overriding, subclass_of
+from selfspec_cli.vllm_plugin import compat, overrides, subclasses
+from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, overriding, subclass_of
 
 pytestmark = pytest.mark.contract
 
@@ -83,11 +83,11 @@ def theirs(monkeypatch):
 def test_a_scheduler_and_a_worker_of_the_user_are_subclassed_once(theirs, as_class):
     args = SimpleNamespace(scheduler_cls=theirs.Fair if as_class else "users.own.Fair")
     parallel = SimpleNamespace(worker_cls="users.own.Loud")
-    subclasses.name_in(args, parallel)
+    overrides.name_in(args, parallel)
     once = args.scheduler_cls, parallel.worker_cls
     assert resolved(once[0]).__bases__[0] is theirs.Fair
     assert resolved(once[1]).__bases__[0] is theirs.Loud
-    subclasses.name_in(args, parallel)
+    overrides.name_in(args, parallel)
     assert (args.scheduler_cls, parallel.worker_cls) == once
 
 
@@ -115,7 +115,7 @@ def test_each_override_gets_the_method_of_the_base_and_leaves_the_base_alone():
 
     kind = overriding(Base, {"step": lambda original: lambda self: f"ours around {original(self)}"})
     assert (kind().step(), Base().step()) == ("ours around base", "base")
-    assert isinstance(kind(), Base) and kind.__module__ == subclasses.__name__
+    assert isinstance(kind(), Base) and kind.__module__ == overrides.__name__
 
 
 @pytest.mark.parametrize("v2", [True, False])

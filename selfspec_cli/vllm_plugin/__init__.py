@@ -2,6 +2,8 @@
 
 detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
 patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
+subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; how an engine gets them;
+                  overrides.py makes a subclass
 vllm_names.py     every name of vLLM that is imported (data)
 releases/         the table of supported releases, and a module for each that says what differs in it; seams.py is all
                   that is used of vLLM, and admission.py looks for it in a release that nobody has tried, by its source

@@ -104,45 +104,26 @@ def capture_every_width(original: Function) -> Function:
     return _set_cudagraph_sizes
 
 
-def patch_before_device(original: Function) -> Function:
-    """Replacement for `WorkerWrapperBase.init_device`: patches what the worker needs, if it needs anything."""
-
-    @functools.wraps(original)
-    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if carried_by(getattr(self, "vllm_config", None)):
-            from selfspec_cli.vllm_plugin import compat
-
-            compat.apply("worker")
-        return original(self, *args, **kwargs)
-
-    return init_device
-
-
 def check_requests(original: Function) -> Function:
-    """Replacement for `SamplingParams.verify`: what a request asks of drafting is checked where it comes in."""
+    """Replacement for `SamplingParams.verify`: what a request asks of drafting is checked where it comes in. `min_p`
+    and `logit_bias` are not refused, because early exit's drafts are verified with both."""
 
     @functools.wraps(original)
     def verify(self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
         settings = getattr(speculative_config, SETTINGS_KEY, None)
-        if settings is not None:
-            from selfspec_cli.vllm_plugin.requests import check
+        if settings is None:
+            return original(self, model_config, speculative_config, *args, **kwargs)
+        from selfspec_cli.vllm_plugin.requests import check
 
-            check(self, settings)
-        return original(self, model_config, speculative_config, *args, **kwargs)
+        check(self, settings)
+        if not (self.min_p or self.logit_bias):
+            return original(self, model_config, speculative_config, *args, **kwargs)
+        rest = copy.copy(self)  # what else vLLM refuses beside drafts
+        rest.min_p, rest.logit_bias = 0.0, None
+        original(rest, model_config, speculative_config, *args, **kwargs)
+        return original(self, model_config, None, *args, **kwargs)
 
     return verify
-
-
-def serve_min_p_and_logit_bias(original: Function) -> Function:
-    """Replacement for `SamplingParams._validate_spec_decode`: both are served beside early exit's drafts."""
-
-    @functools.wraps(original)
-    def _validate_spec_decode(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(speculative_config, SETTINGS_KEY, None) is None:
-            return original(self, speculative_config, *args, **kwargs)
-        return None
-
-    return _validate_spec_decode
 
 
 def answer_streamed_input(original: Function) -> Function:
@@ -162,20 +143,6 @@ def answer_streamed_input(original: Function) -> Function:
         return await original(self, *args, **kwargs)
 
     return _add_streaming_input_request
-
-
-def patch_before_scheduler(original: Function) -> Function:
-    """Replacement for `Executor.__init__`, which an engine calls with its configuration before it makes a scheduler."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if carried_by(vllm_config):
-            from selfspec_cli.vllm_plugin import compat
-
-            compat.apply("scheduler")
-        return original(self, vllm_config, *args, **kwargs)
-
-    return __init__
 
 
 def show_drafting(original: Function) -> Function:

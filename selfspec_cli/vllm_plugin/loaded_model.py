@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,28 +14,22 @@ from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 from selfspec_cli.vllm_plugin.trunk import cut
 
 if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import ModelConfig, VllmConfig
-
-Load = Callable[..., nn.Module]
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
-def after_loading(original: Load) -> Load:
-    """Replacement for `BaseModelLoader.load_model`."""
+def after_loading(original: Callable[..., None]) -> Callable[..., None]:
+    """Override of a model runner's `load_model`."""
 
-    def load_model(
-        self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any
-    ) -> nn.Module:
-        model = original(self, vllm_config, model_config, *args, **kwargs)
-        if model_config is not vllm_config.model_config:
-            return model  # somebody's draft model, not the target
-        settings = settings_of(vllm_config)
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        settings, layers = settings_of(self.vllm_config), collects(self.vllm_config)
         if settings is not None and not settings.verify:
-            decode_with_first_layers(model, settings, vllm_config)
-        if layers := collects(vllm_config):
+            decode_with_first_layers(self.get_model(), settings, self.vllm_config)
+        if layers:
             from selfspec_cli.vllm_plugin.fitting.collect import tap
 
-            tap(model, layers)
-        return model
+            tap(self.get_model(), layers)
 
     return load_model
 

@@ -24,7 +24,7 @@ from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
-from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
+from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, versions
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.target_facts import target_of
@@ -72,6 +72,7 @@ def understand_layer_skip(original: Original) -> Original:
         self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
     ) -> SpeculativeConfig | None:
         set_strict(False)  # an engine before this one in the process may have been strict
+        overrides.name_in(self, target_parallel_config)
         spec = _spec_of(self)
         spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
         if spec["method"] not in METHODS:

@@ -29,15 +29,12 @@ def make(folder, monkeypatch):
     """A scheduler as an engine on CUDA makes it, asynchronous or not, over so many KV blocks."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from selfspec_cli.vllm_plugin import compat, register
+    from selfspec_cli.vllm_plugin import register
 
     register()
-    compat.apply("scheduler")
 
     def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
@@ -57,10 +54,9 @@ def make(folder, monkeypatch):
         group = KVCacheGroupSpec(
             ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         )
-        kind = AsyncScheduler if asynchronous else Scheduler
         with monkeypatch.context() as patch:
             patch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
-            return kind(
+            return config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.vllm_plugin import compat, detection, hooks, register, versions
+from selfspec_cli.vllm_plugin import compat, detection, register, versions
 from selfspec_cli.vllm_plugin.patches import Patch
 from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release, admission
 from selfspec_cli.vllm_plugin.versions import DISTRIBUTIONS
@@ -206,11 +206,8 @@ def test_whatever_a_plain_engine_is_configured_with_the_hooks_let_it_pass(engine
     version("9.9.9")
     register()
     assert engine_args(config, config).create_engine_config()[0] == "vLLM's own"
-    started = []
-    worker = types.SimpleNamespace(vllm_config=types.SimpleNamespace(speculative_config=None, additional_config=config))
-    hooks.patch_before_device(started.append)(worker)
-    hooks.patch_before_device(started.append)(types.SimpleNamespace(vllm_config=None))
-    assert len(started) == 2
+    plain = types.SimpleNamespace(speculative_config=None, additional_config=config)
+    assert not detection.carried_by(plain) and not detection.carried_by(None)
 
 
 def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version):
@@ -283,29 +280,6 @@ def test_the_hooks_know_the_methods_and_keys_that_users_write():
     from selfspec_cli.early_exit import settings
 
     assert tuple(detection.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
-
-
-def test_worker_patches_wait_for_an_engine_that_asks(monkeypatch):
-    """`init_device` of a plain engine applies nothing; one whose configuration carries our settings does."""
-    asked: list[str] = []
-    monkeypatch.setattr(compat, "apply", asked.append)
-    started: list[object] = []
-    init_device = hooks.patch_before_device(started.append)
-    plain = types.SimpleNamespace(additional_config={}, speculative_config=None)
-    init_device(types.SimpleNamespace(vllm_config=plain))
-    assert (asked, len(started)) == ([], 1)
-
-    spec = types.SimpleNamespace(selfspec={"layer": 2, "k": 5})
-    drafting = types.SimpleNamespace(additional_config={}, speculative_config=spec)
-    skipping = types.SimpleNamespace(
-        additional_config={"selfspec": {"method": "skip", "layer": 2, "k": 5}}, speculative_config=None
-    )
-    fitting = types.SimpleNamespace(additional_config={"selfspec_collect": [2]}, speculative_config=None)
-    for config in (drafting, skipping, fitting):
-        asked.clear()
-        init_device(types.SimpleNamespace(vllm_config=config))
-        assert asked == ["worker"], config
-    assert len(started) == 4
 
 
 def test_somebody_elses_draft_model_is_not_ours():

@@ -6,21 +6,27 @@ from types import SimpleNamespace
 
 import pytest
 
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+
 pytestmark = pytest.mark.contract
+
+
+def drafting(**spec):
+    """The speculative configuration of an engine with early exit, as far as requests are checked against it."""
+    settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4, **spec}, 24)
+    return SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()})
 
 
 def verify(extra_args, **spec):
     """vLLM's own check of a request's parameters, with ours before it, in an engine of this speculative_config."""
     from vllm import SamplingParams
 
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, check_requests
+    from selfspec_cli.vllm_plugin.hooks import check_requests
 
     asked = []
-    settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4, **spec}, 24)
-    engine = SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()})
     check_requests(lambda self, *arguments: asked.append(self))(
-        SamplingParams(extra_args=extra_args), None, engine, None, None
+        SamplingParams(extra_args=extra_args), None, drafting(**spec), None, None
     )
     assert asked, "vLLM's own check comes too"
 
@@ -33,8 +39,6 @@ def test_what_can_be_had_passes(fine):
 @pytest.mark.parametrize(("extra_args", "readings"), [(None, 0), ({}, 0), ({"selfspec_k": 4}, 1)])
 def test_the_engines_settings_are_read_only_for_a_request_that_may_ask_for_others(extra_args, readings, monkeypatch):
     """To read them takes longer than all that vLLM does with a request before it hands it to the engine."""
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-
     read, from_dict = [], ResolvedSettings.from_dict
     monkeypatch.setattr(ResolvedSettings, "from_dict", lambda data: read.append(data) or from_dict(data))
     verify(extra_args)
@@ -66,18 +70,39 @@ def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, serve_min_p_and_logit_bias
-
-    def theirs(self, speculative_config):
-        if speculative_config is not None and (self.min_p or self.logit_bias):
-            raise VLLMValidationError("not yet supported with speculative decoding")
-
-    check, params = serve_min_p_and_logit_bias(theirs), SamplingParams(**said)
-    check(params, SimpleNamespace(**{SETTINGS_KEY: {}}))
+    check, params = checking(), SamplingParams(**said)
+    check(params, drafting())
     check(params, None)
+    assert {name: getattr(params, name) for name in said} == said
     if said:
         with pytest.raises(VLLMValidationError, match="not yet supported"):
             check(params, SimpleNamespace(method="ngram"))
+
+
+def test_what_else_vllm_refuses_beside_drafts_it_refuses_beside_min_p_too():
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="no seed with speculative decoding"):
+        checking(lambda params: params.seed is not None)(SamplingParams(min_p=0.1, seed=3), drafting())
+    with pytest.raises(VLLMValidationError, match="out-of-vocab"):
+        checking()(SamplingParams(logit_bias={99: 1.0}), drafting())
+
+
+def checking(refuses=lambda params: False):
+    """`SamplingParams.verify` with our replacement, by vLLM's own methods; `refuses`: what a release refuses more."""
+    from vllm.exceptions import VLLMValidationError
+
+    from selfspec_cli.vllm_plugin.hooks import check_requests
+
+    def verify(self, model_config, speculative_config):
+        self._validate_logit_bias(model_config)
+        self._validate_spec_decode(speculative_config)
+        if speculative_config is not None and refuses(self):
+            raise VLLMValidationError("no seed with speculative decoding")
+
+    model = SimpleNamespace(get_vocab_size=lambda: 40)
+    return lambda params, spec: check_requests(verify)(params, model, spec)
 
 
 def test_input_that_streams_in_is_refused_with_early_exit_alone():
@@ -85,7 +110,7 @@ def test_input_that_streams_in_is_refused_with_early_exit_alone():
 
     from vllm.exceptions import VLLMValidationError
 
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, answer_streamed_input
+    from selfspec_cli.vllm_plugin.hooks import answer_streamed_input
 
     async def theirs(self, request_id, stream):
         return request_id

@@ -177,18 +177,14 @@ def processors_of(params, custom=()):
     return built
 
 
-def test_drafts_are_verified_with_their_requests_bias_and_min_p(monkeypatch):
+def test_drafts_are_verified_with_their_requests_bias_and_min_p():
     """The rows of the drafts of two requests, beside what vLLM's sampler makes of each row alone without drafts."""
     from vllm import SamplingParams
-    from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
     from vllm.v1.sample.sampler import Sampler
 
-    from selfspec_cli.vllm_plugin.v1.processors import bias_drafts, leave_out_unlikely
-    from selfspec_cli.vllm_plugin.v1.sampling import expand_on_cpu
+    from selfspec_cli.vllm_plugin.v1.processors import bias_drafts, constrain_drafts
 
-    expand = original(rejection_sampler.expand_batch_to_tokens)
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand_on_cpu(expand))
     params = [SamplingParams(min_p=0.3, logit_bias={3: 4.0, 9: -4.0}), SamplingParams(min_p=0.05)]
     drafts, logits = [2, 3], torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
     temperature = torch.tensor([0.7, 1.3])
@@ -197,7 +193,7 @@ def test_drafts_are_verified_with_their_requests_bias_and_min_p(monkeypatch):
     biased = bias_drafts(original(RejectionSampler.apply_logits_processors))(
         RejectionSampler(Sampler()), logits.clone(), metadata, spec
     )
-    found = leave_out_unlikely(original(apply_sampling_constraints))(biased, torch.tensor([2, 5]), metadata)
+    found = constrain_drafts(original(apply_sampling_constraints))(biased, torch.tensor([2, 5]), metadata)
     for row, request in enumerate((0, 0, 1, 1, 1)):
         alone = processors_of([params[request]])
         want = logits[row : row + 1].clone()

@@ -25,7 +25,8 @@ def annotate(runner: Any, drafter: Any) -> list[str]:
     places.append(("head", getattr(drafter, "head", None), "logits"))
     # A V1 step takes its token and asks its gate in one method, a V2 step in one object of three kernels.
     places += [("gate", drafter, "_decide"), ("gate", drafter, "end_step")]
-    places += [("schedule", _scheduler_class(), method) for method in ("schedule", "update_from_output")]
+    methods = ("schedule", "update_from_output")
+    places += [("schedule", kind, method) for kind in _schedulers() for method in methods if method in vars(kind)]
     return _place(places)
 
 
@@ -35,11 +36,15 @@ def annotate_frontend(llm_engine: Any) -> list[str]:
     return _place([("step", llm_engine, "step"), ("detokenise", llm_engine.output_processor, "process_outputs")])
 
 
-def _scheduler_class() -> Any:
-    """No worker knows the engine's scheduler, so the class that every scheduler is made of gets the ranges."""
+def _schedulers() -> list[type]:
+    """No worker knows the engine's scheduler, so the class that every scheduler is made of gets the ranges, and every
+    subclass that overrides a method."""
     from selfspec_cli.vllm_plugin.vllm_names import Scheduler
 
-    return Scheduler
+    kinds = [Scheduler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return kinds
 
 
 def _place(places: list[tuple[str, Any, str]]) -> list[str]:

@@ -61,7 +61,7 @@ def flat(snapshot: Snapshot) -> Numbers:
 
 
 def attach(original: Method) -> Method:
-    """Replacement for the worker's `sample_tokens`: its answer also says what drafting counted."""
+    """Override of the worker's `sample_tokens`: its answer also says what drafting counted."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _news_of(scheduler: Any) -> News | None:
 
 
 def send(original: Method) -> Method:
-    """Replacement for `Scheduler.update_from_output`: the statistics of the step also say what drafting counted."""
+    """Override of `Scheduler.update_from_output`: the statistics of the step also say what drafting counted."""
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:

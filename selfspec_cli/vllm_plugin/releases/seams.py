@@ -17,6 +17,8 @@ V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:Specul
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
 MIN_TOKENS = "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder"
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
 LINEAR = "vllm.model_executor.layers.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
@@ -38,13 +40,12 @@ LORA_LAYERS = (
 SIGNATURES = {
     # What patches.py lists: the replacement is called with these.
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config target_parallel_config",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
     "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": "",
     "vllm.triton_utils.dispatcher:register_kernels": "overrides",
     f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
-    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
     "vllm.sampling_params:SamplingParams.verify": "model_config speculative_config structured_outputs_config tokenizer",
-    "vllm.v1.executor.abstract:Executor.__init__": "vllm_config",
+    # What subclasses.py overrides, and what calls it.
+    "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": "",
     f"{SCHEDULER}.__init__": "vllm_config kv_cache_config structured_output_manager block_size hash_block_size "
     "mm_registry include_finished_set log_stats",
     f"{SCHEDULER}._update_after_schedule": "scheduler_output",
@@ -56,7 +57,24 @@ SIGNATURES = {
     "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.__init__": "async_output single_value",
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "vllm_config engine_idxs custom_stat_loggers "
     "enable_default_loggers aggregate_engine_logging client_count",
-    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
+    f"{WORKER}.init_device": "",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "",
+    f"{WORKER}.sample_tokens": "grammar_output",
+    f"{WORKER}.finish_weight_update": "",
+    f"{WORKER}.sleep": "level",
+    f"{V1_RUNNER}:GPUModelRunner.load_model": "load_dummy_weights model",
+    f"{V1_RUNNER}:GPUModelRunner.initialize_kv_cache": "kv_cache_config is_profiling kv_cache_allocation_context",
+    f"{V2_RUNNER}:GPUModelRunner.load_model": "load_dummy_weights args model kwargs",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": "sampled num_sampled logits "
+    "cu_num_logits cu_num_logits_np max_num_logprobs",
+    "vllm.v1.sample.sampler:Sampler.forward": "logits sampling_metadata predict_bonus_token logprobs_mode_override",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": "logits sampling_metadata metadata",
+    "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
+    f"{THINKING}.__init__": "reasoning_config max_num_seqs num_spec_tokens device is_pin_memory",
+    f"{THINKING}.sync_batch": "batch_update",
+    f"{THINKING}.update_state": "output_token_ids spec_token_ids repeat_indices",
+    f"{THINKING}.apply_to_logits": "logits predict_bonus_token spec_token_ids",
     f"{V2_RUNNER}:GPUModelRunner.add_requests": "scheduler_output",
     f"{V2_FOLDER}.spec_decode.utils:DraftTokensHandler.set_draft_tokens": "input_batch draft_tokens",
     f"{V2_FOLDER}.cudagraph_utils:ModelCudaGraphManager.__init__": "vllm_config device cudagraph_mode decode_query_len "
@@ -219,7 +237,8 @@ FIELDS = {
     "vllm.v1.metrics.stats:SchedulerStats": "num_kv_fetch_reqs_by_stage spec_decoding_stats",
     "vllm.v1.outputs:ModelRunnerOutput": "req_ids",
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
-    "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
+    "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls scheduler_cls "
+    "enable_lora "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
     "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config "
     "max_num_batched_tokens max_num_seqs max_logprobs",
@@ -228,7 +247,8 @@ FIELDS = {
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",
     f"{V2_FOLDER}.sample.output:SamplerOutput": "sampled_token_ids num_sampled num_rejected",
     f"{FLASH}:FlashAttentionMetadata": "max_query_len seq_lens block_table",
-    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size decode_context_parallel_size "
+    "vllm.config:SchedulerConfig": "scheduler_cls async_scheduling",
+    "vllm.config:ParallelConfig": "worker_cls worker_extension_cls tensor_parallel_size decode_context_parallel_size "
     "prefill_context_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype skip_tokenizer_init",
     "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops cudagraph_mode "
@@ -237,7 +257,8 @@ FIELDS = {
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
     "synthetic_acceptance_length num_speculative_tokens_per_batch_size",
-    "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random logitsprocs spec_token_ids",
+    "vllm.v1.sample.metadata:SamplingMetadata": "temperature top_k top_p all_greedy all_random logitsprocs "
+    "spec_token_ids thinking_budget_state_holder",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
@@ -266,7 +287,8 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.buffer_utils:UvaBackedTensor": "gpu",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
-    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec num_prompt_tokens token_ids_cpu block_table",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec num_prompt_tokens token_ids_cpu block_table "
+    "max_num_reqs sampling_metadata thinking_budget_state_holder",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions "
@@ -290,7 +312,7 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.async_utils:AsyncOutput": "model_runner_output copy_event",
     "vllm.v1.request:Request": "num_computed_tokens is_prefill_chunk",
     "vllm.v1.engine.llm_engine:LLMEngine": "output_processor engine_core model_executor",
-    "vllm.v1.worker.gpu_worker:Worker": "device rank model_runner",
+    WORKER: "device rank model_runner use_v2_model_runner",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings block_sizes",
     f"{MOE}.runner.moe_runner:MoERunner": "router routed_experts layer_name",

@@ -18,13 +18,14 @@ RELEASE = Release(
     "under PyTorch 2.11, 0 of 312 greedy outputs differed and early exit was as fast as on 0.32.0",
     unchecked="experts, low-bit copies, adapters, several GPUs, and its own pin of PyTorch (2.14)",
     speculative_keys=("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
-    # Neither new parameter is passed by us: the base class draws drafts with the first, and the second lets
-    # data-parallel ranks agree to skip drafts, which early exit does not run on.
+    # No new parameter is passed by us: the base class draws drafts with the first, the second lets data-parallel ranks
+    # agree to skip drafts, which early exit does not run on, and the third has a default.
     signatures={
         f"{_GPU}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.sample_draft": "hidden_states "
         "sample_src_positions idx_mapping temperature seeds draft_step draft_logits spec_step_idx num_steps",
         f"{_GPU}.dp_utils:dispatch_cg_and_sync_dp": "cudagraph_manager num_reqs num_tokens uniform_token_count dp_size "
         "dp_rank max_query_len need_eager num_active_loras parallel_config allow_ubatching uniform_decode "
         "allow_skip_drafts dp_sync_state",
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p has_topp_only_rows",
     },
 )

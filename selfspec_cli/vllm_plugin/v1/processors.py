@@ -96,7 +96,7 @@ def mask_unlikely(logits: Tensor, temperature: Tensor, rows: Tensor, processors:
 
 
 def bias_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replacement for `RejectionSampler.apply_logits_processors`: drafts are verified with their request's bias.
+    """Override of `RejectionSampler.apply_logits_processors`: drafts are verified with their request's bias.
 
     Before vLLM's own: a bias is added and a penalty scales, in this order without drafts.
     """
@@ -113,19 +113,30 @@ def bias_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_logits_processors
 
 
-def leave_out_unlikely(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replacement for `apply_sampling_constraints`: drafts are verified with their request's `min_p`."""
+def constrain_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replacement for `apply_sampling_constraints`: drafts are verified with the temperature, `min_p`, `top_k` and
+    `top_p` of their request.
+
+    vLLM leaves out `min_p`. And on a CPU its kernel that gives each drafted position its request's value writes into an
+    int64 copy of the output and drops it, so the other three are whatever the memory held: sampled requests follow no
+    distribution, and greedy ones beside them are not argmax. Any speculative method has it (seen with n-gram too).
+    """
 
     def apply_sampling_constraints(
         logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata
     ) -> Tensor:
         """logits: [drafts, vocabulary], not yet divided by the temperature."""
         given = sampling_metadata.temperature
-        if not sampling_metadata.all_greedy and given is not None:
-            counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
-            rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-            temperature = torch.where(given == 0, 1.0, given)[rows]
-            logits = mask_unlikely(logits, temperature, rows, sampling_metadata.logitsprocs)
-        return original(logits, cu_num_draft_tokens, sampling_metadata)
+        if logits.device.type != "cpu" or sampling_metadata.all_greedy or given is None:
+            return original(logits, cu_num_draft_tokens, sampling_metadata)
+        from selfspec_cli.vllm_plugin.vllm_names import apply_top_k_top_p
+
+        counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        temperature = torch.where(given == 0, 1.0, given)[rows]
+        logits = mask_unlikely(logits, temperature, rows, sampling_metadata.logitsprocs)
+        top = [None if each is None else each[rows] for each in (sampling_metadata.top_k, sampling_metadata.top_p)]
+        constrained: Tensor = apply_top_k_top_p(logits.div_(temperature.unsqueeze(1)), *top)
+        return constrained
 
     return apply_sampling_constraints

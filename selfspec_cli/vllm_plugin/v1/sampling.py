@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
+from selfspec_cli.vllm_plugin.v1.processors import bias_drafts
 from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
 
 if TYPE_CHECKING:
@@ -42,8 +44,19 @@ def draw(logits: Tensor, temperature: Tensor, generators: Mapping[int, torch.Gen
     return torch.where(greedy, probs.argmax(-1), drawn), probs
 
 
+def mend_samplers(runner: Any) -> None:
+    """Give a V1 runner samplers of our own in place of those that it was made with."""
+    mended = {"forward": chosen_tokens_beside_others, "apply_logits_processors": bonus_token_after_drafts}
+    runner.sampler = copied_as(overriding(type(runner.sampler), mended), runner.sampler)
+    theirs = getattr(runner, "rejection_sampler", None)  # an engine without speculation has none
+    if theirs is not None:
+        kind = overriding(type(theirs), {"forward": without_drafts, "apply_logits_processors": bias_drafts})
+        runner.rejection_sampler = copied_as(kind, theirs)
+        runner.rejection_sampler.sampler = runner.sampler
+
+
 def without_drafts(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
-    """Replacement for `RejectionSampler.forward`: a step without drafts is sampled as without speculation.
+    """Override of `RejectionSampler.forward`: a step without drafts is sampled as without speculation.
 
     With a speculative configuration vLLM sends such a step through the rejection sampler too, which takes the largest
     of no rows where a request has `top_k` alone; the engine ends. `logprob_token_ids` it takes for another shape than
@@ -72,7 +85,7 @@ def without_drafts(original: Callable[..., SamplerOutput]) -> Callable[..., Samp
 
 
 def chosen_tokens_beside_others(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
-    """Replacement for `Sampler.forward`: `logprob_token_ids` of one request leave the log-probabilities of the others.
+    """Override of `Sampler.forward`: `logprob_token_ids` of one request leave the log-probabilities of the others.
 
     vLLM gives every request of the step what was chosen, so that those that asked for the likeliest get none.
     """
@@ -126,7 +139,7 @@ def _with_chosen_tokens(sampler: Any, chosen: Mapping[int, list[int]], rows: int
 
 
 def keep_seeds_of_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is.
+    """Override of `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is.
 
     vLLM draws a token for it too, drops the token and rewinds the generator, which ends the engine on a CPU: generators
     there have no offset. So what is dropped is drawn without the seed.
@@ -146,28 +159,8 @@ def keep_seeds_of_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample_tokens
 
 
-def expand_on_cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replacement for the rejection sampler's `expand_batch_to_tokens`, in PyTorch where tensors are on the CPU.
-
-    vLLM's C++ kernel writes into an int64 copy of the output and drops it, so temperature, top-k and top-p of drafted
-    positions are whatever the memory held: sampled requests follow no distribution, and greedy ones beside them are not
-    argmax. Any speculative method has it (seen with n-gram too).
-    """
-
-    def expand_batch_to_tokens(
-        x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0
-    ) -> Tensor:
-        """[requests] -> [num_tokens]: each request's value once for each of its tokens; replace_from -> replace_to."""
-        if x.device.type != "cpu":
-            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
-        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
-
-    return expand_batch_to_tokens
-
-
 def bonus_token_after_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replacement for `Sampler.apply_logits_processors`: `min_tokens` counts the drafts before a bonus token.
+    """Override of `Sampler.apply_logits_processors`: `min_tokens` counts the drafts before a bonus token.
 
     vLLM forbids stop tokens for the bonus token wherever the round began before `min_tokens`. Where all drafts are
     accepted the request is longer by then, so it may pass over a stop token that plain decoding would take.

@@ -8,7 +8,8 @@ a budget that moves into the row of one that has ended is given that one's budge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,24 @@ from torch import Tensor
 FORCED = 1e9  # vLLM's: the logit of a token that is forced
 
 
+def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
+    """Override of the V1 runner's `initialize_kv_cache`, after which its batch is the one that serves requests."""
+
+    @functools.wraps(original)
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        batch = self.input_batch
+        theirs = batch.thinking_budget_state_holder
+        if theirs is not None:
+            kind, config = exact_with_drafts(type(theirs)), self.vllm_config.reasoning_config
+            ours = kind(config, batch.max_num_reqs, 0, self.device, False)
+            batch.thinking_budget_state_holder = batch.sampling_metadata.thinking_budget_state_holder = ours
+
+    return initialize_kv_cache
+
+
 def exact_with_drafts(original: type[Any]) -> type[Any]:
-    """Replacement for `ThinkingBudgetStateHolder`: plain decoding's states, token by token, over drafts too."""
+    """A subclass of `ThinkingBudgetStateHolder`: plain decoding's states, token by token, over drafts too."""
     from selfspec_cli.vllm_plugin.vllm_names import process_dict_updates
 
     class ExactWithDrafts(original):

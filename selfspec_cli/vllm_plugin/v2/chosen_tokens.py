@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def with_chosen_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for `RejectionSampler._verify_in_chunks`: a request gets the log-probabilities of the tokens that it
+    """Override of the V2 rejection sampler's `__call__`: a request gets the log-probabilities of the tokens that it
     chose also where drafts are verified. vLLM gives it the likeliest tokens there, or none."""
 
-    def _verify_in_chunks(self: Any, logits: Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, logits: Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         """logits: [drafts + requests, vocabulary]."""
         most = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         if most:
@@ -27,7 +27,7 @@ def with_chosen_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
             self._get_logprobs_tensors = _Gathering(self.sampler, input_batch.expanded_idx_mapping, most)
         return original(self, logits, input_batch, *args, **kwargs)
 
-    return _verify_in_chunks
+    return __call__
 
 
 class _Gathering:

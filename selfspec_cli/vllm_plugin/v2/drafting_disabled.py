@@ -15,7 +15,7 @@ import torch
 
 
 def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for `GPUModelRunner.sample_tokens`: a step with drafting disabled runs without a speculator."""
+    """Override of `GPUModelRunner.sample_tokens`: a step with drafting disabled runs without a speculator."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from selfspec_cli.vllm_plugin.v2.widths import CHOICE
 
 
 def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement for `GPUModelRunner.add_requests`."""
+    """Override of `GPUModelRunner.add_requests`."""
 
     @functools.wraps(original)
     def add_requests(self: Any, scheduler_output: Any) -> None:

@@ -7,6 +7,8 @@ invalid drafts, as vLLM marks drafts that a grammar forbids.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import device_features
+from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
+from selfspec_cli.vllm_plugin.v2.chosen_tokens import with_chosen_tokens
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -30,8 +34,22 @@ def verify_no_more_than(requests: RequestState, lengths: Tensor) -> None:
     setattr(requests, LENGTHS, lengths)
 
 
+def verify_what_was_drafted(original: Callable[..., None]) -> Callable[..., None]:
+    """Override of the V2 runner's `load_model`, which makes its samplers."""
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        theirs = self.rejection_sampler
+        if theirs is not None:
+            kind = overriding(with_short_drafts(type(theirs)), {"__call__": with_chosen_tokens})
+            self.rejection_sampler = copied_as(kind, theirs)
+
+    return load_model
+
+
 def with_short_drafts(original: type[RejectionSampler]) -> type[RejectionSampler]:
-    """Replacement for the V2 runner's `RejectionSampler`: it rejects what was never drafted."""
+    """A subclass of the V2 runner's `RejectionSampler` that rejects what was never drafted."""
 
     class ShortDraftSampler(original):
         def __call__(

@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 
 def after_new_weights(original: Function) -> Function:
-    """Replacement for the methods of vLLM's `Worker` after which a live model has other weights."""
+    """Override of the methods of vLLM's `Worker` after which a live model has other weights."""
 
     @functools.wraps(original)
     def replace_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def after_new_weights(original: Function) -> Function:
 
 
 def keep_weights_asleep(original: Function) -> Function:
-    """Replacement for `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
+    """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
 
     Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but not what lies
     beside them: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the

@@ -14,6 +14,7 @@ import pytest
 from harness import greedy, layer_skip, live, ragged_prompts
 from models import LAYERS, VOCAB
 
+from selfspec_cli.vllm_plugin import overrides
 from selfspec_cli.vllm_plugin.patches import CHANGES
 
 pytestmark = pytest.mark.engine
@@ -48,27 +49,41 @@ def replaced_names() -> set[str]:
     return found
 
 
+def subclassed(one: Any) -> bool:
+    """Whether an object is of a subclass that an engine has in the place of vLLM's class."""
+    return type(one).__module__ == overrides.__name__
+
+
 def objects(start: Any) -> Iterator[Any]:
-    """vLLM's objects that an engine is made of, and the model, through attributes and small containers; not through
-    objects of ours, which names that are replaced, and vLLM's own arguments, have put there."""
+    """vLLM's objects that an engine is made of, our subclasses among them, and the model, through attributes and small
+    containers; not through other objects of ours, which names that are replaced have put there."""
     seen, waiting = dict[int, Any](), [start]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or ours(one):
+        if id(one) in seen or (ours(one) and not subclassed(one)):
             continue
         seen[id(one)] = one
         if isinstance(one, (dict, list, tuple)):
             waiting += list(one.values() if isinstance(one, dict) else one)[:50]
-        elif type(one).__module__.startswith("vllm") and hasattr(one, "__dict__"):
+        elif (type(one).__module__.startswith("vllm") or subclassed(one)) and hasattr(one, "__dict__"):
             yield one
             waiting += list(vars(one).values())
 
 
 def changed(engine: Any) -> set[str]:
-    """Attributes of vLLM's live objects that are ours: by their name, or functions."""
-    return {
+    """Attributes of vLLM's live objects that are ours, by their name, or functions; and the class of one that vLLM has
+    made of its own. What a subclass of ours keeps for itself is no change."""
+    from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    every = list(objects(engine.llm.llm_engine))
+    made_as_ours = (SchedulerInterface, WorkerBase, RejectionSampler)  # by vLLM, which is given the name, or by us
+    exchanged = [one for one in every if subclassed(one) and not isinstance(one, made_as_ours)]
+    return {f"{type(one).__bases__[0].__name__}.__class__" for one in exchanged} | {
         f"{type(one).__name__}.{name}"
-        for one in objects(engine.llm.llm_engine)
+        for one in every
+        if not subclassed(one)
         for name, value in vars(one).items()
         if (name.startswith(("early_exit", "selfspec")) and value is not None)
         or (isinstance(value, (types.FunctionType, types.MethodType)) and ours(value))
@@ -118,9 +133,10 @@ def test_what_is_changed_on_live_objects_is_in_the_list_and_nothing_on_those_of_
         engine.counts().require_both_verdicts()
         found = changed(engine)
         core = engine.llm.llm_engine.engine_core.engine_core
-        core.scheduler.early_exit_more = True  # what nobody has listed is found
+        core.early_exit_more = True  # what nobody has listed is found
         more = changed(engine) - found
     report(f"changed on live objects: {', '.join(sorted(found))}")
     assert attributes(more) == {"early_exit_more"}
-    assert {"early_exit_planner", "early_exit_lengths", "load_weights"} <= attributes(found)
+    assert {"CPUModelRunner.__class__"} <= found
+    assert {"early_exit_lengths", "load_weights"} <= attributes(found)
     assert attributes(found) <= {change.target.rpartition(".")[2] for change in CHANGES}

@@ -1,0 +1,106 @@
+"""Subclasses of vLLM's classes that an engine with early exit is made of, each with the methods that it overrides.
+
+Worker and scheduler are named in the engine's configuration by vLLM's own options `worker_cls` and `scheduler_cls`, and
+each process finds them by name in this module. For a model runner vLLM has no such option: `adopt` gives the one that
+a worker has made its class. A class of the user's own is subclassed as vLLM's are.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
+
+
+def __getattr__(name: str) -> Any:
+    """The class that `subclass_of` has named, made anew each time: vLLM mixes extensions into a worker's class."""
+    for kind, methods in ((WORKER, _of_worker), (SCHEDULER, _of_scheduler)):
+        if name.startswith(kind):
+            return overriding(pkgutil.resolve_name(name.removeprefix(kind).replace("/", ".")), methods())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """The scheduler of an engine whose user has named none. vLLM calls it in place of a class."""
+    from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler, Scheduler
+
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return overriding(base, _of_scheduler())(vllm_config, *args, **kwargs)
+
+
+def adopt(runner: Any, v2: bool) -> None:
+    """Make a model runner, just made, one of early exit. v2: whether it is vLLM's V2 runner."""
+    runner.__class__ = overriding(type(runner), _of_v2_runner() if v2 else _of_v1_runner())
+    if not v2:
+        from selfspec_cli.vllm_plugin.v1.sampling import mend_samplers
+
+        mend_samplers(runner)
+
+
+def _of_scheduler() -> Methods:
+    from selfspec_cli.vllm_plugin import compat
+    from selfspec_cli.vllm_plugin.observe import transport
+    from selfspec_cli.vllm_plugin.v2 import widths
+
+    compat.apply("scheduler")  # an engine core makes its scheduler before it chooses how to step
+    return {
+        "__init__": widths.with_planner,
+        "_update_after_schedule": widths.plan_drafts,
+        "make_spec_decoding_stats": widths.hear_verdicts,
+        "update_from_output": transport.send,
+    }
+
+
+def _of_worker() -> Methods:
+    from selfspec_cli.vllm_plugin.observe import transport
+    from selfspec_cli.vllm_plugin.weights import renewed
+
+    return {
+        "init_device": _with_runner,
+        "sample_tokens": transport.attach,
+        "reload_weights": renewed.after_new_weights,
+        "finish_weight_update": renewed.after_new_weights,
+        "sleep": renewed.keep_weights_asleep,
+    }
+
+
+def _with_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Override of a worker's `init_device`, which makes the model runner."""
+
+    @functools.wraps(original)
+    def init_device(self: Any) -> None:
+        from selfspec_cli.vllm_plugin import compat
+
+        compat.apply("worker")
+        original(self)
+        adopt(self.model_runner, self.use_v2_model_runner)
+
+    return init_device
+
+
+def _of_v2_runner() -> Methods:
+    from selfspec_cli.vllm_plugin.loaded_model import after_loading
+    from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
+    from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
+    from selfspec_cli.vllm_plugin.v2.verdict import verify_what_was_drafted
+
+    return {
+        "load_model": lambda original: verify_what_was_drafted(after_loading(original)),
+        "add_requests": tell_speculator,
+        "sample_tokens": leave_out_drafting,
+    }
+
+
+def _of_v1_runner() -> Methods:
+    from selfspec_cli.vllm_plugin.loaded_model import after_loading
+    from selfspec_cli.vllm_plugin.v1.sampling import keep_seeds_of_prompts
+    from selfspec_cli.vllm_plugin.v1.thinking import count_drafts
+
+    return {
+        "load_model": after_loading,
+        "initialize_kv_cache": count_drafts,
+        "sample_tokens": keep_seeds_of_prompts,
+    }

@@ -101,14 +101,13 @@ def compose_runs(
 def _refuse_repeated(words: Sequence[Word]) -> None:
     first: dict[str, Word] = {}
     for word in words:
-        if word.key in first and {word.key} != {one.typed.partition("=")[0] for one in (word, first[word.key])}:
-            raise ConfigError(f"{first[word.key].typed} and {word.typed}: both are {word.key}; give one of them")
-        if word.key in first:
-            raise ConfigError(
-                f"{first[word.key].typed} and {word.typed}: {word.key} is given twice; give it once, and "
-                "several values as a list a,b"
-            )
-        first[word.key] = word
+        before = first.setdefault(word.key, word)
+        if before is word:
+            continue
+        typed = f"{before.typed} and {word.typed}"
+        if before.typed.partition("=")[0] != word.typed.partition("=")[0]:
+            raise ConfigError(f"{typed}: both are {word.key}; give one of them")
+        raise ConfigError(f"{typed}: {word.key} is given twice; give it once, and several values as a list a,b")
 
 
 def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:

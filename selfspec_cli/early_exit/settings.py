@@ -211,8 +211,8 @@ USER_KEYS = tuple(key for option in OPTIONS.values() for key in option.knob.spec
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
     """Settings as a user would write them in a speculative_config; `ResolvedSettings.from_user` reads them back.
 
-    The threshold in force is written; head, draft vocabulary and context
-    only where they are not the default, and the kind of a head only where no file says it.
+    The threshold in force is written; head, draft vocabulary and context only where they are not the default, and the
+    kind of a head only where no file says it.
     """
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():

@@ -17,7 +17,6 @@ SERVE = of_kind("vllm", README, INDEX)
 
 @pytest.mark.parametrize("words", SERVE, ids=" ".join)
 def test_vllms_parser_reads_the_line_that_serves(words):
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -25,9 +24,8 @@ def test_vllms_parser_reads_the_line_that_serves(words):
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
     validate_parsed_serve_args(arguments)
-    made = AsyncEngineArgs.from_cli_args(arguments)
     assert arguments.model_tag == "MODEL"
-    settings = ResolvedSettings.from_user(made.speculative_config, 32)
+    settings = ResolvedSettings.from_user(arguments.speculative_config, 32)
     assert settings.method == "layer_skip"
 
 

@@ -462,6 +462,7 @@ def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_
     assert (one().layer, one().k) == (3, 4)
     assert (one("layer=6", "k=2").layer, one("layer=6", "k=2").k) == (6, 2)
     assert (one("model=llama3_8b").layer, one("model=llama3_8b").k) == (None, 5)
+    assert (one("model=layerskip_llama2_7b").layer, one("model=llama3_8b_shape").k) == (8, 3)
 
 
 def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):

@@ -513,6 +513,13 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(replace(drawn, arm="draft_model")) == own
 
 
+def test_a_rivals_label_can_be_broken_and_a_line_through_lengths_has_none():
+    rival = Record("r", "t", "vllm", "m", speculative="ngram prompt_lookup_max=4 prompt_lookup_min=1", k=4)
+    assert rows.label(rival) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
+    assert rows.label(replace(rival, k=None)) == "vLLM ngram · prompt_lookup_max=4 · prompt_lookup_min=1"
+    assert rows.label(replace(rival, arm="draft_model", E=3, k=None)) == "vLLM draft_model of 3 layers"
+
+
 def test_groups_of_two_texts_have_titles_of_their_own():
     prose = [
         replace(

@@ -67,6 +67,23 @@ def other_names() -> dict[str, str]:
     return _OTHER_NAMES | dict.fromkeys(own_keys(), CONTEXT)
 
 
+INSTEAD = {
+    "engine.async_scheduling": "engine.extra.async_scheduling",
+    "engine.enable_chunked_prefill": "engine.extra.enable_chunked_prefill",
+    "head.bias": "head=translator_bias",
+    "head.rank": "head=translator_r15",
+    "head.target": "head=lsq_argmax",
+    "launcher.address": "the variable RAY_ADDRESS",
+    "launcher.minutes": "the variable SBATCH_TIMELIMIT",
+    "launcher.partition": "the variable SBATCH_PARTITION",
+    "model.draft_length": "k",
+    "model.exit_layer": "layer",
+    "tracker.entity": "the variable WANDB_ENTITY",
+    "tracker.project": "the variable WANDB_PROJECT",
+}
+"""What says what a setting said that is gone, where the nearest key is another thing."""
+
+
 def _by_its_own_name(word: Word) -> Word:
     """A word of a setting by its own name."""
     if word.key in _OTHER_NAMES:
@@ -108,6 +125,8 @@ def type_of(key: str) -> Any:
             raise ConfigError(f"{key}: {'.'.join(parts[:depth])} has no keys below it")
         hints = get_type_hints(kind)
         hints = {name: hint for name, hint in hints.items() if is_dataclass(hint) or _is_setting(kind, name)}
+        if part not in hints and key in INSTEAD:
+            raise ConfigError(f"key {key!r} is not known; use {INSTEAD[key]}")
         if part not in hints:
             allowed = [".".join([*parts[:depth], name]) for name in hints]
             top = [EXPERIMENT, TUNED, *other_names()] if depth == 0 else []

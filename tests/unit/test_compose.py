@@ -9,7 +9,7 @@ import yaml
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands.app import app
-from selfspec_cli.config import compose, files, paths
+from selfspec_cli.config import compose, files, paths, words
 from selfspec_cli.config.choices import choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.files import load_config
@@ -452,6 +452,17 @@ def test_from_a_wheel_the_packaged_data_is_found(elsewhere, monkeypatch):
     monkeypatch.setattr(paths, "data_dir", lambda: elsewhere / "wheel")
     assert choices("tracker") == ["none"]
     assert refusal("tracker=wandb,none").endswith("allowed: none")
+
+
+@pytest.mark.parametrize("key", words.INSTEAD)
+def test_a_setting_that_is_gone_is_answered_with_what_says_it_now(key):
+    message = refusal(f"{key}=1")
+    assert message == f"key {key!r} is not known; use {words.INSTEAD[key]}"
+    now = words.INSTEAD[key]
+    if "." in now or now in ("k", "layer"):
+        assert one(f"{now}=2")
+    if "head=" in now:
+        assert one(now)
 
 
 def test_nan_is_refused_as_a_threshold():

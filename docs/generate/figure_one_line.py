@@ -13,36 +13,38 @@ PLAIN, RULE = "plain", "rule"
 
 
 def one_line() -> str:
-    """Write the README's table: tokens a second of plain vLLM, and the one line's speedup with the range of its repeats."""
+    """Write the README's table: tokens a second of plain vLLM, and the one line's speedup with the range of its repeats.
+
+    A cell with a `model` is of another model than the file's own, and its rows are named by it.
+    """
     cells = data_of(FILE)["cells"]
     batches = sorted({cell["batch"] for cell in cells})
+    names = [*(WORDS[prompts] for prompts in WORDS), *(cell["model"] for cell in cells if "model" in cell)]
     rows = []
-    for prompts, words in WORDS.items():
-        of_batch = {cell["batch"]: cell for cell in cells if cell["prompts"] == prompts}
-        if not of_batch:
-            continue
-        rows.append((f"{words}: plain vLLM, tok/s", *(_speed(of_batch.get(batch), PLAIN) for batch in batches)))
-        rows.append(("the one line", *(_speedup(of_batch.get(batch)) for batch in batches)))
+    for name in dict.fromkeys(names):
+        of_batch = {cell["batch"]: cell for cell in cells if _name(cell) == name}
+        if of_batch:
+            rows.append((f"{name}: plain vLLM, tok/s", *(_speed(of_batch.get(batch), PLAIN) for batch in batches)))
+            rows.append(("the one line", *(_speedup(of_batch.get(batch)) for batch in batches)))
     return table(("requests at once", *map(str, batches)), rows)
 
 
 def fixed_lengths() -> str:
     """Write a row per cell of the measurement: the one line and each fixed length over plain decoding on its engine."""
     cells = data_of(FILE)["cells"]
-    lengths = [row["arm"] for row in cells[0]["rows"] if row["arm"].startswith("k=")]
+    lengths = list(dict.fromkeys(row["arm"] for cell in cells for row in cell["rows"] if row["arm"].startswith("k=")))
     rows = []
     for cell in cells:
         speeds = {row["arm"]: row["tok_s"] for row in cell["rows"]}
-        best = max(lengths, key=lambda arm: speeds[arm])
+        best = max((speeds[arm] for arm in lengths if arm in speeds), default=None)
+        same = cell.get("same_as_plain", {})
         rows.append(
             (
-                f"{cell['prompts']}, {cell['batch']}",
-                f"{speeds[PLAIN]:,.0f}",
-                f"{speeds[RULE]:,.0f}",
-                *(f"{speeds[arm]:,.0f}" for arm in lengths),
-                f"{speeds[RULE] / speeds[best]:.2f}",
-                f"{cell['same_as_plain'][RULE]} of {_outputs(cell)}",
-                f"{cell['plain_as_itself']} of {_outputs(cell)}",
+                f"{cell.get('model', cell['prompts'])}, {cell['batch']}",
+                *(f"{speeds[arm]:,.0f}" if arm in speeds else "" for arm in (PLAIN, RULE, *lengths)),
+                "" if best is None else f"{speeds[RULE] / best:.2f}",
+                f"{same[RULE]} of {same[PLAIN]}" if same else "",
+                f"{cell['plain_as_itself']} of {same[PLAIN]}" if same else "",
             )
         )
     header = (
@@ -57,9 +59,9 @@ def fixed_lengths() -> str:
     return table(header, rows)
 
 
-def _outputs(cell: dict[str, Any]) -> int:
-    """Return how many outputs each arm of a cell has: plain decoding's are all its own."""
-    return int(cell["same_as_plain"][PLAIN])
+def _name(cell: dict[str, Any]) -> str:
+    """Return what a cell is of: its prompts, or the other model that it names."""
+    return str(cell.get("model") or WORDS[cell["prompts"]])
 
 
 def _speed(cell: dict[str, Any] | None, arm: str) -> str:

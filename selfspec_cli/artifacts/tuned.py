@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.whole import written
 
 _BY_LOAD = ("length_table", "free_drafts")
-_MORE = ("head_dir", "runner", "read_first")
+_MORE = ("head_dir", "runner")
 """Written down only if not the default, as those by load are."""
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from selfspec_cli.commands.screen import warn
 from selfspec_cli.config.facts import device_of, model_facts
-from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, own_drafts
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.view import DraftView, own_settings
+from selfspec_cli.early_exit.view import DraftView, own_names
 from selfspec_cli.stages import preflight
 
 LONG = 8192  # tokens of a prompt, from which on drafts over a part of the context are tried too
@@ -23,12 +23,12 @@ def results_dir(overrides: list[str] | None) -> Path:
 
 
 def several(overrides: list[str] | None, *, sweep: bool = True, config: Path | None = None) -> list[RunConfig]:
-    """The points that a user's words span, and a warning for what in ./conf nobody reads."""
-    from selfspec_cli.config.choices import unread_files
+    """The points that a user's words span, and warnings for old names and for what in ./conf nobody reads."""
+    from selfspec_cli.config.choices import renamed, unread_files
     from selfspec_cli.config.compose import compose_runs
 
     runs = compose_runs(None, overrides or [], sweep=sweep, config=config)
-    warn(unread_files())
+    warn([*unread_files(), *renamed(overrides or [])])
     return runs
 
 
@@ -46,7 +46,7 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
         from selfspec_cli.stages.exits import candidate_layers
 
         views = {repr(DraftView.of(cfg).options()): cfg for cfg in compose_runs(None, overrides)}
-        plain = [word for word in overrides if word.partition("=")[0] not in own_settings()]
+        plain = [word for word in overrides if word.partition("=")[0] not in own_names()]
         each = [
             [
                 *plain,
@@ -72,7 +72,7 @@ def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
     first = several(overrides)[0]
     named = {word.partition("=")[0] for word in overrides}
     layers = model_facts(first).layers
-    if named & {"layer", *own_settings()} or first.model.exit_layer or not layers or device_of(first) == "cpu":
+    if named & {"layer", *own_names()} or own_drafts(first.model)[0] or not layers or device_of(first) == "cpu":
         return []
     found, kinds = [], sorted((kind.bits or 0, name) for name, kind in DRAFT_WEIGHTS.items() if kind.kernels)
     # The one that reads least, and the one that is closest to the model.

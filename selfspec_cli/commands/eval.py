@@ -13,7 +13,7 @@ from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
 
 @command(
     "eval",
-    epilog="Examples: selfspec eval gate=varH tau_v=5   ·   selfspec eval --tasks arc_easy,hellaswag --limit 200",
+    epilog="Examples: selfspec eval gate=margin tau=0.2   ·   selfspec eval --tasks arc_easy,hellaswag --limit 200",
 )
 def evaluate(
     overrides: Overrides = None,

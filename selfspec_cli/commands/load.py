@@ -71,7 +71,6 @@ def load(
     chat: Annotated[bool, typer.Option("--chat", help="With --url: ask for chats, not for completions.")] = False,
     ttft_limit: Annotated[float | None, typer.Option("--ttft-limit", help="As load.ttft_limit, ms.")] = None,
     tpot_limit: Annotated[float | None, typer.Option("--tpot-limit", help="As load.tpot_limit, ms.")] = None,
-    e2e_limit: Annotated[float | None, typer.Option("--e2e-limit", help="As load.e2e_limit, ms.")] = None,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -82,7 +81,7 @@ def load(
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         more = words[split:]
-        words = [*words[:split], *limits(ttft_limit, tpot_limit, e2e_limit)]
+        words = [*words[:split], *limits(ttft_limit, tpot_limit)]
         runs = as_loads(configs.several(words, config=config))
         how = {"as_json": as_json, "dry_run": dry_run, "debug": debug}
         if url is None:
@@ -93,9 +92,9 @@ def load(
         elsewhere(of_elsewhere(runs), where, **how)
 
 
-def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> list[str]:
+def limits(ttft: float | None, tpot: float | None) -> list[str]:
     """Options as the settings that they are short for."""
-    given = {"ttft_limit": ttft, "tpot_limit": tpot, "e2e_limit": e2e}
+    given = {"ttft_limit": ttft, "tpot_limit": tpot}
     return [f"load.{name}={value}" for name, value in given.items() if value is not None]
 
 
@@ -134,7 +133,7 @@ def _check_prompts(cfg: RunConfig) -> None:
     from selfspec_cli.texts import prompt_files
 
     if prompt_files.is_prompt_file(cfg.workload.prompts):
-        prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
+        prompt_files.read(cfg.workload.prompts, cfg.load.column)
 
 
 def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, run_id: str) -> tuple[Any, Any]:

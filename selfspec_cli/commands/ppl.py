@@ -11,7 +11,7 @@ from selfspec_cli.commands.screen import FINDINGS_KEPT, guard
 from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, command
 
 
-@command(epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=varH --corpus sharegpt.json")
+@command(epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=margin --corpus sharegpt.json")
 def ppl(
     overrides: Overrides = None,
     corpus: Corpus = "stdlib",

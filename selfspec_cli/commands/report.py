@@ -16,7 +16,9 @@ from selfspec_cli.report.formats import Format
 
 Where = Annotated[
     list[str] | None,
-    typer.Option("--where", help="Only rows that meet a condition: gate=varH, speedup>1.5, status~memory; repeatable."),
+    typer.Option(
+        "--where", help="Only rows that meet a condition: gate=margin, speedup>1.5, status~memory; repeatable."
+    ),
 ]
 
 

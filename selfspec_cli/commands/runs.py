@@ -34,7 +34,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONDITION]",
-        help="Such as gate=varH, speedup>1.5, status~memory, time>=2026-11-21; and results_dir=FOLDER.",
+        help="Such as gate=margin, speedup>1.5, status~memory, time>=2026-11-21; and results_dir=FOLDER.",
     ),
 ]
 Ids = Annotated[
@@ -43,7 +43,7 @@ Ids = Annotated[
 ]
 
 
-@app.command("list", epilog="Example: selfspec runs list gate=varH 'speedup>1.5' results_dir=results/mine")
+@app.command("list", epilog="Example: selfspec runs list gate=margin 'speedup>1.5' results_dir=results/mine")
 def list_points(words: Words = None, as_json: Json = False, debug: Debug = False) -> None:
     """The points of a folder, or those that meet every condition."""
     with guard(as_json, debug):

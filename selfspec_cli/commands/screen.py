@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from selfspec_cli import load_patterns
+from selfspec_cli.config.facts import engine_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import view
 from selfspec_cli.extras import remedy
@@ -200,7 +201,7 @@ def show_plan(plan: Plan) -> None:
     say(plan_in_short(plan), "bold")
     settings = distinguishing_settings([*plan.points, *plan.skipped])
     for number, group in enumerate(plan.engines, start=1):
-        heading = f"engine {number}: {group[0].cfg.model.path} on {group[0].cfg.engine.name}"
+        heading = f"engine {number}: {group[0].cfg.model.path} on {engine_name(group[0].cfg)}"
         say("\n".join([heading, *(_point_line(chosen, settings) for chosen in group)]))
     if plan.skipped:
         say("\n".join(["finished before, and skipped:", *(_point_line(chosen, settings) for chosen in plan.skipped)]))

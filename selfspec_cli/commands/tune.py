@@ -18,7 +18,7 @@ from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 
 
-@command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
+@command(epilog="Examples: selfspec tune model=llama3_8b   and then: selfspec sweep tuned=llama3_8b")
 def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, help="How many minutes the search may take.")] = 14,

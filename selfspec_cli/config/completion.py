@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from selfspec_cli.config import choices, options, tuned_files
 from selfspec_cli.config.schema import GROUPS
-from selfspec_cli.config.words import option_of, type_of
+from selfspec_cli.config.words import option_of, other_names, type_of
 from selfspec_cli.early_exit.knobs import Option
 
 
@@ -19,8 +19,9 @@ def candidates(word: str) -> list[tuple[str, str]]:
     key, equals, value = word.partition("=")
     if not equals:
         offered = [(f"{name}=", text) for name, text in keys() if name.startswith(word)]
-        rare = [(f"{row.key}=", row.help) for row in options.rows(rare=True) if row.key.startswith(word)]
-        return offered or rare
+        rare = {row.key: row.help for row in options.rows(rare=True)}
+        rare |= {name: f"another name of {key}" for name, key in other_names().items()}
+        return offered or [(f"{name}=", text) for name, text in rare.items() if name.startswith(word)]
     before, comma, last = value.rpartition(",")
     given = before.split(",")
     return [(f"{key}={before}{comma}{name}", "") for name in values(key) if name.startswith(last) and name not in given]

@@ -34,7 +34,7 @@ from selfspec_cli.config.files import Files, first_line, load_config, open_files
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
-from selfspec_cli.config.validation import validate, validate_command
+from selfspec_cli.config.validation import refuse_names_of_other_gates, validate, validate_command
 from selfspec_cli.config.words import Word, is_free_form, option_of, parse
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.knobs import admits, refusal
@@ -81,7 +81,9 @@ def compose_runs(
     with open_files(base) as files:
         for grid, name in itertools.product(grids, tuned or [""]):
             best = _tuned_words(name, [*grid, *users], files) if name else []
-            composed += _points([*grid, *best, *users], sweep, files)
+            some = list(_points([*grid, *best, *users], sweep, files))
+            refuse_names_of_other_gates(some, [*grid, *users])
+            composed += some
     points = [*map(resolved, composed)]
     for cfg in points:
         validate(cfg)
@@ -99,12 +101,13 @@ def compose_runs(
 def _refuse_repeated(words: Sequence[Word]) -> None:
     first: dict[str, Word] = {}
     for word in words:
-        if word.key in first:
-            raise ConfigError(
-                f"{first[word.key].typed} and {word.typed}: {word.key} is given twice; give it once, and "
-                "several values as a list a,b"
-            )
-        first[word.key] = word
+        before = first.setdefault(word.key, word)
+        if before is word:
+            continue
+        typed = f"{before.typed} and {word.typed}"
+        if before.typed.partition("=")[0] != word.typed.partition("=")[0]:
+            raise ConfigError(f"{typed}: both are {word.key}; give one of them")
+        raise ConfigError(f"{typed}: {word.key} is given twice; give it once, and several values as a list a,b")
 
 
 def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:

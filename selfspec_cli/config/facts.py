@@ -54,6 +54,11 @@ def device_of(cfg: RunConfig) -> Device:
     return "cpu" if device == "cpu" else "cuda"
 
 
+def engine_name(cfg: RunConfig) -> str:
+    """The choice of `engine=` that a config's device has."""
+    return "cpu" if device_of(cfg) == "cpu" else "gpu"
+
+
 @cache
 def installed_device() -> Device | None:
     """What the installed vLLM is built for; None where none is installed."""

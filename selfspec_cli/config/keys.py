@@ -29,10 +29,14 @@ from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
-NOT_IN_A_KEY = {"model": ("exit_layer", "draft_length"), "engine": ("name", "device")}
-"""The model's are in `layer` and `k` (`resolved`); an engine's name is for people, and its device is resolved too."""
+NOT_IN_A_KEY = {"engine": ("device",)}
+"""The device is resolved, see `facts.device_of`."""
 
-STILL_IN_A_KEY: dict[str, dict[str, Any]] = {"model": {"pipeline_parallel_size": 1}, "engine": {"nvtx": False}}
+STILL_IN_A_KEY: dict[str, dict[str, Any]] = {
+    "model": {"pipeline_parallel_size": 1},
+    "engine": {"nvtx": False, "enable_chunked_prefill": None, "async_scheduling": None},
+    "load": {"e2e_limit": None, "category": "category"},
+}
 """Settings that are gone, with the value that they had in every key, so that measured points keep their keys."""
 ENGINE_KEY = "engine key"
 _DEFAULT = RunConfig()
@@ -75,7 +79,6 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         # A cost that nobody can set any more is still in the key, so that finished rows are found again.
         settings |= {"free_drafts": cfg.free_drafts, "draft_cost": None} if cfg.free_drafts else {}
-        settings |= {} if cfg.read_first else {"read_first": False}
         settings |= {"widths": "measured"} if cfg.gate.kind == AUTO else {}  # each has graphs, captured at the start
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
         settings |= {"draft_sample_method": cfg.draft_sample_method}
@@ -100,8 +103,6 @@ def uses(cfg: RunConfig, key: str) -> bool:
     gate = GATES[cfg.gate.kind]
     used = {
         "gate.calibration": gate.needs_calibration,
-        "tau": gate.key == "tau" and cfg.threshold is None,
-        "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
     }
     return used.get(key, True)

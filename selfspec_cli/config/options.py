@@ -17,15 +17,8 @@ from selfspec_cli.early_exit.heads import HEADS
 
 RARE = frozenset(
     {
-        "tau",
-        "tau_v",
-        "draft_window",
-        "head.target",
         "acceptance_length",
-        "read_first",
         "runner",
-        "model.exit_layer",
-        "model.draft_length",
     }
 )
 """Settings that no user needs: other names of threshold, draft_context, layer and k, and what experiments set. They are

@@ -108,10 +108,6 @@ class ModelConfig:
     trust_remote_code: bool = knob(False, help="run the model's own Python code")
     hf_overrides: dict[str, Any] = knob(factory=dict, help="keys that replace those of the model's config.json")
     tensor_parallel_size: int = knob(1, help="GPUs that share each layer", low=1)
-    exit_layer: int | None = knob(
-        3, help="E where `layer` is not given: what measured best for this model", low=1, unset="half of its layers"
-    )
-    draft_length: int | None = knob(4, help="likewise k", unit="tokens", low=1, unset=f"{DRAFT_LENGTH}")
 
 
 @dataclass
@@ -138,7 +134,6 @@ class WorkloadConfig:
 class EngineConfig:
     """vLLM's engine, apart from the model and the method."""
 
-    name: str = knob("cpu", help="what plans and the doctor call the engine")
     device: str = knob(
         "auto", help="what the engine runs on; auto: that of the installed vLLM distribution", choices=DEVICES
     )
@@ -152,9 +147,9 @@ class EngineConfig:
     )
     kv_cache_gib: float | None = knob(1.0, help="size of the KV cache", unit="GiB", above=0, unset="vLLM decides")
     enable_prefix_caching: bool = knob(False, help="off: a repeat must not be served from the one before")
-    enable_chunked_prefill: bool | None = knob(None, help="split long prompts", unset="vLLM decides")
-    async_scheduling: bool | None = knob(None, help="plan a step while the last one runs", unset="vLLM decides")
-    extra: dict[str, Any] = knob(factory=dict, help="any other argument of vllm.LLM, by its name")
+    extra: dict[str, Any] = knob(
+        factory=dict, help="any other argument of vllm.LLM, by its name, such as engine.extra.async_scheduling=false"
+    )
 
 
 FRONTENDS = ("python", "rust")
@@ -174,13 +169,11 @@ class LoadConfig(PatternSettings):
         None, help="goodput counts requests whose time to first token is no longer", unit="ms", above=0, unset="none"
     )
     tpot_limit: float | None = knob(None, help="likewise the time per output token", unit="ms", above=0, unset="none")
-    e2e_limit: float | None = knob(None, help="likewise the time to the last token", unit="ms", above=0, unset="none")
     column: str | None = knob(
         None,
         help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",
         unset="turns, conversations, messages, prompt, question or text",
     )
-    category: str = knob("category", help="the column that names the category of a prompt, where there is one")
     frontend: str = knob(
         "python",
         help="what takes requests in, of servers that are started here: vLLM's API server in Python, or its front end "
@@ -204,13 +197,11 @@ class LoadConfig(PatternSettings):
 
 @dataclass
 class TrackerConfig:
-    """An experiment tracker; Weights & Biases runs offline where there is no key."""
+    """An experiment tracker. Weights & Biases runs offline where there is no key."""
 
     kind: TrackerKind = knob(
         TrackerKind.none, help="where rows go besides the results folder", choices=tuple(TrackerKind)
     )
-    project: str = knob("selfspec", help="the tracker's project")
-    entity: str | None = knob(None, help="the tracker's user or team", unset="the tracker's default")
 
 
 class LauncherKind(StrEnum):
@@ -223,9 +214,6 @@ class LauncherKind(StrEnum):
     sky = "sky"  # on a spot machine in the cloud; the command hands the whole sweep to SkyPilot
 
 
-CLUSTERS = ("slurm", "local", "debug")
-
-
 @dataclass
 class LauncherConfig:
     """On what the engines of a sweep run, and how many at once. No part of a point's key."""
@@ -234,11 +222,6 @@ class LauncherConfig:
     workers: int | None = knob(
         None, help="engines at once, at most", low=1, unset="one for each GPU; on a CPU for each idle pair of cores"
     )
-    tries: int = knob(2, help="workers that may die on one point before it has failed", low=1)
-    address: str | None = knob(None, help="of a Ray cluster that runs", unset="one is started on this host")
-    cluster: str = knob("slurm", help="what submitit submits to; local: processes of this host", choices=CLUSTERS)
-    partition: str | None = knob(None, help="of Slurm", unset="Slurm's default")
-    minutes: int = knob(240, help="that a Slurm job may take", unit="min", low=1)
     bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
     price_hour: float | None = knob(
         None,
@@ -252,11 +235,6 @@ class LauncherConfig:
 MANY_WORKERS = tuple(kind for kind in LauncherKind if kind != LauncherKind.local)
 LAUNCHERS_WITH = {
     "workers": MANY_WORKERS,
-    "tries": MANY_WORKERS,
-    "address": (LauncherKind.ray,),
-    "cluster": (LauncherKind.submitit,),
-    "partition": (LauncherKind.submitit,),
-    "minutes": (LauncherKind.submitit,),
     "bucket": (LauncherKind.sky,),
 }
 """Which launchers use a setting of `LauncherConfig`; all use one that is not here."""
@@ -310,17 +288,33 @@ GROUPS: dict[str, str] = {
 }
 
 
+BEST_DRAFTS = {
+    "reference": (3, 4),
+    "facebook/layerskip-llama2-7B": (8, 5),
+    "shape:llama3_8b": (8, 3),
+}
+"""`layer` and `k` of models that were trained to draft from their first layers, by path, where a user names neither:
+measured here for the first, published for the second, and stands in for such a model in the third."""
+
+
+def own_drafts(model: ModelConfig) -> tuple[int | None, int]:
+    """The exit layer and the draft length of a model where nobody names them; no layer: half of the model's."""
+    return BEST_DRAFTS.get(model.path, (None, DRAFT_LENGTH))
+
+
 def resolved(cfg: RunConfig) -> RunConfig:
     """`cfg` with its own `layer` and `k` in place of those that its model brings along, and its context as it is kept.
 
     Raises:
         SettingsError: what names no context, or two of them.
     """
-    own = None if cfg.skip_layers else cfg.model.exit_layer  # of all layers some are skipped, unless `layer` says so
-    layer = own if cfg.layer is None else cfg.layer
-    k = cfg.k
-    if k is None:
-        k = cfg.speculative.get(SPECULATIVE_LENGTH) or cfg.model.draft_length or DRAFT_LENGTH
+    layer, k = own_drafts(cfg.model)
+    if cfg.layer is not None or cfg.skip_layers:  # of all layers some are skipped, unless `layer` says so
+        layer = cfg.layer
+    if cfg.k is not None:
+        k = cfg.k
+    elif cfg.speculative.get(SPECULATIVE_LENGTH):
+        k = cfg.speculative[SPECULATIVE_LENGTH]
     found = replace(cfg, layer=layer, k=k)
     canonical(found)
     return found

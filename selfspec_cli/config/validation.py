@@ -26,9 +26,10 @@ from selfspec_cli.config.schema import (
     gate_threshold,
     head_spec,
 )
+from selfspec_cli.config.words import Word
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
 from selfspec_cli.early_exit.knobs import out_of_range, refusal
 from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
@@ -55,7 +56,6 @@ def validate(cfg: RunConfig) -> None:
     _validate_method(cfg)
     _validate_view(cfg)
     _validate_draft_sample_method(cfg)
-    _validate_read_first(cfg)
     checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
     _validate_runner(cfg)
     _validate_load(cfg)
@@ -73,18 +73,18 @@ def validate(cfg: RunConfig) -> None:
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
-    """Refuse what one point alone does not show: several values of what a command has one of, settings of the method
-    that no point uses, and a threshold beside a gate of the same list that would run at its default. A value that is
-    the default asks for nothing. A baseline uses no setting, which is said only where nothing else is measured.
+    """Refuse what one point alone does not show: several values of what a command has one of, and settings of the
+    method that no point uses. A value that is the default asks for nothing. A baseline uses no setting, which is said
+    only where nothing else is measured.
 
     Args:
-        points: all of the command. given: what was typed for each key, such as {"tau_v": "tau_v=4,5,6"}.
+        points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
 
     Raises:
         ConfigError: naming what was typed, and the methods or gates that use it.
     """
     launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
-    for key in ("results_dir", "head_dir", "tracker.kind", "tracker.project", "tracker.entity", *launcher):
+    for key in ("results_dir", "head_dir", "tracker.kind", *launcher):
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
         if len(values) > 1:
             raise ConfigError(f"{key}={','.join(values)}: one command takes one value of it")
@@ -95,11 +95,8 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
         place = speculative.KEY if key.startswith(f"{speculative.KEY}.") else key  # a mapping has no attributes
         idle = [cfg for cfg in drafting if attrgetter(place)(cfg) != attrgetter(place)(RunConfig())]
         if idle:
-            raise ConfigError(f"{typed} is not used by {_why_unused(key, idle)}")
+            raise ConfigError(f"{typed} is not used by {_why_unused(key, typed, idle)}")
     _refuse_two_lengths(given)
-    for key in ("tau", "tau_v"):
-        if key in given:
-            _refuse_default_beside(key, given[key], drafting)
 
 
 def _refuse_two_lengths(given: Mapping[str, str]) -> None:
@@ -109,40 +106,47 @@ def _refuse_two_lengths(given: Mapping[str, str]) -> None:
         raise ConfigError(f"{typed[0]} and {given['k']}: both are the draft length; give one of them")
 
 
-def _refuse_default_beside(key: str, typed: str, points: Sequence[RunConfig]) -> None:
-    """Refuse a threshold that one gate of a list uses where another of them would run at its default unnoticed."""
+def refuse_names_of_other_gates(points: Sequence[RunConfig], words: Sequence[Word]) -> None:
+    """Refuse a threshold by the name that it has for other gates than those of these points: tau_v is varH's alone."""
+    typed = next((word.typed for word in reversed(words) if word.key == "threshold"), "")
     for cfg in points:
         rule = GATES[cfg.gate.kind]
-        if cfg.method is not Method.layer_skip or rule.key in (None, key) or cfg.threshold is not None:
-            continue
-        if rule.key == "threshold" or getattr(cfg, str(rule.key)) is None:
-            own = f"give that too ({rule.key}={rule.default:g}), or " if rule.key != "threshold" else ""
+        if cfg.method is Method.layer_skip and rule.key is not None and not _takes(rule, typed):
+            name = typed.partition("=")[0]
+            users = ", ".join(gate.name for gate in GATES.values() if gate.key == name)
             raise ConfigError(
-                f"{typed} is not used by gate {rule.name!r}, which would run at its default "
-                f"{rule.key}={rule.default:g}; {own}measure that gate by another command"
+                f"{typed} is not used by gate {rule.name!r}, which takes {_names(rule)}; gates that use {name}: {users}"
             )
 
 
-def _why_unused(key: str, idle: Sequence[RunConfig]) -> str:
+def _takes(rule: Gate, typed: str) -> bool:
+    """Whether a gate takes a threshold by the name that was typed; True for any other setting."""
+    name = typed.partition("=")[0]
+    return name not in THRESHOLD_KEYS or name in ("threshold", rule.key)
+
+
+def _names(rule: Gate) -> str:
+    """The names of a gate's threshold."""
+    return " or ".join(dict.fromkeys((rule.key or "threshold", "threshold")))
+
+
+def _why_unused(key: str, typed: str, idle: Sequence[RunConfig]) -> str:
     """Who does not use `key`, and who would; `idle` are the points that set it for nothing."""
     every = [RunConfig(method=method, gate=GateConfig(kind)) for method, kind in itertools.product(Method, GATES)]
-    able = [cfg for cfg in every if uses(cfg, key)]
+    able = [cfg for cfg in every if uses(cfg, key) and _takes(GATES[cfg.gate.kind], typed)]
+    name = typed.partition("=")[0] if key == "threshold" else key
     methods, kinds = (dict.fromkeys(cfg.method for cfg in able), dict.fromkeys(cfg.gate.kind for cfg in able))
     # The point that comes nearest to using it tells the user most.
     cfg = max(idle, key=lambda cfg: (cfg.method in methods, cfg.gate.kind in kinds))
     if cfg.method not in methods:
-        return f"method {cfg.method.value!r}; methods that use {key}: {', '.join(methods)}"
-    if cfg.gate.kind in kinds:
-        return f"gate {cfg.gate.kind!r} where threshold={cfg.threshold:g} takes its place; give one of them"
-    takes = " or ".join(name for name in THRESHOLD_KEYS if uses(cfg, name)) or "no threshold"
-    return f"gate {cfg.gate.kind!r}, which takes {takes}; gates that use {key}: {', '.join(kinds)}"
+        return f"method {cfg.method.value!r}; methods that use {name}: {', '.join(methods)}"
+    takes = _names(GATES[cfg.gate.kind]) if uses(cfg, "threshold") else "no threshold"
+    return f"gate {cfg.gate.kind!r}, which takes {takes}; gates that use {name}: {', '.join(kinds)}"
 
 
 def _validate_threshold(cfg: RunConfig) -> None:
-    """The threshold in force, whichever key it is from."""
-    kind = cfg.gate.kind
-    key = GATES[kind].key if cfg.threshold is None else None
-    check_threshold(kind, gate_threshold(cfg), key or "threshold")
+    """The threshold in force."""
+    check_threshold(cfg.gate.kind, gate_threshold(cfg))
 
 
 def _validate_method(cfg: RunConfig) -> None:
@@ -204,19 +208,6 @@ def _validate_draft_sample_method(cfg: RunConfig) -> None:
         raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
 
 
-def _validate_read_first(cfg: RunConfig) -> None:
-    """Where steps have one order only, a row would name another one than was measured."""
-    if cfg.read_first or cfg.method is not Method.layer_skip:
-        return
-    ranks, one_order = cfg.model.tensor_parallel_size, "steps have one order there"
-    reasons = [
-        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", f"{one_order}; choose a GPU: engine=gpu"),
-        ("engine.async_scheduling=false", cfg.engine.async_scheduling is False, f"{one_order}; give one of them"),
-        (f"model.tensor_parallel_size={ranks}", ranks > 1, f"{one_order}; choose one GPU"),
-    ]
-    _refuse_any("read_first=false", reasons, "read_first=true")
-
-
 def _validate_runner(cfg: RunConfig) -> None:
     """Early exit on CUDA is written for V2; a CPU has both runners."""
     if cfg.runner is Runner.v1 and cfg.method is Method.layer_skip and device_of(cfg) != "cpu":
@@ -224,13 +215,6 @@ def _validate_runner(cfg: RunConfig) -> None:
             f"runner={cfg.runner} with method={cfg.method}: early exit on CUDA is written for the other "
             "one; use runner=v2, or runner=auto"
         )
-
-
-def _refuse_any(asked: str, reasons: list[tuple[str, bool, str]], otherwise: str) -> None:
-    """Raises ConfigError for the first (setting, whether it forbids what is asked, why and what to do) that does."""
-    for setting, forbids, reason in reasons:
-        if forbids:
-            raise ConfigError(f"{asked} with {setting}: {reason}, or {otherwise}")
 
 
 def _validate_engine(cfg: RunConfig) -> None:

@@ -10,7 +10,7 @@ import math
 import random
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any, get_type_hints
@@ -22,10 +22,13 @@ from hydra.errors import HydraException
 from selfspec_cli.config.choices import EXPERIMENT, TUNED
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
+from selfspec_cli.early_exit.contexts import FULL, own_keys
+from selfspec_cli.early_exit.contexts import SETTING as CONTEXT
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, options
 from selfspec_cli.early_exit.rule import WIDTHS
-from selfspec_cli.early_exit.view import own_settings
+from selfspec_cli.early_exit.view import own_names
 
 _FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)\(.*\)\s*")
 _SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
@@ -52,7 +55,43 @@ def parse(words: Iterable[str]) -> list[Word]:
     Raises:
         ConfigError: one that cannot be read, a key that there is not, a word that is no choice of its setting.
     """
-    return [_parse(text) for text in _written_out(list(words))]
+    return [_by_its_own_name(_parse(text)) for text in _written_out(list(words))]
+
+
+_OTHER_NAMES = dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0])
+"""Other names of a setting whose values are the same."""
+
+
+def other_names() -> dict[str, str]:
+    """Every other name of a setting, and the setting."""
+    return _OTHER_NAMES | dict.fromkeys(own_keys(), CONTEXT)
+
+
+INSTEAD = {
+    "engine.async_scheduling": "engine.extra.async_scheduling",
+    "engine.enable_chunked_prefill": "engine.extra.enable_chunked_prefill",
+    "head.bias": "head=translator_bias",
+    "head.rank": "head=translator_r15",
+    "head.target": "head=lsq_argmax",
+    "launcher.address": "the variable RAY_ADDRESS",
+    "launcher.minutes": "the variable SBATCH_TIMELIMIT",
+    "launcher.partition": "the variable SBATCH_PARTITION",
+    "model.draft_length": "k",
+    "model.exit_layer": "layer",
+    "tracker.entity": "the variable WANDB_ENTITY",
+    "tracker.project": "the variable WANDB_PROJECT",
+}
+"""What says what a setting said that is gone, where the nearest key is another thing."""
+
+
+def _by_its_own_name(word: Word) -> Word:
+    """A word of a setting by its own name."""
+    if word.key in _OTHER_NAMES:
+        return replace(word, key=_OTHER_NAMES[word.key])
+    if (kind := own_keys().get(word.key)) is None:
+        return word
+    values = tuple(FULL if value is None else f"{kind}:{value}" for value in word.values)
+    return replace(word, key=CONTEXT, values=values, texts=values)
 
 
 ONE_LINE = "method=selfspec"
@@ -65,7 +104,7 @@ def _written_out(words: list[str]) -> list[str]:
     if ONE_LINE not in words:
         return words
     named = {word.partition("=")[0].partition(".")[0] for word in words if word != ONE_LINE}
-    copies = [] if named & {"layer", "head", "vocab", *own_settings()} else [_COPIES]
+    copies = [] if named & {"layer", "head", "vocab", *own_names()} else [_COPIES]
     chosen = [word for word in (*_CHOSEN, *copies) if word.partition("=")[0] not in named]
     return [*chosen, *(word for word in words if word != ONE_LINE)]
 
@@ -85,12 +124,19 @@ def type_of(key: str) -> Any:
         if not is_dataclass(kind):
             raise ConfigError(f"{key}: {'.'.join(parts[:depth])} has no keys below it")
         hints = get_type_hints(kind)
+        hints = {name: hint for name, hint in hints.items() if is_dataclass(hint) or _is_setting(kind, name)}
+        if part not in hints and key in INSTEAD:
+            raise ConfigError(f"key {key!r} is not known; use {INSTEAD[key]}")
         if part not in hints:
             allowed = [".".join([*parts[:depth], name]) for name in hints]
-            top = [EXPERIMENT, TUNED] if depth == 0 else []
+            top = [EXPERIMENT, TUNED, *other_names()] if depth == 0 else []
             raise ConfigError(closest(key, allowed + top, "key", meant=_home_of(parts[-1])))
         kind = hints[part]
     return kind
+
+
+def _is_setting(group: Any, name: str) -> bool:
+    return any(option.key == name for option in options(group).values())
 
 
 def option_of(key: str) -> Option | None:
@@ -126,7 +172,7 @@ def _parse(text: str) -> Word:
         # Of an interpolation without quotes Hydra would escape the braces.
         refers = [isinstance(one, str) and "${" in one for one in values]
         texts = [_in_quotes(one) if it else text for one, text, it in zip(values, texts, refers, strict=True)]
-    if key not in (EXPERIMENT, TUNED):
+    if key not in (EXPERIMENT, TUNED, *other_names()):
         type_of(key)
         option = option_of(key)
         for value in values:

@@ -12,14 +12,14 @@ from typing import Any
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import WeightFacts
 from selfspec_cli.early_exit.rule import WIDTHS
-from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH
+from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH, THRESHOLD_KEYS
 from selfspec_cli.early_exit.view import own_settings
 
 VIEW_KEYS = tuple(key for name in ("layer", "vocab", *own_settings()) for key in OPTIONS[name].knob.spec_keys) + tuple(
     key for name, option in OPTIONS.items() if name.startswith("head.") for key in option.knob.spec_keys
 )
 """Keys of a speculative_config that say what drafts. Where one is named, nothing of it is chosen."""
-LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", "tau", "tau_v", "threshold")
+LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
 BYTES_PER_COPIED_WEIGHT = 1.06
 """Of 4-bit copies on an engine for many requests, with the second layout that its wide steps read (results/LOG.md)."""

@@ -1,7 +1,7 @@
 """What a setting is, written beside the dataclass field that holds it: help, unit, range, choices, keys. Free of torch.
 
 Validation, `--help`, `selfspec options` and the table of docs/reference.md are loops over these; a schema is any
-dataclass whose fields are made by `knob`, or are such dataclasses themselves.
+dataclass whose fields are made by `knob`, or are such dataclasses themselves; other fields are no settings.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _options(schema: type, above: str) -> Iterator[Option]:
         if is_dataclass(kind):
             assert isinstance(kind, type)
             yield from _options(kind, f"{above}{column.name}.")
-        else:
+        elif _METADATA in column.metadata:  # other fields are no settings
             factory = column.default_factory
             default = column.default if factory is MISSING else factory()
             yield Option(f"{above}{column.name}", kind, default, column.metadata[_METADATA])

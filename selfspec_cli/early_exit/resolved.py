@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.contexts import Context, context_of
+from selfspec_cli.early_exit.contexts import SETTING, Context, as_setting, context_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
@@ -132,7 +132,9 @@ class ResolvedSettings(DraftSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; `from_dict` gives back an equal object."""
-        return asdict(self)
+        found = asdict(self)
+        found["head"] = {"kind": self.head.kind, "path": self.head.path}  # its file says the rest
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ResolvedSettings:
@@ -177,8 +179,6 @@ class ResolvedSettings(DraftSettings):
                 (KEY, self.length_table, None),
                 ("free_drafts", self.free_drafts, 0),
                 ("draft_context", self.draft_context, "full"),
-                ("draft_window", self.draft_window, None),
-                ("read_first", self.read_first, True),
                 ("strict", self.strict, False),
             ):
                 if value != idle:
@@ -193,7 +193,6 @@ class ResolvedSettings(DraftSettings):
         self._check_head()
         self.k = DRAFT_LENGTH if self.k is None else self.k
         self.threshold = _threshold(spec, self.gate.kind)
-        self.tau = self.tau_v = None
         self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))
         if spec.get(VLLM_KEY) is not None:
             if self.length_table is not None:
@@ -233,6 +232,8 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     about, types = option.knob, {option.type, *get_args(option.type)}
     if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
         return value
+    if option.key == SETTING:
+        return as_setting(key, value)
     if option.key == "vocab":
         return _vocabulary(value, key)
     if option.key == "skip_layers":
@@ -248,7 +249,7 @@ def _checked(option: Option, key: str, value: Any) -> Any:
         raise SettingsError(f"{key} = {value!r} must be true or false")
     if str in types and not (isinstance(value, str) and value):
         raise SettingsError(f"{key} = {value!r} must be text, a path or words")
-    if option.is_number and option.key not in THRESHOLD_KEYS and not about.admits(value):
+    if option.is_number and option.key != "threshold" and not about.admits(value):
         because = f", because {about.because}" if about.because else ""
         raise SettingsError(f"{key} = {value!r} is out of range; allowed: {about.allowed()}{because}")
     return value

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.contexts import FULL
+from selfspec_cli.early_exit.contexts import FULL, SETTING
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
-from selfspec_cli.early_exit.heads.base import TARGETS
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.early_exit.length_table import FORM, KEY
 from selfspec_cli.early_exit.thresholds import gate_threshold
@@ -41,7 +40,7 @@ AUTO = "auto"
 
 @dataclass
 class GateConfig:
-    """When to stop drafting; its threshold is `tau`, `tau_v` or `threshold`."""
+    """When to stop drafting; its threshold is `DraftSettings.threshold`."""
 
     kind: str = knob(
         "none", help="the gate: when to stop drafting", choices=GATES, spec_keys=("gate",), methods=DRAFTING
@@ -57,11 +56,16 @@ class GateConfig:
 
 @dataclass
 class HeadConfig:
-    """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here."""
+    """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here.
+
+    target, rank, bias: what `head=NAME` says besides the kind, as in lsq_argmax, translator_r15 and translator_bias
+    (`HeadSpec`); no settings of their own.
+    """
 
     kind: str = knob(
         "lens",
-        help="what turns the exit layer's hidden state into logits",
+        help="what turns the exit layer's hidden state into logits; head=NAME says rank, target and bias too: "
+        "translator_r15, lsq_argmax, translator_bias",
         choices=HEADS,
         spec_keys=("head",),
         methods=METHODS,
@@ -73,11 +77,9 @@ class HeadConfig:
         spec_keys=("head_path", "lsq_head_path"),
         methods=METHODS,
     )
-    target: str | None = knob(
-        None, help="what the head is fitted to", choices=TARGETS, unset="the first that the kind has", methods=METHODS
-    )
-    rank: int | None = knob(None, help="rank of a head of low rank", low=1, unset="full", methods=METHODS)
-    bias: bool = knob(False, help="fitted with a constant term", methods=METHODS)
+    target: str | None = None
+    rank: int | None = None
+    bias: bool = False
 
 
 @dataclass
@@ -89,7 +91,7 @@ class DraftSettings:
         None,
         help="exit layer E: layers 0..E-1 draft",
         low=1,
-        unset="model.exit_layer, or half of the model's layers; all of them with copies or skip_layers",
+        unset="half of the model's layers, or the exit that it was trained for; all layers with copies or skip_layers",
         spec_keys=("layer_skip",),
         methods=("layer_skip", "skip", "draft_model"),
     )
@@ -101,35 +103,17 @@ class DraftSettings:
         high=256,
         because="each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
         "that length is never accepted often enough to pay for itself",
-        unset=f"model.draft_length, or {DRAFT_LENGTH}",
+        unset=f"{DRAFT_LENGTH}",
         spec_keys=(SPECULATIVE_LENGTH,),
         methods=SPECULATIVE,
     )
     gate: GateConfig = field(default_factory=GateConfig)
-    tau: float | None = knob(
-        None,
-        help="threshold of the gates that compare a probability: go on while it is at least tau",
-        low=0,
-        high=1,
-        unset="the gate's own",
-        spec_keys=("tau",),
-        methods=DRAFTING,
-    )
-    tau_v: float | None = knob(
-        None,
-        help="threshold of gate varH: go on while the variance of -log p is at most tau_v",
-        unit="nats squared",
-        low=0,
-        unset="the gate's own",
-        spec_keys=("tau_v",),
-        methods=DRAFTING,
-    )
     threshold: float | None = knob(
         None,
-        help="threshold of whatever gate is chosen; takes the place of tau and tau_v",
+        help="threshold of the chosen gate; tau, and tau_v for varH, are other names of it",
         limits="those of the gate",
-        unset="tau, tau_v, or the gate's own",
-        spec_keys=("threshold",),
+        unset="the gate's own",
+        spec_keys=THRESHOLD_KEYS,
         methods=DRAFTING,
     )
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -165,18 +149,8 @@ class DraftSettings:
     draft_context: str = knob(
         FULL,
         help="what of the context drafts attend to, as NAME or NAME:NUMBER; the verify pass attends to everything",
-        limits="full, window:TOKENS (see draft_window), blocks:TOKENS, or a kind that an installed package adds",
-        spec_keys=("draft_context",),
-        methods=DRAFTING,
-    )
-    draft_window: int | None = knob(
-        None,
-        help="drafts attend to the first block of the context and to the blocks of at least so many of its last "
-        "tokens, which makes drafts in long contexts cheaper: draft_context=window:TOKENS",
-        unit="tokens",
-        low=16,
-        unset="all of the context",
-        spec_keys=("draft_window",),
+        limits="full, window:TOKENS, blocks:TOKENS, or a kind that an installed package adds",
+        spec_keys=(SETTING, "draft_window"),
         methods=DRAFTING,
     )
     draft_sample_method: str = knob(
@@ -208,13 +182,6 @@ class DraftSettings:
         spec_keys=("free_drafts",),
         methods=DRAFTING,
     )
-    read_first: bool = knob(
-        True,
-        help="read a step's tokens before the next step is launched wherever drafting takes longer than what the host "
-        "does in between; false: vLLM's order at every load (CUDA only)",
-        spec_keys=("read_first",),
-        methods=DRAFTING,
-    )
     strict: bool = knob(
         False,
         help="what the engine would warn of in its log is an error that ends it: settings without effect, a head "
@@ -244,19 +211,18 @@ USER_KEYS = tuple(key for option in OPTIONS.values() for key in option.knob.spec
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
     """Settings as a user would write them in a speculative_config; `ResolvedSettings.from_user` reads them back.
 
-    The threshold in force is written as `threshold`, whatever key it was from; head, draft vocabulary and context
-    only where they are not the default, and the kind of a head only where no file says it.
+    The threshold in force is written; head, draft vocabulary and context only where they are not the default, and the
+    kind of a head only where no file says it.
     """
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():
         about = option.knob
         if about.spec_keys and not about.of_vllm and settings.method in about.methods:
             spec[about.spec_keys[0]] = knobs.read(settings, option.key)
-    for key, value in (("head", HeadConfig.kind), ("vocab", DraftSettings.vocab), ("draft_context", FULL)):
+    for key, value in (("head", HeadConfig.kind), ("vocab", DraftSettings.vocab), (SETTING, FULL)):
         if spec.get(key) == value or (key == "head" and settings.head.path is not None):
             del spec[key]
     if settings.method == "layer_skip":
-        spec = {key: value for key, value in spec.items() if key not in THRESHOLD_KEYS}
         spec["threshold"] = gate_threshold(settings)
     return {"method": str(settings.method)} | spec | vllm_keys(settings)
 

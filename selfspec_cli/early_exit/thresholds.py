@@ -22,7 +22,7 @@ def gate_threshold(settings: DraftSettings) -> float | None:
     rule = GATES[settings.gate.kind]
     if rule.key is None:
         return None
-    given = settings.threshold if settings.threshold is not None else getattr(settings, rule.key)
+    given = settings.threshold
     if given is None and rule.needs_calibration and not isinstance(settings.gate.calibration, Mapping):
         return None
     return rule.default if given is None else given

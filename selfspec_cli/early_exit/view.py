@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec_cli.early_exit.contexts import FULL, SETTING, Context, context_of, own_keys
+from selfspec_cli.early_exit.contexts import SETTING, Context, context_of, own_keys
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.layers import as_text, check_skipped, skipped_layers
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ class DraftView:
     def overrides(self) -> list[str]:
         """What a user would type for it, such as layer=8 or draft_window=512."""
         head = dict(self.head)
-        words = [f"layer={self.layer}", f"head={head.pop('kind', 'lens')}"]
-        words += [f"head.{name}={value}" for name, value in head.items()]
+        path = head.pop("path", None)
+        words = [f"layer={self.layer}", f"head={HeadSpec(**head).name}", *([f"head.path={path}"] if path else [])]
         return [*words, f"vocab={self.vocab}", *(f"{name}={value}" for name, value in self.options().items())]
 
     def columns(self) -> dict[str, Any]:
@@ -123,9 +124,13 @@ class DraftView:
 
 
 def own_settings() -> tuple[str, ...]:
-    """The settings of weights, layers and context, E apart: what `DraftView.options` may name, and all that they may be
-    written by."""
-    return ("draft_weights", "draft_weights_path", "skip_layers", SETTING, *own_keys())
+    """The settings of weights, layers and context, E apart."""
+    return ("draft_weights", "draft_weights_path", "skip_layers", SETTING)
+
+
+def own_names() -> tuple[str, ...]:
+    """All names that `own_settings` may be written by: what `DraftView.options` may name."""
+    return (*own_settings(), *own_keys())
 
 
 def context_columns() -> tuple[str, ...]:
@@ -154,7 +159,5 @@ def label(row: Any) -> tuple[str, str, str]:
 
 
 def canonical(settings: Any) -> None:
-    """Write the context of settings in the one way in which it is kept: by its kind's own key where it has one."""
-    found = {SETTING: FULL, **dict.fromkeys(own_keys())} | context_of(settings).settings()
-    for key, value in found.items():
-        setattr(settings, key, value)
+    """Write the context of settings in the one way in which it is kept."""
+    settings.draft_context = str(context_of(settings))

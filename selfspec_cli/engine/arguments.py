@@ -49,8 +49,6 @@ def llm_arguments(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "kv_cache_memory_bytes": engine.kv_cache_gib and int(engine.kv_cache_gib * 2**30),
-        "enable_chunked_prefill": engine.enable_chunked_prefill,
-        "async_scheduling": engine.async_scheduling,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
     return arguments | engine.extra

@@ -82,16 +82,15 @@ class Limits:
 
     ttft: float | None = None
     tpot: float | None = None
-    e2e: float | None = None
 
     @property
     def any(self) -> bool:
         """Whether anything is asked for."""
-        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
+        return any(limit is not None for limit in (self.ttft, self.tpot))
 
     def kept(self, request: RequestTimes) -> bool:
         """Whether a request is within all limits. A request of one token has no TPOT, and keeps any limit of it."""
-        pairs = ((self.ttft, ttft(request)), (self.tpot, tpot(request)), (self.e2e, end_to_end(request)))
+        pairs = ((self.ttft, ttft(request)), (self.tpot, tpot(request)))
         return all(limit is None or value is None or 1000 * value <= limit for limit, value in pairs)
 
 

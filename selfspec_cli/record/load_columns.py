@@ -45,13 +45,12 @@ def asked_for(load: LoadConfig) -> dict[str, Any]:
         "frontend": None if load.frontend == "python" else load.frontend,
         "ttft_limit_ms": load.ttft_limit,
         "tpot_limit_ms": load.tpot_limit,
-        "e2e_limit_ms": load.e2e_limit,
     }
 
 
 def limits(arm: dict[str, Any]) -> latency.Limits:
     """The limits of a point, by its arm's columns."""
-    return latency.Limits(arm.get("ttft_limit_ms"), arm.get("tpot_limit_ms"), arm.get("e2e_limit_ms"))
+    return latency.Limits(arm.get("ttft_limit_ms"), arm.get("tpot_limit_ms"))
 
 
 def measured(point: Point) -> dict[str, Any]:

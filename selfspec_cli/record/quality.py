@@ -38,7 +38,7 @@ NO_NAMES = (
     *load_patterns.COLUMNS,
     "ttft_limit_ms",
     "tpot_limit_ms",
-    "e2e_limit_ms",
+    "e2e_limit_ms",  # in older results
 )
 """Columns of a row that say nothing of an arm."""
 

@@ -55,7 +55,6 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
         columns["free_drafts"] = cfg.free_drafts or None
         columns["length_table"] = cfg.length_table
-        columns["read_first"] = None if cfg.read_first else False
     return columns
 
 

@@ -88,8 +88,7 @@ class _Wandb(Tracker):
         """One W&B run, closed in the end."""
         settings = self._wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True)
         run = self._wandb.init(
-            project=self._cfg.tracker.project,
-            entity=self._cfg.tracker.entity,
+            project=os.environ.get("WANDB_PROJECT", "selfspec"),
             id=name,
             name=title,
             job_type=kind,

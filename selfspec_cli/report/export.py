@@ -20,6 +20,7 @@ def config(ink: str, muted: str, line: str) -> dict[str, Any]:
         "font": "sans-serif",
         "text": {"color": ink, "fontSize": 12},
         "rule": {"color": ink},
+        "tick": {"color": ink},
         "view": {"stroke": None},
         "title": {"anchor": "start", "color": ink, "subtitleColor": muted, "fontSize": 15, "offset": 12},
         "axis": {

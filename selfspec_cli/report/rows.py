@@ -50,12 +50,15 @@ def _arm(row: Record) -> str:
         return row.arm
     runner = f" ({row.runner})" if row.runner else ""
     drawn = f" · {row.draft_sample_method} drafts" if row.draft_sample_method is not None else ""
+    length = "" if row.k is None else f" k={row.k}"  # a line through several lengths has none
     if row.arm == "vllm":
-        return f"vLLM {row.speculative} k={row.k}{runner}"
+        words = (row.speculative or "").split()
+        method = " ".join(word for word in words if "=" not in word)
+        return " · ".join([f"vLLM {method}{length}{runner}", *(word for word in words if "=" in word)])
     if row.arm == "ngram":  # in results from before there was arm vllm
-        return f"vLLM n-gram k={row.k}{runner}"
+        return f"vLLM n-gram{length}{runner}"
     if row.arm == "draft_model":
-        return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}{drawn}"
+        return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers{length}{runner}{drawn}"
     layer, head, context = view.label(row)
     tail = f" · {context}" if context else ""
     tail += f" · {row.free_drafts} free drafts" if row.free_drafts else ""
@@ -161,7 +164,7 @@ def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, R
 def _by_acceptance(baselines: list[Record], arms: list[Record], *, several: bool) -> Iterator[Group]:
     for length in list(dict.fromkeys(row.acceptance_length for row in arms)) or [None]:
         members = [*baselines, *(row for row in arms if row.acceptance_length == length)]
-        which = f"baseline of {baselines[0].time}" if several and baselines else ""
+        which = f"baseline of {baselines[0].time[:16].replace('T', ' ')}" if several and baselines else ""
         yield Group(", ".join(filter(None, (group_title(members[0]), acceptance(members[-1]), which))), members)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfspec_cli.config import machine, memory, model_digest, paths
-from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.facts import device_of, engine_name
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.engine import deployment
 from selfspec_cli.extras import install
@@ -105,7 +105,7 @@ def _device(cfg: RunConfig) -> Check:
     if device_of(cfg) == "cpu":
         return Check("device", None, device)
     needed, found = cfg.model.tensor_parallel_size, len(machine.visible_gpus())
-    missing = f"; engine={cfg.engine.name} needs {needed} NVIDIA GPU(s), {found} can be seen here"
+    missing = f"; engine={engine_name(cfg)} needs {needed} NVIDIA GPU(s), {found} can be seen here"
     return Check("device", found >= needed, device + ("" if found >= needed else missing))
 
 

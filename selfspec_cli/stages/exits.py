@@ -20,7 +20,7 @@ from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, engine_key
-from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, own_drafts
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Outcome, Setting
@@ -92,9 +92,7 @@ def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
     """
     exits: dict[str, RunConfig] = {}
     for cfg in cfgs:
-        bare = replace(
-            cfg, k=longest, gate=GateConfig(), tau=None, tau_v=None, threshold=None, method=Method.layer_skip
-        )
+        bare = replace(cfg, k=longest, gate=GateConfig(), threshold=None, method=Method.layer_skip)
         exits.setdefault(engine_key(bare), bare)
     return list(exits.values())
 
@@ -106,7 +104,7 @@ def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     Raises:
         ConfigError: nothing here says how many layers the model has, nor which exit it has measured best.
     """
-    layers, wanted = model_facts(cfg).layers, {cfg.model.exit_layer}
+    layers, wanted = model_facts(cfg).layers, {own_drafts(cfg.model)[0]}
     if layers:
         wanted |= {DraftView().default_layer(layers), *(max(layers // part, 1) for part in parts)}
     if layers and cfg.skip_layers:

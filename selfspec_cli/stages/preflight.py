@@ -15,13 +15,14 @@ from selfspec_cli.config.facts import (
     config_document,
     config_file,
     device_of,
+    engine_name,
     exit_layer,
     installed_device,
     longest_request,
     model_facts,
 )
 from selfspec_cli.config.paths import model_path
-from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
+from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, own_drafts, vocab_size
 from selfspec_cli.config.validation import check_weights
 from selfspec_cli.early_exit.draft_weights import WeightFacts
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
@@ -196,7 +197,7 @@ def check_device(cfg: RunConfig) -> None:
     if installed is not None and installed != wanted:
         remedy = install("cuda") if wanted == "cuda" else "choose engine=gpu, or engine.device=cuda"
         raise ConfigError(
-            f"engine={cfg.engine.name}: it runs on {wanted}, and the vLLM that is installed here is "
+            f"engine={engine_name(cfg)}: it runs on {wanted}, and the vLLM that is installed here is "
             f"built for {installed}; {remedy}"
         )
 
@@ -213,7 +214,7 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     found: dict[tuple[object, ...], list[str]] = {}
     for cfg in cfgs:
         gate = cfg.gate
-        key = (id(cfg.model), gate.kind, gate.calibration, cfg.tau, cfg.tau_v, cfg.threshold, cfg.vocab)
+        key = (id(cfg.model), gate.kind, gate.calibration, cfg.threshold, cfg.vocab)
         if cfg.method is Method.layer_skip and key not in found:
             used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
             found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
@@ -237,7 +238,7 @@ def not_checked(cfgs: Iterable[RunConfig]) -> list[str]:
 def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
     """Half of the layers draft where nobody named any; a model that was trained for early exit has named its own."""
     layer, view = exit_layer(cfg), DraftView.of(cfg)
-    if cfg.method is not Method.layer_skip or cfg.layer or cfg.model.exit_layer or view.options() or layer is None:
+    if cfg.method is not Method.layer_skip or cfg.layer or own_drafts(cfg.model)[0] or view.options() or layer is None:
         return None
     return (
         f"model={cfg.model.name}: its first {layer} layers draft, from which only models that were trained for "

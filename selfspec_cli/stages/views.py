@@ -75,7 +75,7 @@ def plan(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
             raise ConfigError("views are compared on one engine: name one model, one engine, one head, one vocabulary")
         layer = DraftView.of(cfg).layer_of(layers)
         engine = replace(cfg.engine, enforce_eager=True, enable_prefix_caching=True)
-        bare = replace(cfg, layer=layer, engine=engine, gate=GateConfig(), tau=None, tau_v=None, threshold=None)
+        bare = replace(cfg, layer=layer, engine=engine, gate=GateConfig(), threshold=None)
         found.setdefault(f"{engine_key(bare)} {asdict(cfg.workload)} {cfg.seed}", bare)
     return list(found.values())
 

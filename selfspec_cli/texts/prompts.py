@@ -77,7 +77,7 @@ def named_texts(prompts: str) -> list[tuple[str, str]]:
 
 def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:
     """Draw the prompts of a config from its file of prompts, with their categories; raises ConfigError."""
-    prompts = prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
+    prompts = prompt_files.read(cfg.workload.prompts, cfg.load.column)
     return prompt_files.drawn(prompts, cfg.workload.num_prompts, cfg.seed)
 
 

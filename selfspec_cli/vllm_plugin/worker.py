@@ -134,7 +134,7 @@ class EarlyExitWorker:
             raise SettingsError("a view can be changed on an eager engine only; allowed: enforce_eager = True")
         wanted = ResolvedSettings.from_user({"method": "layer_skip", **view}, self.early_exit_layers())
         require_draft_weights(wanted.draft_weights, facts_of(config, self.vllm_config.parallel_config))
-        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path", "draft_context", "draft_window")
+        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path", "draft_context")
         before = drafter.settings
         try:
             drafter.set_view(replace(before, **{name: getattr(wanted, name) for name in names}))

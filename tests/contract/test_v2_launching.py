@@ -17,7 +17,14 @@ SHORT = LONG | {"loop": 0.8e-3}
 
 @pytest.fixture
 def world(make, monkeypatch):
-    return lambda read_first=True, **times: World(make(read_first=read_first), monkeypatch, Device(**LONG | times))
+    from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
+    def made(read_first=True, **times):
+        scheduler = make()
+        planner_of(scheduler).read_first = read_first
+        return World(scheduler, monkeypatch, Device(**LONG | times))
+
+    return made
 
 
 @pytest.mark.parametrize("clients", [2, 3, 6])

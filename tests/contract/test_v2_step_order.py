@@ -161,8 +161,11 @@ def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
 @pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank", "read_first"])
 def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left, monkeypatch):
     from selfspec_cli.vllm_plugin.v2 import step_order
+    from selfspec_cli.vllm_plugin.v2.widths import planner_of
 
-    core, _ = engine_of(make(read_first=left != "read_first"), True)
+    scheduler = make()
+    planner_of(scheduler).read_first = left != "read_first"
+    core, _ = engine_of(scheduler, True)
     del core.early_exit_reader
     if left == "driver_worker":
         del core.model_executor.driver_worker

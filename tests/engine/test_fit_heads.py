@@ -36,7 +36,7 @@ INPUT, OUTPUT, REPLAYED = 24, 64, 12
 def config(path: Path, folder: Path, **changes: Any) -> RunConfig:
     """A run on a tiny model: fp32, eager, no tokenizer."""
     return RunConfig(
-        model=ModelConfig(name="tiny", path=str(path), exit_layer=None),
+        model=ModelConfig(name="tiny", path=str(path)),
         engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.0625, max_num_batched_tokens=4096),
         workload=WorkloadConfig(input_len=INPUT, output_len=OUTPUT, prompts="random"),
         head_dir=str(folder),

@@ -24,7 +24,7 @@ def test_ngram_and_a_draft_model_beside_early_exit_in_one_sweep(model_dir, tmp_p
 
     def arm(**more: Any) -> RunConfig:
         return RunConfig(
-            model=ModelConfig(name="tiny", path=path, exit_layer=None),
+            model=ModelConfig(name="tiny", path=path),
             engine=EngineConfig(
                 device="cpu", enforce_eager=True, kv_cache_gib=0.0625, extra={"skip_tokenizer_init": True}
             ),

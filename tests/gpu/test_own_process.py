@@ -20,7 +20,7 @@ from selfspec_cli.engine.live import open_engine
 from selfspec_cli.engine.processes import fork_engines
 
 if __name__ == "__main__":
-    engine = EngineConfig(name="gpu", enforce_eager=True, kv_cache_gib=1.0)
+    engine = EngineConfig(enforce_eager=True, kv_cache_gib=1.0)
     cfg = RunConfig(model=ModelConfig(dtype="bfloat16"), engine=engine, layer=3, k=4)
     fork_engines(cfg) if "fork" in sys.argv else None
     torch.rand(2**20).sort()  # in parallel where there are threads for it, which a fork does not survive

@@ -47,7 +47,7 @@ def engines(monkeypatch):
         yield Engine(cfg)
 
     def run(cfg, engine, progress):
-        if cfg.tau_v == 6 and cfg.method is not Method.baseline:
+        if cfg.threshold == 6 and cfg.method is not Method.baseline:
             raise RuntimeError("boom")
         return measured(100.0, 101.0, 99.0)
 
@@ -283,7 +283,7 @@ def test_after_a_resume_every_arm_stands_beside_its_own_baseline(engines, model,
     pace = {"slow": 1.0}
 
     def run(cfg, engine, progress):
-        speed = paces[None] * pace["slow"] if cfg.method is Method.baseline else paces[cfg.tau_v]
+        speed = paces[None] * pace["slow"] if cfg.method is Method.baseline else paces[cfg.threshold]
         return measured(speed, 1.001 * speed, 0.999 * speed)
 
     stand_in(monkeypatch, "selfspec_cli.stages.bench", run)

@@ -71,7 +71,7 @@ def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, command, 
 
 
 def test_a_rank_of_ones_own(monkeypatch, model):
-    found = document(call("fit", "head=translator", "head.rank=20,30", "layer=2", model, "--dry-run", "--json"))
+    found = document(call("fit", "head=translator_r20,translator_r30", "layer=2", model, "--dry-run", "--json"))
     assert found["heads"] == ["lens", "translator_r20", "translator_r30"]
 
 
@@ -108,8 +108,8 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model,
         (("fit", "head=lsq"), "layer=null"),
         (("fit", "head=lsq", "layer=2", "vocab=65"), "larger than the vocabulary; must be in 1..64"),
         (("fit", "head=lsq", "layer=2", "vocab=gone.txt"), "a file of token ids"),
-        (("fit", "head=lsq", "head.rank=3", "layer=2"), "kind lsq has no rank 3; kinds that can: translator"),
-        (("fit", "head=lens", "head.target=argmx", "layer=2"), "'argmax'"),
+        (("fit", "head=lsq_r3", "layer=2"), "kind lsq has no rank 3; kinds that can: translator"),
+        (("fit", "head=lsq", "head.target=argmax", "layer=2"), "use head=lsq_argmax"),
         (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
         (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
         (("fit", "--compare", "head=lnes"), "'lens'"),

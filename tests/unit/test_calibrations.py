@@ -75,7 +75,7 @@ def test_two_vocabularies_of_one_name_are_two(folder):
 
 def test_a_threshold_of_the_users_own_wins():
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
-    assert calibrations.with_calibration(replace(CALIBRATED, tau=0.7), 3).threshold == 0.7
+    assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.7), 3).threshold == 0.7
     assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.6), 3).threshold == 0.6
 
 

@@ -30,7 +30,7 @@ from selfspec_cli.record.tables import identity
 KINDS = [kind for kind in GATES if kind not in ("none", "auto", "calibrated")]
 VARH = GateConfig(kind="varH")
 MAXP = GateConfig(kind="maxp")
-GPU = EngineConfig(name="h100", device="cuda")
+GPU = EngineConfig(device="cuda")
 DUMMY = ModelConfig(load_format="dummy")
 RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
 FP8 = RunConfig(draft_weights="fp8", engine=GPU)
@@ -42,11 +42,13 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
     ("cfg", "named"),
     [
         (RunConfig(k=0), "k=0"),
-        (RunConfig(tau=1.01), "tau=1.01"),
-        (RunConfig(tau=-0.01), "tau=-0.01"),
-        (RunConfig(tau=float("nan")), "tau=nan"),
-        (RunConfig(tau_v=-1), "tau_v=-1"),
-        (RunConfig(tau_v=float("nan")), "tau_v=nan"),
+        (
+            RunConfig(gate=MAXP, threshold=1.01),
+            "threshold = 1.01 is out of range for gate 'maxp'; allowed: from 0 to 1",
+        ),
+        (RunConfig(gate=MAXP, threshold=-0.01), "threshold = -0.01"),
+        (RunConfig(gate=MAXP, threshold=float("nan")), "threshold = nan"),
+        (RunConfig(gate=VARH, threshold=-1), "threshold = -1"),
         (RunConfig(layer=0), "layer=0"),
         (RunConfig(repeats=2), "repeats=2"),
         (RunConfig(warmup=-1), "warmup=-1"),
@@ -55,7 +57,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(gate=MAXP, threshold=2.0), "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
         (RunConfig(gate=VARH, threshold=-2.0), "threshold = -2.0 is out of range for gate 'varH'; allowed: at least 0"),
         (RunConfig(gate=VARH, threshold=math.inf), "threshold = inf must be a finite number"),
-        (RunConfig(gate=VARH, tau_v=math.inf), "tau_v=inf: out of range"),
         (RunConfig(workload=WorkloadConfig(batch=16)), "workload.batch=16 with workload.num_prompts=8"),
         (RunConfig(workload=WorkloadConfig(batch=16)), "use workload.num_prompts=16"),
         (RunConfig(workload=WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: out of range"),
@@ -77,15 +78,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (replace(FP8, method=Method.skip), "draft_weights=fp8 with method=skip"),
         (replace(FP8, method=Method.draft_model, model=DUMMY, **RANDOM), "draft_weights=fp8 with method=draft_model"),
         (replace(FP8, **NGRAM), "draft_weights=fp8 with method=vllm"),
-        (RunConfig(read_first=False), "read_first=false with engine=cpu: steps have one order there"),
-        (
-            RunConfig(read_first=False, engine=replace(GPU, async_scheduling=False)),
-            "read_first=false with engine.async_scheduling=false",
-        ),
-        (
-            RunConfig(read_first=False, engine=GPU, model=ModelConfig(tensor_parallel_size=2)),
-            "read_first=false with model.tensor_parallel_size=2",
-        ),
         (RunConfig(draft_sample_method="gredy"), "draft_sample_method 'gredy' is not known; allowed: greedy, probabil"),
         (RunConfig(draft_sample_method="gredy"), "did you mean 'greedy'?"),
         (replace(DRAWN, method=Method.skip), "draft_sample_method=probabilistic with method=skip: it drafts nothing"),
@@ -101,11 +93,9 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
     "cfg",
     [
         RunConfig(),
-        RunConfig(read_first=False, engine=GPU),
-        RunConfig(read_first=False, method=Method.baseline),
-        RunConfig(tau=0),
-        RunConfig(tau=1),
-        RunConfig(tau_v=0),
+        RunConfig(gate=MAXP, threshold=0),
+        RunConfig(gate=MAXP, threshold=1),
+        RunConfig(gate=VARH, threshold=0),
         RunConfig(k=1),
         RunConfig(layer=1),
         RunConfig(vocab="4096"),
@@ -148,16 +138,15 @@ def test_the_words_that_are_allowed_are_vllms(file, name, ours):
 
 
 def test_the_threshold_is_that_of_the_chosen_gate():
-    assert gate_threshold(RunConfig(tau=0.3, tau_v=4)) is None
-    assert gate_threshold(RunConfig(gate=MAXP, tau=0.3)) == 0.3
-    assert gate_threshold(RunConfig(gate=VARH, tau_v=4)) == 4
+    assert gate_threshold(RunConfig(threshold=0.3)) is None
+    assert gate_threshold(RunConfig(gate=MAXP, threshold=0.3)) == 0.3
+    assert gate_threshold(RunConfig(gate=VARH, threshold=4)) == 4
     assert gate_threshold(RunConfig(gate=VARH)) == 5
-    assert gate_threshold(RunConfig(gate=VARH, tau_v=4, threshold=6)) == 6
 
 
 def test_a_knob_without_effect_does_not_change_the_run_key():
-    assert run_key(RunConfig(tau=0.1, tau_v=9)) == run_key(RunConfig())  # no gate
-    assert run_key(RunConfig(gate=VARH, tau=0.1)) == run_key(RunConfig(gate=VARH))
+    assert run_key(RunConfig(threshold=0.1)) == run_key(RunConfig())  # no gate
+    assert run_key(RunConfig(gate=VARH, threshold=5.0)) == run_key(RunConfig(gate=VARH))  # its default
     assert run_key(RunConfig(results_dir="elsewhere")) == run_key(RunConfig())
     baseline = RunConfig(method=Method.baseline)
     assert run_key(replace(baseline, layer=3, k=2, gate=VARH)) == run_key(baseline)
@@ -211,7 +200,7 @@ def test_the_run_key_is_the_same_tomorrow():
 
 def test_gate_workload_and_seed_need_no_other_engine():
     same = engine_key(RunConfig())
-    assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
+    assert engine_key(RunConfig(gate=VARH, threshold=4)) == same
     assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
     for other in (
         RunConfig(layer=4),
@@ -230,7 +219,7 @@ def test_dummy_weights_depend_on_the_seed_so_the_engine_does():
 
 
 def test_all_candidates_of_one_workload_share_a_baseline():
-    keys = {run_key(baseline_of(RunConfig(layer=layer, gate=VARH, tau_v=layer, k=layer))) for layer in (2, 4)}
+    keys = {run_key(baseline_of(RunConfig(layer=layer, gate=VARH, threshold=layer, k=layer))) for layer in (2, 4)}
     assert len(keys) == 1
     assert baseline_of(FP8) == baseline_of(RunConfig(engine=GPU))
     other = baseline_of(RunConfig(workload=WorkloadConfig(batch=4)))
@@ -249,11 +238,9 @@ def test_the_interpreted_runner_of_a_cpu_has_a_baseline_of_its_own():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_threshold_is_read_by_every_gate(kind):
     assert gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
-    own = gate_threshold(RunConfig(gate=GateConfig(kind), tau=0.6, tau_v=3.0))
-    assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATES[kind].default}[GATES[kind].key]
-    assert gate_threshold(RunConfig(gate=GateConfig(kind))) is not None
+    assert gate_threshold(RunConfig(gate=GateConfig(kind))) == GATES[kind].default
 
 
 def test_the_calibrated_gates_threshold_is_its_files_to_say():
     assert gate_threshold(RunConfig(gate=GateConfig("calibrated"))) is None
-    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"), tau=0.4)) == 0.4
+    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"), threshold=0.4)) == 0.4

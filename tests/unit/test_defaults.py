@@ -99,7 +99,6 @@ def test_everything_that_is_named_is_kept():
         "num_speculative_tokens": 3,
         "free_drafts": 5,
         "length_table": "9:2",
-        "read_first": False,
     }
     assert chosen(GPU, **spec) == ({}, None)
 

@@ -44,7 +44,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     config = {"num_hidden_layers": 8, "max_position_embeddings": 1024, "vocab_size": 64, "hidden_size": 4}
     model_folder(tmp_path / "model", **config)
-    return ModelConfig(name="small", path="model", dtype="bfloat16", exit_layer=None, draft_length=None)
+    return ModelConfig(name="small", path="model", dtype="bfloat16")
 
 
 def made(cfg, tmp_path):
@@ -62,7 +62,6 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
         "threshold": 0.2,
         "draft_weights": "shared",
         "free_drafts": 0,
-        "read_first": True,
         "strict": False,
     }
     settings = ResolvedSettings.from_user(found.speculative_config, 8)
@@ -77,8 +76,7 @@ def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measur
         kv_cache_gib=None,
         gpu_memory_utilization=0.8,
         max_num_seqs=16,
-        async_scheduling=False,
-        extra={"max_logprobs": 5, "enable_expert_parallel": True},
+        extra={"async_scheduling": False, "max_logprobs": 5, "enable_expert_parallel": True},
     )
     cfg = RunConfig(model=replace(model, tensor_parallel_size=2, revision="abc"), engine=engine, layer=2, k=3, seed=7)
     command = made(cfg, tmp_path).command("vllm")

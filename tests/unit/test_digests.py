@@ -17,7 +17,6 @@ from selfspec_cli.config.schema import (
     ModelConfig,
     RunConfig,
     WorkloadConfig,
-    resolved,
 )
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
 
@@ -31,7 +30,7 @@ def cfg(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
     weights(folder, 0)
-    model = ModelConfig(name="m", path=str(folder), exit_layer=None)
+    model = ModelConfig(name="m", path=str(folder))
     return RunConfig(model=model, head_dir=str(tmp_path / "heads"), layer=4, k=5)
 
 
@@ -98,13 +97,6 @@ def test_a_draft_vocabulary_a_calibration_and_a_prompts_file_are_read(cfg, tmp_p
     head_folder(cfg).mkdir(parents=True)
     (head_folder(cfg) / "token_counts.safetensors").write_text("counts")
     assert run_key(counted) != first
-
-
-def test_the_models_own_exit_and_the_users_are_one_point_with_one_baseline():
-    by_model = resolved(RunConfig(model=ModelConfig(exit_layer=4, draft_length=3)))
-    by_user = resolved(RunConfig(layer=4, k=3))
-    assert run_key(by_model) == run_key(by_user)
-    assert run_key(baseline_of(by_model)) == run_key(baseline_of(by_user))
 
 
 def test_a_model_of_the_hub_is_its_commit_where_the_cache_has_it(cfg, monkeypatch, tmp_path):

@@ -167,7 +167,7 @@ def test_a_model_that_is_not_there_is_named_once(cfg, versions):
 
 
 def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeypatch):
-    gpu = replace(cfg, engine=EngineConfig(name="h100", device="cuda"))
+    gpu = replace(cfg, engine=EngineConfig(device="cuda"))
     monkeypatch.setattr(preflight, "installed_device", lambda: "cpu")
     assert "the vLLM that is installed here is built for cpu" in run(gpu)[1]["device"].detail
     monkeypatch.setattr(preflight, "installed_device", lambda: None)
@@ -176,13 +176,13 @@ def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeyp
         monkeypatch.setattr(machine, "gpus", lambda found=found: [("1", "a GPU")] * found)
         assert [run(each)[0] for each in (cfg, gpu, two)] == fine
     monkeypatch.setattr(machine, "gpus", list)
-    assert "engine=h100 needs 2 NVIDIA GPU(s), 0 can be seen here" in run(two)[1]["device"].detail
+    assert "engine=gpu needs 2 NVIDIA GPU(s), 0 can be seen here" in run(two)[1]["device"].detail
 
 
 @pytest.mark.parametrize(("engine", "ok"), [("cpu", None), ("cuda", False)])
 def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(monkeypatch, engine, ok):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert doctor._compiler(RunConfig(engine=EngineConfig(name=engine, device=engine))).ok is ok
+    assert doctor._compiler(RunConfig(engine=EngineConfig(device=engine))).ok is ok
     assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
     (eager,) = preflight.for_this_machine([RunConfig()])
     assert eager.engine.enforce_eager

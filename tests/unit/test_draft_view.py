@@ -1,13 +1,14 @@
 """What drafts, as one object: what is read of settings, what goes into keys, rows and tuned files, what is refused."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 
 import pytest
 
+from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import engine_key, settings_key
 from selfspec_cli.config.schema import HeadConfig, RunConfig, resolved
 from selfspec_cli.early_exit import view
-from selfspec_cli.early_exit.contexts import CONTEXTS, Context, context_of
+from selfspec_cli.early_exit.contexts import CONTEXTS, Context
 from selfspec_cli.early_exit.contexts.base import DraftContext
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -20,7 +21,6 @@ VIEWS = [
     ({}, {}),
     ({"draft_weights": "int8"}, {"draft_weights": "int8"}),
     ({"skip_layers": "2,3"}, {"skip_layers": "2-3"}),
-    ({"draft_window": 64}, {"draft_window": 64}),
     ({"draft_context": "window:64"}, {"draft_window": 64}),
 ]
 
@@ -43,20 +43,22 @@ def ends(monkeypatch):
 def test_a_view_is_what_is_not_the_default_and_two_spellings_of_one_are_equal(given, options):
     view = DraftView.of(DraftSettings(layer=6, **given))
     assert view.options() == options
-    assert view == DraftView.of(DraftSettings(layer=6, **options))
+    assert view == ResolvedSettings.from_user({"layer_skip": 6, **options}, 12).view
     with pytest.raises(FrozenInstanceError):
         view.layer = 3
 
 
 def test_method_skip_has_layers_a_head_and_a_vocabulary_and_nothing_else():
-    settings = DraftSettings(method="skip", layer=6, draft_weights="int8", draft_window=64, skip_layers="1", vocab="9")
+    settings = DraftSettings(
+        method="skip", layer=6, draft_weights="int8", draft_context="window:64", skip_layers="1", vocab="9"
+    )
     assert DraftView.of(settings) == DraftView(6, vocab="9")
 
 
 def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
     cfgs = [
-        resolved(RunConfig(layer=6, **given))
-        for given in ({"draft_window": 64}, {"draft_context": "window:64"}, {}, {"draft_window": 80})
+        compose_runs(None, ["layer=6", *given])[0]
+        for given in (["draft_window=64"], ["draft_context=window:64"], [], ["draft_window=80"])
     ]
     keys = [settings_key(cfg) for cfg in cfgs]
     assert keys[0] == keys[1] and len(set(keys)) == 3
@@ -72,7 +74,6 @@ def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
         ({"draft_context": "window:-4"}, "write window:TOKENS"),
         ({"draft_context": "full:4"}, "draft_context = 'full:4': write full"),
         ({"draft_context": "window:8"}, "draft_context = window:8: tokens 8 is out of range; allowed: 16 or more"),
-        ({"draft_context": "window:64", "draft_window": 32}, "draft_window = 32 and draft_window = 64 mean the same"),
         ({"skip_layers": "9"}, "skip_layers = 9: layer 9 does not draft"),
         ({"draft_weights_path": "a"}, "draft_weights_path = 'a' holds copies, and draft_weights is 'shared'"),
     ],
@@ -80,6 +81,20 @@ def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
 def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculative_config(given, message):
     with pytest.raises(SettingsError, match=message):
         DraftView.of(DraftSettings(layer=6, **given)).check()
+    with pytest.raises(SettingsError, match=message):
+        ResolvedSettings.from_user({"layer_skip": 6, **given}, 12)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft_context": "window:64", "draft_window": 32}, "draft_context = 'window:64' and draft_window = 32 mean"),
+        ({"draft_window": 8}, "draft_window = 8 is out of range; allowed: 16 or more"),
+        ({"draft_window": "many"}, "draft_window = 'many' must be an integer, not str"),
+        ({"draft_context": 64}, "draft_context = 64 must be text, such as window:1024"),
+    ],
+)
+def test_a_context_by_its_other_name_in_a_speculative_config(given, message):
     with pytest.raises(SettingsError, match=message):
         ResolvedSettings.from_user({"layer_skip": 6, **given}, 12)
 
@@ -97,8 +112,6 @@ def test_a_further_kind_of_context_needs_no_setting_of_its_own(ends):
     settings = ResolvedSettings.from_user({"layer_skip": 6, "draft_context": "ends:16:48"}, 12)
     assert settings.context == view.context
     assert ResolvedSettings.from_dict(settings.to_dict()) == settings
-    with pytest.raises(SettingsError, match="mean the same setting"):
-        context_of(replace(cfg, draft_window=64))
 
 
 def test_no_more_is_attended_to_than_there_is():
@@ -115,7 +128,7 @@ def test_a_row_has_a_column_for_each_part_of_a_view():
         draft_weights="int4",
         draft_weights_path="a/b.safetensors",
         skip_layers="1",
-        draft_window=64,
+        draft_context="window:64",
     )
     row = vars(tables.planned(resolved(cfg), "a key"))
     assert [row[name] for name in all_columns()] == [
@@ -155,5 +168,5 @@ def test_a_view_in_the_words_of_the_command_line():
     )
     own = DraftView.of(resolved(cfg))
     assert own.options() == {"draft_weights": "int4", "draft_weights_path": "a/b.safetensors"}
-    assert own.overrides()[:2] == ["layer=6", "head=translator"]
-    assert set(own.options()) < set(view.own_settings())
+    assert own.overrides()[:2] == ["layer=6", "head=translator_r15"]
+    assert set(own.options()) < set(view.own_names())

@@ -191,7 +191,7 @@ def test_a_wrong_device_expression_is_refused(expression, message):
 
 
 def test_a_threshold_key_that_is_no_setting_is_refused():
-    with pytest.raises(SettingsError, match="'taw' is not known; allowed: tau, tau_v, threshold; did you mean 'tau'"):
+    with pytest.raises(SettingsError, match="'taw' is not known; allowed: threshold, tau, tau_v; did you mean 'tau'"):
         replace(GATES["maxp"], key="taw")
 
 

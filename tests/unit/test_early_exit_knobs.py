@@ -119,5 +119,5 @@ def test_reading_and_writing_by_a_key():
 
 
 def test_a_threshold_of_varentropy_may_be_any_that_is_not_negative():
-    tau_v = knobs.options(settings.DraftSettings)["tau_v"]
-    assert knobs.admits(tau_v, 0.5) and not knobs.admits(tau_v, -0.1)
+    threshold = knobs.options(settings.DraftSettings)["threshold"]
+    assert knobs.admits(threshold, 0.5) and threshold.knob.limits == "those of the gate"

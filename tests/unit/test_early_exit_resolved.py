@@ -111,14 +111,14 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
 
 def test_the_threshold_in_force():
     maxp, varh, calibrated = (GateConfig(name) for name in ("maxp", "varH", "calibrated"))
-    assert gate_threshold(DraftSettings(tau=0.1, tau_v=2.0, threshold=0.3)) is None
+    assert gate_threshold(DraftSettings(threshold=0.3)) is None
     assert gate_threshold(DraftSettings(gate=maxp)) == GATES["maxp"].default
-    assert gate_threshold(DraftSettings(gate=maxp, tau=0.1, tau_v=2.0)) == 0.1
-    assert gate_threshold(DraftSettings(gate=varh, tau=0.1, tau_v=2.0)) == 2.0
-    assert gate_threshold(DraftSettings(gate=varh, tau_v=2.0, threshold=0.0)) == 0.0
+    assert gate_threshold(DraftSettings(gate=maxp, threshold=0.1)) == 0.1
+    assert gate_threshold(DraftSettings(gate=varh, threshold=2.0)) == 2.0
+    assert gate_threshold(DraftSettings(gate=varh, threshold=0.0)) == 0.0
     # Without a number from the user the file of a calibration says it; a map in the settings is no such file.
     assert gate_threshold(DraftSettings(gate=calibrated)) is None
-    assert gate_threshold(DraftSettings(gate=calibrated, tau=0.25)) == 0.25
+    assert gate_threshold(DraftSettings(gate=calibrated, threshold=0.25)) == 0.25
     assert gate_threshold(DraftSettings(gate=GateConfig("calibrated", MAP))) == GATES["calibrated"].default
     assert gate_threshold(DraftSettings(gate=GateConfig("maxp", "a file"))) == GATES["maxp"].default
 
@@ -156,10 +156,9 @@ def test_every_key_that_a_speculative_config_gets():
         "draft_weights": "int4",
         "draft_weights_path": None,
         "skip_layers": None,
-        "draft_window": 64,
+        "draft_context": "window:64",
         "length_table": None,
         "free_drafts": 0,
-        "read_first": True,
         "strict": False,
     }
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
@@ -167,7 +166,7 @@ def test_every_key_that_a_speculative_config_gets():
         "layer_skip": 3,
         "head_path": "a",
     }
-    assert to_spec(DraftSettings(gate=GateConfig("varH"), tau_v=3.0))["threshold"] == 3.0
+    assert to_spec(DraftSettings(gate=GateConfig("varH"), threshold=3.0))["threshold"] == 3.0
 
 
 def test_the_keys_that_are_vllms_own():
@@ -195,7 +194,6 @@ def test_the_keys_that_are_vllms_own():
         ("length_table", "3:2", None),
         ("free_drafts", 8, 0),
         ("draft_context", "window:64", "full"),
-        ("read_first", False, True),
         ("strict", True, False),
     ],
 )

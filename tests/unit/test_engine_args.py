@@ -13,7 +13,7 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.engine.arguments import shallow_model, speculative_config
 
-GPU = RunConfig(engine=EngineConfig(name="h100", device="cuda"), layer=3, k=4, gate=GateConfig("varH"), tau_v=5.0)
+GPU = RunConfig(engine=EngineConfig(device="cuda"), layer=3, k=4, gate=GateConfig("varH"), threshold=5.0)
 
 
 def test_a_config_becomes_what_a_user_would_write(tmp_path):
@@ -27,8 +27,6 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "skip_layers": None,
         "length_table": None,
         "free_drafts": 0,
-        "draft_window": None,
-        "read_first": True,
         "strict": False,
         "gate": "varH",
         "threshold": 5.0,

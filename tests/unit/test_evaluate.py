@@ -27,7 +27,7 @@ from selfspec_cli.stages import evaluate
 
 ROOT = Path(__file__).parents[2]
 BASELINE = RunConfig(method=Method.baseline)
-GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), tau_v=4.0)
+GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), threshold=4.0)
 SKIP = RunConfig(method=Method.skip, layer=3)
 
 

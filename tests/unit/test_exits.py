@@ -8,6 +8,7 @@ from test_early_exit_replay import COSTS, make
 from test_tune import Clock, FakeEngine
 
 from selfspec_cli.commands import configs
+from selfspec_cli.config import schema
 from selfspec_cli.config.schema import (
     ConfigError,
     GateConfig,
@@ -46,9 +47,9 @@ def opened(tmp_path):
 
 def test_configs_that_differ_in_gate_threshold_or_length_name_one_exit():
     cfg = RunConfig(layer=3)
-    same = [replace(cfg, k=k, tau=0.2, gate=GateConfig("maxp")) for k in (3, 5)] + [replace(cfg, threshold=0.1)]
+    same = [replace(cfg, k=k, threshold=0.2, gate=GateConfig("maxp")) for k in (3, 5)] + [replace(cfg, threshold=0.1)]
     (only,) = exits.distinct(same, 12)
-    assert (only.k, only.gate.kind, only.tau, only.threshold) == (12, "none", None, None)
+    assert (only.k, only.gate.kind, only.threshold) == (12, "none", None)
     others = [
         cfg,
         replace(cfg, layer=4),
@@ -101,16 +102,18 @@ def test_an_exit_that_was_saved_is_the_same(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "drafts.pt"]
 
 
-def test_layers_where_the_user_names_none(tmp_path):
+def test_layers_where_the_user_names_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(schema.BEST_DRAFTS, str(tmp_path), (3, 4))
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 24}')
-    cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path), exit_layer=3))
+    cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path)))
     assert exits.candidate_layers(cfg, roc.LAYER_PARTS) == [3, 6, 12]
     assert exits.candidate_layers(cfg, tune.LAYER_PARTS) == [2, 3, 4, 6, 12]
 
 
-def test_views_of_all_layers_come_first(tmp_path):
+def test_views_of_all_layers_come_first(tmp_path, monkeypatch):
+    monkeypatch.setitem(schema.BEST_DRAFTS, str(tmp_path), (3, 4))
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 24}')
-    cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path), exit_layer=3))
+    cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path)))
     assert exits.candidate_layers(replace(cfg, draft_weights="int8"), roc.LAYER_PARTS) == [24, 3, 6, 12]
     assert exits.candidate_layers(replace(cfg, skip_layers="10-12"), roc.LAYER_PARTS) == [24]
 
@@ -128,8 +131,9 @@ def test_each_view_has_exits_of_its_own_where_no_layer_is_named():
     assert (named.layer, named.draft_weights) == (5, "int8")
 
 
-def test_a_model_whose_depth_is_unknown_still_has_the_exit_that_it_measured():
-    hub = ModelConfig(name="m", path="org-of-nobody/m", exit_layer=8)
+def test_a_model_whose_depth_is_unknown_still_has_the_exit_that_it_measured(monkeypatch):
+    hub = ModelConfig(name="m", path="facebook/layerskip-llama2-7B")
+    monkeypatch.setattr("selfspec_cli.config.facts.config_file", lambda *words, **more: None)
     assert exits.candidate_layers(RunConfig(model=hub), tune.LAYER_PARTS) == [8]
     with pytest.raises(ConfigError, match="name some: layer=4,8"):
-        exits.candidate_layers(RunConfig(model=replace(hub, exit_layer=None)), roc.LAYER_PARTS)
+        exits.candidate_layers(RunConfig(model=replace(hub, path="org-of-nobody/m")), roc.LAYER_PARTS)

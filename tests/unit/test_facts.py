@@ -38,8 +38,8 @@ def test_the_device_is_the_presets_or_that_of_the_installed_vllm(monkeypatch, in
     monkeypatch.setattr("importlib.metadata.version", version)
     facts.installed_device.cache_clear()
     try:
-        assert device_of(RunConfig(engine=EngineConfig(name="mine"))) == device
-        assert device_of(RunConfig(engine=EngineConfig(name="cpu", device="cuda"))) == "cuda"
+        assert device_of(RunConfig(engine=EngineConfig())) == device
+        assert device_of(RunConfig(engine=EngineConfig(device="cuda"))) == "cuda"
         assert device_of(RunConfig()) == "cpu"
     finally:
         facts.installed_device.cache_clear()
@@ -154,17 +154,17 @@ def test_models_that_cannot_do_it_are_refused_by_their_config(model):
 
 
 def test_early_layers_of_an_ordinary_model_are_warned_of(model):
-    cfg = model(LLAMA, exit_layer=None)
+    cfg = model(LLAMA)
     (warning,) = preflight.warnings([cfg])
     assert "its first 4 layers draft" in warning and "draft_weights=int4" in warning
     plain = replace(cfg, method=Method.baseline)
     assert preflight.warnings([plain, replace(cfg, layer=4), replace(cfg, draft_weights="int4")]) == []
-    assert preflight.warnings([model(LLAMA, exit_layer=3)]) == []
+    assert preflight.warnings([RunConfig()]) == []  # it was trained for early exit
 
 
 def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):
     checked = []
     monkeypatch.setattr(preflight, "check", checked.append)
     cfg = model(LLAMA)
-    preflight.check_all([replace(cfg, tau=tau / 100, k=k) for tau in range(100) for k in (1, 2)])
+    preflight.check_all([replace(cfg, threshold=tau / 100, k=k) for tau in range(100) for k in (1, 2)])
     assert len(checked) == 2

@@ -112,6 +112,7 @@ def test_the_page_begins_with_the_speedup_by_load_and_its_intervals():
     assert next(iter(made)) == "by_load"
     (panel,) = made["by_load"].panels
     assert panel.axis == "requests in flight"
+    assert panel.note == "E=4 k=5 · lens · varH ≤ 5: 1.50x at 1, 0.60x at 8 requests in flight."
     assert [(row["load"], row["slower"]) for row in panel.data] == [(1, False), (8, True)]
     assert all(row["low"] < row["speedup"] < row["high"] for row in panel.data)
     assert "by_load" not in drawn(*by_batch(1))  # one load is no curve
@@ -133,6 +134,7 @@ def test_what_one_user_and_one_gpu_get():
     assert one["user"] == pytest.approx(150.0, rel=1e-2)  # a token every 1/150 s
     assert one["gpu"] == pytest.approx(75.0)  # of two
     assert {row["series"] for row in panel.data} == {"baseline", "E=4 k=5 · lens · varH ≤ 5"}
+    assert {row["series"] for row in panel.data if row["number"] is not None} == {"baseline"}
 
 
 def test_waits_are_medians_and_tails_of_both_times_at_each_load():
@@ -158,6 +160,14 @@ def test_identical_outputs_stand_beside_what_plain_decoding_repeats_of_itself():
 def test_one_dot_of_perplexity_is_no_figure():
     base = replace(baseline(), perplexity=10.0)
     assert "perplexity" not in drawn(base)
+
+
+def test_perplexities_that_differ_by_rounding_alone_are_equal_and_no_figure():
+    base = replace(baseline(), perplexity=10.0)
+    same = [against(base, "2"), against(base, "3", arm=ARM | {"k": 3})]
+    assert "perplexity" not in drawn(base, *same, delta_ppl=1.182e-09)
+    (panel,) = drawn(base, *same, delta_ppl_of_greedy=0.5, delta_ppl=1.182e-09)["perplexity"].panels
+    assert [row["text"] for row in panel.data] == ["0.5", "0.5", "0.5"]
 
 
 def test_the_frontier_is_what_nothing_dominates():

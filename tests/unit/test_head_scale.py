@@ -165,7 +165,7 @@ def test_a_sweep_is_warned_of_a_flat_head_once(tmp_path):
         tmp_path / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, HIDDEN, VOCAB, target="next_token")
     )
     cfgs = [
-        RunConfig(layer=3, gate=GateConfig(kind), head=HeadConfig(path=str(file)), k=k, tau=tau)
+        RunConfig(layer=3, gate=GateConfig(kind), head=HeadConfig(path=str(file)), k=k, threshold=tau)
         for kind, tau in (("maxp", 0.5), ("none", None))
         for k in (2, 4)
     ]

@@ -35,7 +35,7 @@ LAYERS = (2, 3, 4, 6)
 
 
 def asked(kind="joblib", place=".", layers=LAYERS, **more):
-    launcher = LauncherConfig(kind=LauncherKind(kind), **({"cluster": "local"} if kind == "submitit" else {}) | more)
+    launcher = LauncherConfig(kind=LauncherKind(kind), **more)
     return [RunConfig(layer=layer, launcher=launcher, results_dir=str(place)) for layer in layers]
 
 
@@ -195,7 +195,8 @@ def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(la
 def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
     nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 1.0}} for _ in range(2)]
     monkeypatch.setattr(ray, "connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
-    cfg = asked("ray", layers=(2,), address="auto")[0]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    cfg = asked("ray", layers=(2,))[0]
     cfg.engine = replace(cfg.engine, device="cuda")
     assert ray.workers(cfg) == 2
     cfg.model = replace(cfg.model, tensor_parallel_size=2)

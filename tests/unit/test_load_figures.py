@@ -30,8 +30,7 @@ def test_goodput_counts_requests_within_every_limit_and_no_others():
     assert goodput(some, 2.0, Limits(ttft=200)) == 1.0
     assert goodput(some, 2.0, Limits(tpot=200)) == 1.0
     assert goodput(some, 2.0, Limits(ttft=200, tpot=200)) == 0.5
-    assert goodput(some, 2.0, Limits(e2e=800)) == 1.0
-    assert goodput(some, 2.0, Limits(ttft=1000, tpot=1000, e2e=10_000)) == 1.5
+    assert goodput(some, 2.0, Limits(ttft=1000, tpot=1000)) == 1.5
     assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, Limits(tpot=0.001)) == 1.0  # one token has no TPOT
 
 

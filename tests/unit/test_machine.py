@@ -8,7 +8,7 @@ from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig
 
 CARDS = [(f"GPU-{number}aaa", "NVIDIA H200") for number in range(8)]
-GPU = RunConfig(engine=EngineConfig(name="h100", device="cuda"))
+GPU = RunConfig(engine=EngineConfig(device="cuda"))
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def test_the_help_of_a_command_lists_the_draft_settings(command):
     shown = call(command, "--help").stdout
     for key in OPTIONS.keys() - options.RARE:
         assert key in shown
-    assert "draft_window" not in shown
+    assert "acceptance_length" not in shown
 
 
 def test_settings_that_no_user_needs_are_shown_for_their_word_or_with_all():
@@ -88,7 +88,8 @@ def test_settings_that_no_user_needs_are_shown_for_their_word_or_with_all():
     assert f"{len(options.RARE)} more are rarely needed: selfspec options --all" in usual
     every = [line.split(" = ")[0] for line in call("options", "--all").stdout.splitlines()]
     assert options.RARE < set(every)
-    assert "read_first = true" in call("options", "read_first").stdout
+    assert "runner = auto" in call("options", "runner").stdout
+    assert len(ALL) <= 70
 
 
 if __name__ == "__main__":

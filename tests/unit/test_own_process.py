@@ -15,7 +15,7 @@ from selfspec_cli.config.schema import EngineConfig, RunConfig
 from selfspec_cli.engine.processes import fork_engines, how_they_start
 
 torch.rand(2**20).sort()  # in parallel
-fork_engines(RunConfig(engine=EngineConfig(name="one", device=sys.argv[1])))
+fork_engines(RunConfig(engine=EngineConfig(device=sys.argv[1])))
 print(how_they_start(), flush=True)
 if how_they_start() == "fork":
     engine = os.fork()

@@ -203,18 +203,17 @@ def test_identity_says_only_what_the_arm_has():
         found = tables.identity(cfg, layer=8)
         return [found.get(name) for name in ("E", "k", "head", "gate", "threshold")]
 
-    cfg = RunConfig(gate=GateConfig(kind="varH"), tau_v=4.0, k=5)
+    cfg = RunConfig(gate=GateConfig(kind="varH"), threshold=4.0, k=5)
     assert columns(cfg) == [8, 5, "lens", "varH", 4.0]
     assert columns(replace(cfg, method=Method.skip, layer=3)) == [3, None, "lens", None, None]
     assert columns(replace(cfg, method=Method.baseline)) == [None] * 5
 
 
-def test_a_row_names_the_file_of_the_copies_that_drafted_and_an_order_that_is_not_the_usual_one():
-    cfg = RunConfig(draft_weights="int4", draft_weights_path="fits/copies-r32.safetensors", read_first=False)
+def test_a_row_names_the_file_of_the_copies_that_drafted():
+    cfg = RunConfig(draft_weights="int4", draft_weights_path="fits/copies-r32.safetensors")
     found = tables.identity(cfg, layer=8)
-    assert (found["draft_weights_file"], found["read_first"]) == ("copies-r32.safetensors", False)
-    usual = tables.identity(RunConfig(), layer=8)
-    assert (usual["draft_weights_file"], usual["read_first"]) == (None, None)
+    assert found["draft_weights_file"] == "copies-r32.safetensors"
+    assert tables.identity(RunConfig(), layer=8)["draft_weights_file"] is None
 
 
 def test_points_from_before_the_column_name_the_file_of_their_copies():

@@ -50,7 +50,7 @@ def opened():
 
 
 SKIP = RunConfig(method=Method.skip, layer=3)
-GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), tau_v=4.0)
+GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), threshold=4.0)
 
 
 def arms_of(found, kind):
@@ -115,7 +115,7 @@ def test_a_verified_arm_that_generates_the_baselines_text_differs_by_nothing(ope
 
 
 def test_arms_that_differ_in_their_gate_share_an_engine(opened):
-    other = replace(GATED, tau_v=5.0)
+    other = replace(GATED, threshold=5.0)
     ppl.run([GATED, other, replace(GATED, seed=0)], SMALL, open_engine=opened)
     assert [engine.cfg.method for engine in opened.engines] == ["baseline", "layer_skip", "baseline"]
     assert opened.engines[1].gates == [("varH", 4.0), ("varH", 5.0)]

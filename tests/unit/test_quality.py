@@ -154,13 +154,13 @@ def test_what_is_found_later_is_no_part_of_a_points_file(tmp_path):
 
 def test_an_arm_is_the_same_whatever_its_workload():
     keys = Keys()
-    cfg = RunConfig(gate=GateConfig(kind="varH"), tau_v=4.0, layer=3, k=4)
+    cfg = RunConfig(gate=GateConfig(kind="varH"), threshold=4.0, layer=3, k=4)
     engine = replace(cfg.engine, enforce_eager=True, max_num_seqs=4)
     same = replace(cfg, workload=WorkloadConfig(batch=4), seed=3, repeats=9, perplexity_tokens=0, engine=engine)
     assert keys.arm(cfg) == keys.arm(same)
     assert keys.run(cfg) != keys.run(same)
     others = [
-        replace(cfg, tau_v=5.0),
+        replace(cfg, threshold=5.0),
         replace(cfg, layer=4),
         replace(cfg, k=5),
         replace(cfg, method=Method.skip),

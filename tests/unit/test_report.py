@@ -183,7 +183,7 @@ def test_an_arm_stands_beside_the_baseline_that_its_speedup_was_computed_from():
     shown = [BASE, ARM, second, late]
     first, other = rows.groups(shown)
     assert (first.rows, other.rows) == ([BASE, ARM], [second, late])
-    assert first.title.endswith("baseline of 2026-11-21T00:00:00+0000")
+    assert first.title.endswith("baseline of 2026-11-21 00:00")
     assert "so arms of different tables are not compared" in rows.overview([first, other])
     text = printed(shown)
     assert text.index("100.0 (90") < text.index("150.0 (140") < text.index("80.0 (90") < text.index("130.0 (140")
@@ -511,6 +511,13 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(drawn) == "E=4 k=5 · lens · varH ≤ 5 · probabilistic drafts"
     own = "vLLM draft_model of 4 layers k=5 · probabilistic drafts"
     assert rows.label(replace(drawn, arm="draft_model")) == own
+
+
+def test_a_rivals_label_can_be_broken_and_a_line_through_lengths_has_none():
+    rival = Record("r", "t", "vllm", "m", speculative="ngram prompt_lookup_max=4 prompt_lookup_min=1", k=4)
+    assert rows.label(rival) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
+    assert rows.label(replace(rival, k=None)) == "vLLM ngram · prompt_lookup_max=4 · prompt_lookup_min=1"
+    assert rows.label(replace(rival, arm="draft_model", E=3, k=None)) == "vLLM draft_model of 3 layers"
 
 
 def test_groups_of_two_texts_have_titles_of_their_own():

@@ -127,7 +127,7 @@ def test_it_is_a_row_with_a_label_of_its_own(draft):
     row = tables.planned(cfg)
     assert (row.arm, row.speculative, row.k, row.E, row.gate) == ("vllm", "draft_model small", 3, None, None)
     assert label(row) == "vLLM draft_model small k=3"
-    assert label(tables.planned(one(*NGRAM))) == "vLLM ngram prompt_lookup_max=4 prompt_lookup_min=1 k=4"
+    assert label(tables.planned(one(*NGRAM))) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
 
 
 def test_the_sentence_of_a_report_names_another_method_where_it_wins():

@@ -82,7 +82,7 @@ def lab(tmp_path):
     return Lab(tmp_path)
 
 
-VARH_SWEEP = [RunConfig(gate=VARH, tau_v=tau) for tau in (4.0, 5.0, 6.0)]
+VARH_SWEEP = [RunConfig(gate=VARH, threshold=tau) for tau in (4.0, 5.0, 6.0)]
 
 
 def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
@@ -101,7 +101,7 @@ def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
 
 def test_draft_weights_need_an_engine_each_and_share_a_baseline(lab):
     kinds = ("shared", "fp8")
-    lab.run([RunConfig(draft_weights=kind, gate=VARH, tau_v=tau) for tau in (4.0, 5.0) for kind in kinds])
+    lab.run([RunConfig(draft_weights=kind, gate=VARH, threshold=tau) for tau in (4.0, 5.0) for kind in kinds])
     assert [engine.cfg.method for engine in lab.engines] == [Method.baseline, Method.layer_skip, Method.layer_skip]
     assert [row.draft_weights for row in lab.rows()] == [None, "shared", "shared", "fp8", "fp8"]
 
@@ -116,7 +116,7 @@ def test_every_point_has_its_provenance(lab):
 
 
 def test_points_share_engines_whatever_their_order(lab):
-    points = [RunConfig(layer=layer, gate=VARH, tau_v=tau) for tau in (4.0, 5.0) for layer in (2, 6)]
+    points = [RunConfig(layer=layer, gate=VARH, threshold=tau) for tau in (4.0, 5.0) for layer in (2, 6)]
     lab.run(points)
     assert [engine.cfg.layer for engine in lab.engines] == [None, 2, 6]
 
@@ -144,7 +144,7 @@ def test_models_are_families_of_their_own(lab):
 
 
 def test_a_failing_point_is_a_row_and_the_sweep_goes_on(lab):
-    lab.fail_point = lambda cfg: RuntimeError("out of\nmemory") if cfg.tau_v == 5 and cfg.gate == VARH else None
+    lab.fail_point = lambda cfg: RuntimeError("out of\nmemory") if cfg.threshold == 5 and cfg.gate == VARH else None
     result = lab.run(VARH_SWEEP)
     assert [row.status for row in lab.rows()] == ["ok", "ok", "failed: out of memory", "ok"]
     assert result.exit_code == 1
@@ -153,7 +153,7 @@ def test_a_failing_point_is_a_row_and_the_sweep_goes_on(lab):
 
 
 def test_bad_input_leaves_the_engine_alive_and_exits_with_2(lab):
-    lab.fail_point = lambda cfg: SettingsError("no such gate") if cfg.tau_v == 5 and cfg.gate == VARH else None
+    lab.fail_point = lambda cfg: SettingsError("no such gate") if cfg.threshold == 5 and cfg.gate == VARH else None
     result = lab.run(VARH_SWEEP)
     assert len(lab.engines) == 2
     assert result.exit_code == 2
@@ -162,7 +162,7 @@ def test_bad_input_leaves_the_engine_alive_and_exits_with_2(lab):
 
 def test_an_engine_that_does_not_start_fails_all_its_points_and_only_them(lab):
     lab.fail_open = lambda cfg: RuntimeError("no") if cfg.layer == 2 else None
-    result = lab.run([RunConfig(layer=layer, gate=VARH, tau_v=tau) for layer in (2, 6) for tau in (4.0, 5.0)])
+    result = lab.run([RunConfig(layer=layer, gate=VARH, threshold=tau) for layer in (2, 6) for tau in (4.0, 5.0)])
     assert [row.status for row in lab.rows()] == ["ok", "failed: no", "failed: no", "ok", "ok"]
     assert result.exit_code == 1
 
@@ -197,7 +197,7 @@ def test_a_rerun_of_what_is_finished_opens_no_engine(lab):
 
 
 def test_what_remains_is_measured_against_a_baseline_of_its_own_run(lab):
-    lab.fail_point = lambda cfg: RuntimeError("no") if cfg.tau_v == 6 and cfg.gate == VARH else None
+    lab.fail_point = lambda cfg: RuntimeError("no") if cfg.threshold == 6 and cfg.gate == VARH else None
     lab.run(VARH_SWEEP)
     lab.fail_point = lambda cfg: None
     result = lab.run(VARH_SWEEP)
@@ -209,7 +209,7 @@ def test_what_remains_is_measured_against_a_baseline_of_its_own_run(lab):
 
 def test_an_interrupt_passes_through_and_keeps_the_rows(lab):
     def interrupt(cfg):
-        if cfg.tau_v == 5 and cfg.gate == VARH:
+        if cfg.threshold == 5 and cfg.gate == VARH:
             raise KeyboardInterrupt
         return None
 
@@ -280,12 +280,12 @@ def test_progress_hears_of_the_plan_and_of_every_point_before_and_after(lab):
             seen.append(len(plan.points))
 
         def measuring(self, planned):
-            seen.append(("measuring", planned.cfg.tau_v))
+            seen.append(("measuring", planned.cfg.threshold))
 
         def measured(self, point):
-            seen.append(("measured", point.config["tau_v"], point.ok))
+            seen.append(("measured", point.config["threshold"], point.ok))
 
-    lab.fail_point = lambda cfg: RuntimeError("boom") if cfg.tau_v == 6 else None
+    lab.fail_point = lambda cfg: RuntimeError("boom") if cfg.threshold == 6 else None
     lab.run(VARH_SWEEP, progress=Heard())
     points = [(tau, ok) for tau, ok in ((None, True), (4.0, True), (5.0, True), (6.0, False))]
     assert seen[0] == 4
@@ -305,7 +305,7 @@ def test_a_later_point_stands_with_its_own_baseline_and_leaves_the_earlier_ones_
     """The machine is half as fast the second time; nothing of the first command may be divided by that."""
     lab.run(VARH_SWEEP)
     lab.pace = 50.0
-    lab.run([RunConfig(gate=VARH, tau_v=7.0)])
+    lab.run([RunConfig(gate=VARH, threshold=7.0)])
     first, *early, second, late = lab.points()
     assert {arm.compared_with.baseline for arm in early} == {first.id}
     assert late.compared_with.baseline == second.id != first.id
@@ -316,12 +316,12 @@ def test_a_later_point_stands_with_its_own_baseline_and_leaves_the_earlier_ones_
 def test_a_valid_baseline_is_reused_where_that_is_asked_for_and_the_point_says_so(lab):
     lab.run(VARH_SWEEP)
     lab.pace = 50.0
-    lab.run([RunConfig(gate=VARH, tau_v=7.0)], reuse_baseline=True)
+    lab.run([RunConfig(gate=VARH, threshold=7.0)], reuse_baseline=True)
     first, *_, late = lab.points()
     assert [engine.cfg.method for engine in lab.engines[2:]] == [Method.layer_skip]
     assert (late.compared_with.baseline, late.compared_with.reused) == (first.id, True)
     assert late.compared_with.speedup == pytest.approx(0.75)
-    lab.run([RunConfig(gate=VARH, tau_v=7.0, seed=1)], reuse_baseline=True)  # another workload: none is valid
+    lab.run([RunConfig(gate=VARH, threshold=7.0, seed=1)], reuse_baseline=True)  # another workload: none is valid
     assert not lab.points()[-1].compared_with.reused
 
 
@@ -336,7 +336,7 @@ def test_a_failed_rerun_changes_nothing_of_a_good_point(lab):
 
 def test_a_sweep_killed_three_times_and_resumed_ends_with_the_points_of_one_left_alone(tmp_path):
     whole, broken = Lab(tmp_path / "whole"), Lab(tmp_path / "broken")
-    grid = [RunConfig(layer=layer, gate=VARH, tau_v=tau) for layer in (2, 4) for tau in (4.0, 5.0, 6.0)]
+    grid = [RunConfig(layer=layer, gate=VARH, threshold=tau) for layer in (2, 4) for tau in (4.0, 5.0, 6.0)]
     whole.run(grid)
     broken.fail_point = lambda cfg: time.sleep(0.03)  # seven points take at least 0.2 s
     draw, killed = random.Random(4), 0
@@ -365,7 +365,7 @@ def test_what_was_asked_to_stop_is_not_written_down_as_failed(lab):
     """An engine's own processes get Ctrl-C too; that such an engine then fails is the interrupt, not a result."""
 
     def interrupted(cfg):
-        if cfg.tau_v == 5 and cfg.gate == VARH:
+        if cfg.threshold == 5 and cfg.gate == VARH:
             interrupts._note(2, None)
             return RuntimeError("the engine core is dead")
         return None
@@ -390,20 +390,22 @@ def test_how_long_it_may_take_comes_from_comparable_points(lab):
 
 
 def test_only_what_failed_is_tried_again(lab):
-    lab.fail_point = lambda cfg: RuntimeError("boom") if cfg.tau_v == 5 and cfg.method is not Method.baseline else None
-    asked = [RunConfig(gate=VARH, tau_v=float(tau)) for tau in (4, 5)]
+    lab.fail_point = lambda cfg: (
+        RuntimeError("boom") if cfg.threshold == 5 and cfg.method is not Method.baseline else None
+    )
+    asked = [RunConfig(gate=VARH, threshold=float(tau)) for tau in (4, 5)]
     assert len(lab.run(asked).failed) == 1
     lab.fail_point, lab.measured = lambda cfg: None, []
-    more = [*asked, RunConfig(gate=VARH, tau_v=6.0)]
+    more = [*asked, RunConfig(gate=VARH, threshold=6.0)]
     found = lab.run(more, retry_failed=True)
-    assert [cfg.tau_v for cfg in lab.measured if cfg.method is not Method.baseline] == [5]
+    assert [cfg.threshold for cfg in lab.measured if cfg.method is not Method.baseline] == [5]
     assert found.skipped == 1 and found.exit_code == 0
     assert lab.run(more, retry_failed=True).points == []  # tau_v=6 was never tried, so it has not failed
-    assert [cfg.tau_v for cfg in lab.measured[-1:]] == [5]
+    assert [cfg.threshold for cfg in lab.measured[-1:]] == [5]
 
 
 def test_a_sweep_that_is_out_of_time_ends_between_points_and_goes_on_later(lab):
-    asked = [RunConfig(gate=VARH, tau_v=float(tau)) for tau in (4, 5, 6)]
+    asked = [RunConfig(gate=VARH, threshold=float(tau)) for tau in (4, 5, 6)]
     found = lab.run(asked, go_on=lambda: len(lab.measured) < 2)
     assert (len(found.points), found.left, found.exit_code) == (2, 2, 0)
     opened = len(lab.engines)

@@ -165,7 +165,7 @@ class Clock:
 
 
 def planned(**more):
-    cfgs = [RunConfig(gate=GateConfig("varH"), tau_v=tau, **more) for tau in (4.0, 5.0)]
+    cfgs = [RunConfig(gate=GateConfig("varH"), threshold=tau, **more) for tau in (4.0, 5.0)]
     return planning.plan([RunConfig(method=Method.baseline), *cfgs])
 
 
@@ -209,7 +209,7 @@ def test_nothing_is_promised_before_anything_is_known():
 
 def test_a_long_sweep_shows_the_arms_around_the_one_in_hand():
     state, text = progress_table.State(Clock()), io.StringIO()
-    cfgs = [RunConfig(gate=GateConfig("varH"), tau_v=float(tau)) for tau in range(1, 40)]
+    cfgs = [RunConfig(gate=GateConfig("varH"), threshold=float(tau)) for tau in range(1, 40)]
     plan = planning.plan(cfgs)
     state.plan(plan)
     for chosen in plan.points[:20]:

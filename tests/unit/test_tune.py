@@ -205,7 +205,7 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
     counts.write_text("of another text")
     keys.append(exits.draft_key(counted))
     assert len(set(keys)) == 5
-    assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), tau=0.2)) == keys[-1]
+    assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), threshold=0.2)) == keys[-1]
 
 
 def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):

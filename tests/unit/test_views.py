@@ -150,7 +150,7 @@ def test_contexts_share_an_engine_and_each_reads_the_keys_and_values_that_it_att
     work = replace(WORK, input_len=100, output_len=56)
     cfgs = [
         config(tmp_path, draft_weights="shared", layer=12, workload=work, **view)
-        for view in ({}, {"draft_window": 32}, {"draft_context": "window:512"})
+        for view in ({}, {"draft_context": "window:32"}, {"draft_context": "window:512"})
     ]
     found = views.run(cfgs, open_engine=opened[0])
     assert len(opened) == 2

@@ -7,9 +7,12 @@ from commands import call, document, model_folder
 
 from selfspec_cli.commands import serve
 from selfspec_cli.commands.screen import in_words
+from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.stages import doctor, preflight
+
+CHECKS = paths.experiments_dir() / "checks"
 
 
 @pytest.fixture
@@ -105,6 +108,20 @@ def test_a_setting_of_a_workload_is_said_to_have_no_effect_on_a_server(model):
 )
 def test_a_value_of_a_plan_in_words(value, words):
     assert in_words(value) == words
+
+
+def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = call("check", str(CHECKS / "cpu_micro.yaml"), "--dry-run")
+    assert shown.exit_code == 0, shown.stderr
+    assert "mean_accepted_len at least" in shown.stdout
+    assert not any(word in shown.stdout for word in ("None", "True", "False", "{", "'"))
+
+
+def test_the_engine_of_gpus_by_the_name_that_it_had(model):
+    shown = call("sweep", model, "engine=h100", "perplexity_tokens=0", "--dry-run")
+    assert shown.exit_code == 0 and "engine=h100 is called engine=gpu now" in shown.stderr
+    assert "is called" not in call("sweep", model, "engine=gpu", "--dry-run").stderr
 
 
 @pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "views", "profile"])

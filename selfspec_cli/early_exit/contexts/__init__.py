@@ -41,7 +41,7 @@ class Context:
         return ":".join(map(str, (self.name, *self.values)))
 
     def settings(self) -> dict[str, Any]:
-        """The settings that say it, by name; none for the full context."""
+        """The columns that say it, by name, which users may write too; none for the full context."""
         if self.is_full:
             return {}
         return {self.kind.key: self.values[0]} if self.kind.key else {SETTING: str(self)}
@@ -71,14 +71,31 @@ class Context:
         return self
 
 
-def own_keys() -> tuple[str, ...]:
-    """The settings besides `draft_context` by which a kind may be named."""
-    return tuple(kind.key for kind in CONTEXTS.values() if kind.key)
+def own_keys() -> dict[str, str]:
+    """Other names of `draft_context`, such as draft_window, and the kind of context that each names."""
+    return {kind.key: kind.name for kind in CONTEXTS.values() if kind.key}
+
+
+def as_setting(key: str, value: Any) -> str:
+    """A context as it is kept: `value` written by `key`, which is `draft_context` or another name of it.
+
+    Raises SettingsError for what names no context.
+    """
+    kind = own_keys().get(key)
+    if kind is None:
+        if not isinstance(value, str):
+            raise SettingsError(f"{key} = {value!r} must be text, such as window:1024")
+        return str(Context.parse(value, key))
+    (least,) = CONTEXTS[kind].numbers.values()
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SettingsError(f"{key} = {value!r} must be an integer, not {type(value).__name__}")
+    if value < least:
+        raise SettingsError(f"{key} = {value} is out of range; allowed: {least} or more")
+    return f"{kind}:{value}"
 
 
 def context_of(settings: Any) -> Context:
-    """The context that draft settings, or the columns of a row, name: by `draft_context`, or by a kind's own key such
-    as `draft_window`.
+    """The context that draft settings, or the columns of a row, name: rows have a column for a kind's own key.
 
     Raises SettingsError for two of them, and for what names no context.
     """

@@ -11,10 +11,10 @@ class DraftContext:
     cost, never which tokens are generated.
 
     name: what users write in `draft_context=`. help: one line for `--help`. numbers: what is written behind the name,
-    each with its least value, such as {"TOKENS": 16} for NAME:TOKENS. key: a setting of this kind's own that holds its
-    only number, as `draft_window` does; empty for a kind that is written by `draft_context` alone. kernels: the
-    plugin's module that leaves blocks out of block tables, as `vllm_plugin.contexts.base` describes it; None for the
-    kind that leaves nothing out.
+    each with its least value, such as {"TOKENS": 16} for NAME:TOKENS. key: another name of the setting, and a
+    column of rows, that holds the only number of this kind, as `draft_window` does; empty for no other name. kernels:
+    the plugin's module that leaves blocks out of block tables, as `vllm_plugin.contexts.base` describes it; None for
+    the kind that leaves nothing out.
     """
 
     name: str

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Direction = Literal["at_least", "at_most"]
 
-THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
-"""The settings that are thresholds of a gate; every gate that has a threshold also takes the last."""
+THRESHOLD_KEYS = ("threshold", "tau", "tau_v")
+"""Names of the threshold of a gate in the papers, and `threshold`, which every gate takes that has one."""
 
 DEVICE_NAMES = {
     "confidence": "the greatest probability",
@@ -68,7 +68,7 @@ def unit_interval(vocab_size: int) -> tuple[float, float]:
 class Gate:
     """One gate: its rule, its statistic on the CPU and on CUDA, and how it is shown.
 
-    name: what users write. key: the setting of its threshold, of THRESHOLD_KEYS (None: it has none).
+    name: what users write. key: the name of its threshold, of THRESHOLD_KEYS (None: it has none).
     direction: the gate is open while the statistic is at least, or at most, the threshold. default: the threshold when
     none is given. low, high: thresholds allowed (inclusive). meaning: the statistic in words, for messages. help: one
     line for users. colour: of its line in figures, as #rrggbb.

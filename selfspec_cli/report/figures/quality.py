@@ -38,7 +38,7 @@ _SCORE = re.compile(r"(?P<name>\S+ \S+) (?P<value>[-\d.]+)(?: ± (?P<error>[\d.]
 
 
 def perplexities(groups: Iterable[Group]) -> list[Figure]:
-    """A dot an arm, with the interval over documents or prompts, where two arms or more have one."""
+    """A dot an arm, with the interval over documents or prompts, where two arms or more have one and they differ."""
     panels = []
     for group in groups:
         rows = [row for row in group.rows if row.status == OK]
@@ -49,7 +49,8 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
                 _dot(name, row, getattr(row, column), *pair)
                 for name, row, pair in zip(labels(known), known, ends, strict=True)
             ]
-            panels += [_panel(group, meaning, known, data)] if len(data) > 1 else []
+            if len(data) > 1 and any(one["value"] for one in data):  # else the table says it
+                panels.append(_panel(group, meaning, known, data))
     about = (
         "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap "
         "over documents or prompts; no line: one sum was kept. An arm whose outputs are all the baseline's has 0."
@@ -150,8 +151,10 @@ def scores(groups: Iterable[Group]) -> list[Figure]:
 
 
 def _dot(name: str, row: Record, value: float, low: float | None, high: float | None) -> dict[str, Any]:
-    ends = {"value": sig(value), "low": sig(low), "high": sig(high)}
-    return {"arm": name, **ends, "text": f"{value:.4g}", "point": row.point}
+    # Perplexities that are equal differ by rounding, in the ninth digit.
+    ends = {"value": value, "low": low, "high": high}
+    rounded = {end: None if number is None else sig(round(number, 6)) for end, number in ends.items()}
+    return {"arm": name, **rounded, "text": f"{rounded['value']:.4g}", "point": row.point}
 
 
 def _panel(group: Group, name: str, rows: list[Record], data: list[dict[str, Any]]) -> Panel:

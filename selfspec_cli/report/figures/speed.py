@@ -80,7 +80,8 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
         .mark_point(shape="diamond", size=90, filled=True, color="#a54fd1", yOffset=4)
         .encode(x="target:Q", y=y, tooltip=tips)
     )
-    one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
+    one = rows_chart().transform_calculate(one="1").mark_tick(size=19, thickness=1.5, yOffset=4)
+    one = one.encode(x="one:Q", y=y)  # beside each bar, so that no line goes through the names
     chart = (bars + one + whisker + wish + titles_above()).properties(width="container", height=alt.Step(STEP))
     about = (
         "Each bar is the median of an arm's repeats over the median of its baseline's; the line across its end is the "

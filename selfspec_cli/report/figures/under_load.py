@@ -13,6 +13,7 @@ import altair as alt
 from selfspec_cli import load_patterns
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import median
+from selfspec_cli.record.tables import UNVERIFIED
 from selfspec_cli.report.figures.base import (
     RED,
     Figure,
@@ -139,7 +140,7 @@ def speedups(found: Sequence[Family]) -> list[Figure]:
             }
             for name, load, row in _series(family, (row for row in family.rows if row.arm != "baseline"))
         ]
-        panels.append(family.panel(data))
+        panels.append(family.panel(data, at_a_glance(family)))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
     middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
@@ -164,6 +165,19 @@ def speedups(found: Sequence[Family]) -> list[Figure]:
     return figure("by_load", "Speedup by load", about, chart, panels)
 
 
+def at_a_glance(family: Family) -> str:
+    """The speedups of the first verified arm of ours by load, in a sentence; empty where none is of ours."""
+    ours = [row for row in family.rows if row.arm not in (*RIVALS, *UNVERIFIED) and row.speedup is not None]
+    if not ours:
+        return ""
+    by_load: dict[float, list[float]] = defaultdict(list)
+    for row in ours:
+        if name_of(row) == name_of(ours[0]):
+            by_load[family.load(row)].append(row.speedup or 0.0)
+    words = [f"{median(values):.2f}x at {load:g}" for load, values in sorted(by_load.items())]
+    return f"{name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
+
+
 def users_and_gpus(found: Sequence[Family]) -> list[Figure]:
     """What one user gets against what one GPU yields: each arm's line goes from few requests to many."""
     panels = []
@@ -183,14 +197,18 @@ def users_and_gpus(found: Sequence[Family]) -> list[Figure]:
             }
             for (name, load), rows in together.items()
         ]
-        panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}."))
+        numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
+        for one in data:  # of one line: numbers at every dot run into each other
+            one["number"] = one["load"] if one["series"] == numbered else None
+        panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
     tips = ["series:N", "load:O", "user:Q", "gpu:Q", "point:N"]
     base = rows_chart().encode(x=x, y=y)
     line = base.mark_line(strokeWidth=2).encode(color=colour("series"), order="load:Q", tooltip=tips)
     dots = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour("series"), tooltip=tips)
-    number = base.mark_text(align="left", dx=7, dy=-6, fontSize=11).encode(text="load:N")
+    number = base.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
+    number = number.encode(text="number:N")
     chart = (line + dots + number).properties(width="container", height=340)
     about = (
         "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "

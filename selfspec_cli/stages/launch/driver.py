@@ -1,7 +1,7 @@
 """The one process that writes the record of a sweep on several workers.
 
 It cuts the plan into units, hands them to a launcher, saves each point as it arrives, and gives to another worker what
-one that died had not measured. A point on which workers die `launcher.tries` times is written down as failed.
+one that died had not measured. A point on which workers die TRIES times is written down as failed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Launcher(Protocol):
         """Measure units -> points as JSON as they come, and an `Ended` for each unit."""
 
 
+TRIES = 2
+"""Workers that may die on one point before it has failed."""
 LAUNCHERS: dict[str, Launcher] = {"joblib": joblib, "ray": ray, "submitit": submitit}
 
 
@@ -66,7 +68,7 @@ def run(
     deaths: Counter[str] = Counter()
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for number in range(len(plan.points) * cfg.launcher.tries + 1):
+    for number in range(len(plan.points) * TRIES + 1):
         if not units or (ends is not None and time.time() >= ends):
             break
         left: list[Unit] = []
@@ -84,7 +86,7 @@ def run(
                         progress.measuring(following)
                 elif item.code:
                     for victim in waiting[unit.name][:1]:
-                        _died(unit, victim, item, deaths, cfg.launcher.tries, finished, fail)
+                        _died(unit, victim, item, deaths, TRIES, finished, fail)
                     again = rest(unit, finished, f"{unit.name}r{number}")
                     left += [again] if again is not None else []
         units = left

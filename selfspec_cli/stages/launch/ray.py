@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: one that runs (launcher.address), or one that is started on this host."""
+"""Workers on a Ray cluster: one that runs (RAY_ADDRESS), or one that is started on this host."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from selfspec_cli.stages.launch.units import Unit, description
 Sent = tuple[Unit, str | Ended]
 
 
+def running() -> str | None:
+    """Address of the Ray cluster to join, by Ray's own variable; None: one is started on this host."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def connected(cfg: RunConfig) -> Any:
     """The module `ray`, connected.
 
@@ -31,12 +36,12 @@ def connected(cfg: RunConfig) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"launcher=ray: ray is not installed: {install('ray')}") from error
     if not ray.is_initialized():
-        address = cfg.launcher.address
+        address = running()
         local: dict[str, Any] = {} if address else {"num_cpus": _processors(cfg), "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
         except (ConnectionError, ValueError) as error:
-            raise ConfigError(f"launcher.address={address}: no Ray cluster answers there ({error})") from error
+            raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
     return ray
 
 
@@ -51,7 +56,7 @@ def workers(cfg: RunConfig) -> int:
     Raises:
         ConfigError: no node of the cluster has what one worker takes; Ray would wait for such a node for ever.
     """
-    if cfg.launcher.address is None:
+    if running() is None:
         return joblib.workers(cfg)
     on_cpu = device_of(cfg) == "cpu"
     name, each = ("CPU", devices.A_WORKER) if on_cpu else ("GPU", cfg.model.tensor_parallel_size)
@@ -59,7 +64,7 @@ def workers(cfg: RunConfig) -> int:
     room = sum(have // each for have in nodes)
     if not room:
         raise ConfigError(
-            f"launcher.address={cfg.launcher.address}: a worker takes {each} {name}(s) of one node, and "
+            f"RAY_ADDRESS={running()}: a worker takes {each} {name}(s) of one node, and "
             f"no node of this Ray cluster has more than {max(nodes, default=0)}"
         )
     return room if cfg.launcher.workers is None else min(cfg.launcher.workers, room)
@@ -86,7 +91,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
                 unit = waiting.pop(0)
                 need = {"num_cpus": devices.A_WORKER} if on_cpu else {"num_cpus": 1, "num_gpus": unit.gpus}
                 task = remote.options(num_returns="streaming", max_retries=0, **need)
-                place = log(unit) if cfg.launcher.address is None else None  # another node may not see that folder
+                place = log(unit) if running() is None else None  # another node may not see that folder
                 streams[unit.name] = unit, task.remote(description(unit, f"{run_id}{unit.name}"), place)
             interrupts.check()
             ready, _ = ray.wait([stream for _, stream in streams.values()], num_returns=1, timeout=0.5)
@@ -103,5 +108,5 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     finally:
         for _, stream in streams.values():
             ray.cancel(stream, force=False)
-        if cfg.launcher.address is None:
+        if running() is None:
             ray.shutdown()  # the cluster on this host was for this command

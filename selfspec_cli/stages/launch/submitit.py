@@ -1,8 +1,9 @@
-"""Workers as Slurm jobs, or as processes of this host (launcher.cluster=local). The folder of results is shared."""
+"""Workers as Slurm jobs, or as processes of this host where there is no Slurm. The folder of results is shared."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -22,11 +23,17 @@ from selfspec_cli.stages.launch.units import Unit, description
 Sent = tuple[Unit, str | Ended]
 POLL = 0.5  # seconds
 JOBS_AT_ONCE = 16  # of Slurm, where nothing is said
+MINUTES = 240  # that a job may take; Slurm's own SBATCH_TIMELIMIT and SBATCH_PARTITION win
+
+
+def on_slurm() -> bool:
+    """Whether jobs can be submitted to Slurm here."""
+    return shutil.which("srun") is not None
 
 
 def workers(cfg: RunConfig) -> int:
     """How many jobs are submitted at once."""
-    return joblib.workers(cfg) if cfg.launcher.cluster == "local" else cfg.launcher.workers or JOBS_AT_ONCE
+    return cfg.launcher.workers or JOBS_AT_ONCE if on_slurm() else joblib.workers(cfg)
 
 
 def job(document: dict[str, Any], spool: str, environment: dict[str, str], log: str) -> str:
@@ -50,13 +57,9 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     except ModuleNotFoundError as error:
         raise ConfigError(f"launcher=submitit: submitit is not installed: {install('slurm')}") from error
     place = Path(log(units[0])).parent / f"{run_id}-jobs"
-    executor = AutoExecutor(folder=place, cluster=None if cfg.launcher.cluster == "slurm" else cfg.launcher.cluster)
+    executor = AutoExecutor(folder=place, cluster="slurm" if on_slurm() else "local")
     on_cpu = device_of(cfg) == "cpu"
-    executor.update_parameters(
-        timeout_min=cfg.launcher.minutes,
-        cpus_per_task=devices.A_WORKER if on_cpu else 8,
-        **({"slurm_partition": cfg.launcher.partition} if cfg.launcher.partition else {}),
-    )
+    executor.update_parameters(timeout_min=MINUTES, cpus_per_task=devices.A_WORKER if on_cpu else 8)
     free, count = _free(cfg), workers(cfg)  # once: the load of this host's own workers would lessen it
     waiting, running = list(units), dict[str, tuple[Unit, Path, Any]]()
     held: dict[str, list[str]] = {}
@@ -92,7 +95,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
 def _free(cfg: RunConfig) -> list[str] | None:
     """The GPUs of this host, or its idle pairs of cores, where jobs are processes of it, because submitit gives the
     first GPU to each of them. None where Slurm says what a job has."""
-    if cfg.launcher.cluster != "local":
+    if on_slurm():
         return None
     if device_of(cfg) == "cpu":
         return [",".join(map(str, pair)) for pair in joblib.idle_pairs()]

@@ -178,7 +178,6 @@ class Arguments(ctypes.Structure):
             for name in ("cache_block", "cache_head", "cache_token", "cache_value", "table_row")
         ),
         ("scale", ctypes.c_float),
-        ("stamps", ctypes.c_void_p),
     ]
 
 

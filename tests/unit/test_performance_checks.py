@@ -297,8 +297,8 @@ def test_a_file_that_asks_for_less_begins_its_count_anew(written):
     assert history.green_in_a_row(lines, file.name, file.digest, where | {"device": "another"}) == 0
 
 
-def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
-    from selfspec_cli.vllm_plugin.planted import speed
+def test_the_faults_that_can_be_planted_are_those_of_the_repository(written):
+    from selfspec_faults import speed
 
     assert set(run.PLANTED) == set(speed.ON_CUDA)
     for more in ([], ["--dry-run"]):

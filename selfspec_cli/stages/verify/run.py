@@ -27,6 +27,7 @@ from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
 from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
 from selfspec_cli.stages.verify.plain import Unsure
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
+from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
@@ -64,6 +65,8 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
             "--batch-invariant: vLLM has batch-invariant kernels on CUDA only; on the CPU use float32, "
             "whose rounding is too small to matter"
         )
+    if wanted.plant not in (None, FOREIGN_HEAD, *verdict.PLANTED_FOR_PROOF) and not FAULTS_FOLDER.is_dir():
+        raise ConfigError(f"--plant {wanted.plant}: this fault comes with the repository, not with the package")
     if wanted.plant is not None and cfg.method is not Method.layer_skip:
         raise ConfigError(
             f"--plant {wanted.plant}: faults are planted in drafting with the model's own layers; method=layer_skip"

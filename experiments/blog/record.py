@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import one_run
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.engine.live import Engine, open_engine
-from selfspec_cli.scripts import one_run
 from selfspec_cli.texts.prompts import workload_prompts
 
 

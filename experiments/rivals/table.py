@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.arguments import existing
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import OK
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
-from selfspec_cli.scripts import existing
 
 COLUMNS = (
     "method and setting",

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import among
 from selfspec_cli.load_patterns.poisson import moments
-from selfspec_cli.scripts import among
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from drafting import Answer, Drafting, accepted, answers, chat_prompts, library_prompts, load
 
+from experiments.arguments import among, decimals
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.layers import skipped_layers
-from selfspec_cli.scripts import among, decimals
 
 KINDS = "fp8,int8,int4"
 COLUMNS = (

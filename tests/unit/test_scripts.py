@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli import scripts
+from experiments import arguments as scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 

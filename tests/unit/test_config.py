@@ -147,14 +147,6 @@ def test_the_words_that_are_allowed_are_vllms(file, name, ours):
     assert set(ast.literal_eval(value.slice)) == set(ours)
 
 
-def test_the_threshold_is_that_of_the_chosen_gate():
-    assert gate_threshold(RunConfig(tau=0.3, tau_v=4)) is None
-    assert gate_threshold(RunConfig(gate=MAXP, tau=0.3)) == 0.3
-    assert gate_threshold(RunConfig(gate=VARH, tau_v=4)) == 4
-    assert gate_threshold(RunConfig(gate=VARH)) == 5
-    assert gate_threshold(RunConfig(gate=VARH, tau_v=4, threshold=6)) == 6
-
-
 def test_a_knob_without_effect_does_not_change_the_run_key():
     assert run_key(RunConfig(tau=0.1, tau_v=9)) == run_key(RunConfig())  # no gate
     assert run_key(RunConfig(gate=VARH, tau=0.1)) == run_key(RunConfig(gate=VARH))
@@ -252,8 +244,3 @@ def test_a_threshold_is_read_by_every_gate(kind):
     own = gate_threshold(RunConfig(gate=GateConfig(kind), tau=0.6, tau_v=3.0))
     assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATES[kind].default}[GATES[kind].key]
     assert gate_threshold(RunConfig(gate=GateConfig(kind))) is not None
-
-
-def test_the_calibrated_gates_threshold_is_its_files_to_say():
-    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"))) is None
-    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"), tau=0.4)) == 0.4

@@ -12,8 +12,6 @@ nothing else to do. On two quiet cores `reference` takes about half an hour and 
 takes two minutes more for each verified arm.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

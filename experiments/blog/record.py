@@ -9,8 +9,6 @@ workload `--repeats` times, one request at a time; the repeat of median length i
 engine. `streams.py` needs both, and refuses a recording whose texts differ. On a GPU texts cannot be made again later.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ than were recorded. So the picture shows what was measured and nothing else. It 
 needs no network and no script, and runs slower than the recording.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import json

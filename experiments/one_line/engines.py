@@ -7,8 +7,6 @@ fixed lengths (the same copies, the rule switched off, a table of one entry). Wh
 Each repeat asks the same questions in the same order; a row has the medians. Prompts are this project's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ streams 128 tokens of an answer to one of this project's own chat questions. Tim
 first part with text, TPOT over the rest of the answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

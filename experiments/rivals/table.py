@@ -6,8 +6,6 @@
 One table per model, workload and batch, each compared with its own command's baseline. Failed settings have no line.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -15,8 +15,6 @@ hardly show that delay: one number per server, fitted to the lightest open loop.
 fit and are the check. Not modelled: preemption, lengths of prompts, the prefix cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import json

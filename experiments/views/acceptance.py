@@ -7,8 +7,6 @@ Every token of the model's own answers begins a round (experiments/views/draftin
 are bootstrapped over answers, because rounds of one answer are not independent. The rows are written as they are found.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import random

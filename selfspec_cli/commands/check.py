@@ -1,7 +1,5 @@
 """`selfspec check`: is the speed still what a file asks for; the verdict as a table, as JSON and as JUnit XML."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any

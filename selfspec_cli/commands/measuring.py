@@ -1,7 +1,5 @@
 """What `bench` and `sweep` share: plan, measure on real engines, show."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -4,8 +4,6 @@ A vocabulary has a tag, which is part of the name of every head over it: v4096 f
 v4096-1f2e3d4c for a list of so many (its digest tells two lists apart).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -10,8 +10,6 @@ touches, and better conditioned). With S = centred X^T X, C = centred Y^T X and 
 so that the ridge shrinks it toward the lens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

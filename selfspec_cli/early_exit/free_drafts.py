@@ -17,8 +17,6 @@ This is the rule, in PyTorch, for one request. The V1 runner calls it; v2/matche
 device, and its test compares the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,8 +1,6 @@
 """What must not happen while a model drafts, whatever the speed is. Each is counted on a live engine
 (`vllm_plugin/observe/watch.py`), and a performance check asks for 0 of it."""
 
-from __future__ import annotations
-
 INVARIANTS = {
     "host_synchronisations": "times that the host waited for the device inside `propose`",
     "allocations": "tensors allocated on the device inside `propose`",

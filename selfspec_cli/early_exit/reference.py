@@ -16,8 +16,6 @@ of selfspec does the same inside vLLM, in batches and on GPUs, and its engine te
     python -m selfspec_cli.early_exit.reference
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

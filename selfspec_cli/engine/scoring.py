@@ -4,8 +4,6 @@ Scores are prompt log-probabilities. An engine computes them in its own full pas
 there: for a verified arm they are the target's, for `skip` those of the truncated model with its head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ interval reaches about from the slowest to the fastest pair, and it may cover le
 help.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

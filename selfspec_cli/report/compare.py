@@ -1,8 +1,6 @@
 """Two sets of points side by side: arms that both measured, what differs between their configurations, and whether the
 difference in speed is more than noise."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

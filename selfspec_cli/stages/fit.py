@@ -4,8 +4,6 @@ The ridge is chosen on other windows of the text that is fitted, and the agreeme
 out from it. One pass serves all layers and heads.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

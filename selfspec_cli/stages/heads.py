@@ -10,8 +10,6 @@ Three steps, each on engines of its own:
 3. The best few by predicted speedup, each at its best k, through the same `sweep` as any other arm.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager

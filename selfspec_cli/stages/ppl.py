@@ -7,8 +7,6 @@ whatever the arm generates. What can go wrong there is in what comes out. So eve
 prompts, greedily and sampled, and the plain model scores the continuations of both sides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ The log's requests are dealt into two halves. The calibrated gate is fitted, and
 and expected speedups are of the other.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ finalists run a second time, longer and alternating, because the best of many no
 Everything is kept under results/tune/<key>/: logs, costs, trials. The same command goes on from there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

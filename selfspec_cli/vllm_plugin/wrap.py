@@ -1,7 +1,5 @@
 """Putting something in the place of an attribute, and taking it out again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

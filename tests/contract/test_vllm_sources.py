@@ -4,8 +4,6 @@ A release that is neither installed nor unpacked is skipped; `python tests/contr
 What cannot be seen this way: whether compiled operators behave, and whether anything runs.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

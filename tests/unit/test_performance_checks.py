@@ -1,7 +1,5 @@
 """Performance checks: files, verdicts, repeats, the record and its rules, and what the command and the page show."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Those of the V1 runner are planted in a real engine (tests/engine/test_verify.py).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

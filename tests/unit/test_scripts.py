@@ -1,7 +1,5 @@
 """How scripts of experiments/ and tests/ answer a wrong word."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,8 +1,6 @@
 """What is counted while the V2 runner drafts, and what is planted there, on stand-ins: its device is a GPU elsewhere
 (tests/gpu/test_performance_checks.py). The V1 runner is watched in a real engine (tests/engine)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ A chart is Vega-Lite, made by Altair. It names its data ("rows") and does not ho
 with the same chart, and a page of thousands of points holds each chart once.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

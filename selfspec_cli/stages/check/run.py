@@ -4,8 +4,6 @@ The points are ordinary points of the results folder, measured by the loop of a 
 measurement on the same engine. What stays between red and green is measured again, up to the file's `runs`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -4,8 +4,6 @@ A value is that of all repeats of all runs, with its 95 % interval (`record.inte
 interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The GPUs and the processor cores of this host, handed to workers so that no two of them share one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

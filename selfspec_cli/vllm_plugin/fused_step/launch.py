@@ -1,7 +1,5 @@
 """Compiles the kernel for a whole trunk (exchange.cu begins it) with NVRTC, which PyTorch brings, and launches it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Sequence

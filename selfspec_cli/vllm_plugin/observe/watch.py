@@ -3,8 +3,6 @@
 What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import Counter

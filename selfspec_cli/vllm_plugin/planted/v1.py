@@ -1,7 +1,5 @@
 """Faults of the verify pass on vLLM's V1 model runner. Each function plants one and returns its undoing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

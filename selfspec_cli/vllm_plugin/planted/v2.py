@@ -3,8 +3,6 @@
 What is wrapped is called between CUDA graphs, never inside one, so a fault can come and go without a recapture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The worker of an engine that can be made faulty, and mended again, while it runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module

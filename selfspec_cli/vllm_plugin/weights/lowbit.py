@@ -13,8 +13,6 @@ tokens are one kernel on every engine (fused_step/), which has a layout of its o
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

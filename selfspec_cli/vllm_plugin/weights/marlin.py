@@ -3,8 +3,6 @@
 Which engines keep this layout, and which steps read it: lowbit.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults planted in the V2 runner of a live engine are seen, and what they did leaves with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

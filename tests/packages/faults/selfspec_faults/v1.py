@@ -1,7 +1,5 @@
 """Faults of drafting on vLLM's V1 model runner, which is what runs on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

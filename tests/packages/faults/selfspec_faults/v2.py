@@ -1,7 +1,5 @@
 """Faults of drafting on vLLM's V2 model runner, which is what runs on CUDA."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -36,7 +36,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request generates: until end-of-text, a stop string, or so many tokens.
+    """How one request generates: until end-of-text, a stop string, or its longest output.
 
     temperature: 0 is greedy. seed: of this request's sampling. other: further fields of vLLM's SamplingParams.
     """

@@ -24,7 +24,7 @@ NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often i
 @dataclass(frozen=True)
 class Pair:
     """One arm on both sides. ratio: tokens a second of B over those of A, in the interval low..high (None where repeats
-    were not kept). runs: so many runs of each side are behind it."""
+    were not kept). runs: number of runs of each side."""
 
     arm: str
     where: str

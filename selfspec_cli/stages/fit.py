@@ -35,7 +35,7 @@ class Request:
     """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
     target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one. corpus: see
     corpora.py. replay: prompts (of the config's workload) on whose generations heads are tested too; 0 is none. timed:
-    time each head on so many states; None does not.
+    time each head on that number of states; None does not.
     """
 
     layers: tuple[int, ...]

@@ -179,7 +179,7 @@ def labels(rows: Sequence[Record]) -> list[str]:
 
 
 def sig(value: float | None, digits: int = 5) -> float | None:
-    """A number with so many digits as a reader can use."""
+    """A number rounded to `digits` significant digits."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 

@@ -121,7 +121,7 @@ def verdicts(
 
 
 def watched(bench: sweep.Bench) -> sweep.Bench:
-    """A bench that counts what must not happen behind each measurement of an arm that drafts with its own layers."""
+    """A bench that counts what must not happen, after each measurement of an arm that drafts with its own layers."""
 
     def measure(cfg: RunConfig, engine: Any, progress: Progress) -> Measurement:
         measured = bench(cfg, engine, progress)

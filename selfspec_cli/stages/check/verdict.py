@@ -89,7 +89,7 @@ def _value(bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) ->
     if not ours or not theirs or not median(theirs):
         return None
     if bound.measure == START and bound.of_baseline:
-        # A first start and those after it differ by what is compiled, so each is set beside the plain one of its run.
+        # A first start and those after it differ in what is compiled, so each is compared with its run's plain one.
         ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
         return median(ratios), (min(ratios), max(ratios)) if len(ratios) > 1 else None
     return median(ours) / median(theirs), speedup_interval(ours, theirs)

@@ -52,7 +52,7 @@ def last_draft_is_wrong(runner: Any) -> Undo:
 
 
 def after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:
-    """change(sampled int32 [rows, k + 1] with -1 behind the last token, drafts of each row) after each verify pass."""
+    """change(sampled int32 [rows, k + 1] with -1 after the last token, drafts of each row) after each verify pass."""
 
     def make(original: Any) -> Any:
         def verify(metadata: Any, *args: Any) -> Any:

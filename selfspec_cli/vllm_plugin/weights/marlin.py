@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
 MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
-ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
+ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory compared with it
 
 
 def serves(bits: int, rows: int, columns: int) -> bool:

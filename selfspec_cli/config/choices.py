@@ -3,6 +3,8 @@
 A user's ./conf and ./experiments add names and take the place of packaged ones.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """What drafting counts, on its way through vLLM's own classes to vLLM's own registry; starts no engine."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """Weights that are replaced in a live engine: drafts on copies follow them, and the output is the new model's own."""
 
+from __future__ import annotations
+
 import pytest
 from harness import greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny

@@ -49,6 +49,8 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
     own = cfg.speculative.get(SAMPLE_METHOD)
     if wanted.probabilistic and cfg.method is Method.vllm and own not in (None, PROBABILISTIC):
         raise ConfigError(f"--probabilistic and speculative.{SAMPLE_METHOD}={own}: give one of them")
+    if wanted.plant not in (None, FOREIGN_HEAD, *verdict.PLANTED_FOR_PROOF) and not FAULTS_FOLDER.is_dir():
+        raise ConfigError(f"--plant {wanted.plant}: this fault comes with the repository, not with the package")
     if cfg.acceptance_length is not None:
         raise ConfigError(
             f"acceptance_length={cfg.acceptance_length}: synthetic acceptance changes the output by "
@@ -65,8 +67,6 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
             "--batch-invariant: vLLM has batch-invariant kernels on CUDA only; on the CPU use float32, "
             "whose rounding is too small to matter"
         )
-    if wanted.plant not in (None, FOREIGN_HEAD, *verdict.PLANTED_FOR_PROOF) and not FAULTS_FOLDER.is_dir():
-        raise ConfigError(f"--plant {wanted.plant}: this fault comes with the repository, not with the package")
     if wanted.plant is not None and cfg.method is not Method.layer_skip:
         raise ConfigError(
             f"--plant {wanted.plant}: faults are planted in drafting with the model's own layers; method=layer_skip"

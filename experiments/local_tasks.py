@@ -10,8 +10,6 @@ held-out standard library of the Python that runs this: which of four lines come
 for its renaming. So scores compare arms with each other, and cannot be compared with published ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -12,8 +12,6 @@ nothing else to do. On two quiet cores `reference` takes about half an hour and 
 takes two minutes more for each verified arm.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess
@@ -21,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import all_among
 from selfspec_cli.record import folder, quality, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.quality import GENERATED, GREEDY, Book, arm_in_words
-from selfspec_cli.scripts import all_among
 
 EAGER = "engine.enforce_eager=true"  # nothing is timed, and an engine starts in a quarter of the time
 GATES = ("none", "adaedl", "entropy", "margin", "maxp", "survival", "varH")

@@ -1,8 +1,6 @@
 """The process `selfspec`: its stdout carries results only; what vLLM and its libraries print goes to stderr, and while
 a command works to a log file (`commands/working.py`)."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Processes that a command starts: each in a session of its own, ended with the command, however that ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -12,8 +12,6 @@ While an engine starts there is no safe place for a minute. There, in `at_once`,
 KeyboardInterrupt there: vLLM drops one while it waits for its engine's process, and then waits on.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

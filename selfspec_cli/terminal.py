@@ -4,8 +4,6 @@ They write to `sys.stderr`, through `logging` and `warnings`, and past Python to
 child processes inherit. While a command works, all of that goes to a log file.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

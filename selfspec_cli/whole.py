@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, and where those are kept that can be made again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -25,6 +25,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # See processes/sitecustomize.py, which the processes that tests start import from here.
 PROCESSES = Path(__file__).with_name("processes")
+sys.path.append(str(Path(__file__).parent / "packages" / "faults"))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(PROCESSES), *filter(None, [os.environ.get("PYTHONPATH")])])
 if "SELFSPEC_TESTS_FOUND" not in os.environ:  # the first process, whose environment the others get
     os.environ["SELFSPEC_TESTS_FOUND"] = tempfile.mkdtemp()

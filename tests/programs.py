@@ -6,8 +6,6 @@ A test that needs one is marked `needs(NAME, ...)`. `tests/summary.py` fails a r
 machine that could have installed it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

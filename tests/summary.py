@@ -6,8 +6,6 @@
 Exits with 1 if a test was skipped for want of a program that this machine could have installed.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -9,8 +9,6 @@ workload `--repeats` times, one request at a time; the repeat of median length i
 engine. `streams.py` needs both, and refuses a recording whose texts differ. On a GPU texts cannot be made again later.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import one_run
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.engine.live import Engine, open_engine
-from selfspec_cli.scripts import one_run
 from selfspec_cli.texts.prompts import workload_prompts
 
 

@@ -12,8 +12,6 @@ than were recorded. So the picture shows what was measured and nothing else. It 
 needs no network and no script, and runs slower than the recording.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import json
@@ -22,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import existing
 from selfspec_cli.config.paths import reference_model_dir
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import Point, output_digests
-from selfspec_cli.scripts import existing
 from selfspec_cli.texts import library
 
 WIDTH, MARGIN, GAP, LINE, TOP = 960, 16, 16, 18, 74

@@ -178,7 +178,7 @@ class Fused:
         self.bias = torch.stack([layer["bias"] for layer in model.layers]) if shape.bias else None
         self.head_norms = torch.stack([layer["head_norms"] for layer in model.layers])
 
-    def bind(self, step: Step, stamps: Tensor | None = None) -> Callable[[], None]:
+    def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
         model, cache = step.model, step.caches[0]
         self.caches = torch.tensor([one.data_ptr() for one in step.caches], device="cuda")
@@ -199,7 +199,6 @@ class Fused:
             "slots": step.slots,
             "table": step.table,
             "out": step.out,
-            "stamps": stamps,
         }
         arguments = Arguments(
             **{name: pointer(tensor) for name, tensor in tensors.items()},

@@ -9,8 +9,6 @@ the one before has ended. `error`: largest difference of the two results. `writt
 cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from functools import partial

@@ -17,8 +17,8 @@ from typing import Any
 
 import triton
 
+from experiments.arguments import existing
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
-from selfspec_cli.scripts import existing
 from selfspec_cli.stages.tune_kernels import WITHIN
 from selfspec_cli.vllm_plugin.kernel_timing import Attention, Case, Product
 

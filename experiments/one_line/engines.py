@@ -8,8 +8,6 @@ the rule switched off, a table of one entry). Each has a process for its steps a
 another order each time, and a row has the medians. Prompts are this project's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ loop. Every request streams 128 tokens of an answer to one of this project's own
 to the first part with text, TPOT over the rest of the answer. The arms take turns, in another order in each repeat.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

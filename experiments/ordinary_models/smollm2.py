@@ -18,8 +18,6 @@ copies on that very grid would be exact, so 4-bit copies in groups of 32 with a 
 grids of draft_weights are others and round anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import subprocess

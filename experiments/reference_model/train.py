@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from architecture import TINY, Llama, Shape, export, rms_norm
 from data import Windows, prepare
-from muon import Muon
 from torch import Tensor
 
 EVALUATIONS = 12
@@ -92,7 +91,7 @@ class Trainer:
         chosen = set(matrices)
         others = [p for p in self.model.parameters() if p not in chosen]
         self.optimizers = [
-            Muon(matrices, lr=args.lr, weight_decay=0.1),
+            torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         stream = torch.from_numpy(np.load(args.work / "train.npy").astype(np.int32)).to(args.device)

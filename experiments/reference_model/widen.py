@@ -14,8 +14,6 @@ has numbers to move and multiply. Outputs, accept rates and exits are those of t
 step is that of a model of the new size. Whatever is measured with it must say that it is widened.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -8,8 +8,6 @@ tokens as early exit at E; and with --int4 `int4`, all layers with 4-bit weights
 (rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -6,19 +6,17 @@
 One table per model, workload and batch, each compared with its own command's baseline. Failed settings have no line.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.arguments import existing
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import OK
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
-from selfspec_cli.scripts import existing
 
 COLUMNS = (
     "method and setting",

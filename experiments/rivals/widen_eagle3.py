@@ -8,8 +8,6 @@ states next to each other (`fc`), and the embedding next to the state (the first
 are widened block by block.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -15,8 +15,6 @@ hardly show that delay: one number per server, fitted to the lightest open loop.
 fit and are the check. Not modelled: preemption, lengths of prompts, the prefix cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import json
@@ -30,8 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import among
 from selfspec_cli.load_patterns.poisson import moments
-from selfspec_cli.scripts import among
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 

@@ -7,8 +7,6 @@ Every token of the model's own answers begins a round (experiments/views/draftin
 are bootstrapped over answers, because rounds of one answer are not independent. The rows are written as they are found.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import random
@@ -21,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from drafting import Answer, Drafting, accepted, answers, chat_prompts, library_prompts, load
 
+from experiments.arguments import among, decimals
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.layers import skipped_layers
-from selfspec_cli.scripts import among, decimals
 
 KINDS = "fp8,int8,int4"
 COLUMNS = (

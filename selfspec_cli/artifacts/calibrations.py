@@ -1,7 +1,5 @@
 """Files of gate `calibrated`: the map that `selfspec roc` fitted, and the threshold at which it breaks even."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

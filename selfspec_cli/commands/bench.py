@@ -1,7 +1,5 @@
 """`selfspec bench`: measure one arm, or an experiment."""
 
-from __future__ import annotations
-
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import Ways, measure, nothing_typed
 from selfspec_cli.commands.screen import ROWS_KEPT, guard

@@ -1,7 +1,5 @@
 """`selfspec check`: is the speed still what a file asks for; the verdict as a table, as JSON and as JUnit XML."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +25,7 @@ from selfspec_cli.stages.check import file as check_file
 from selfspec_cli.stages.check import run as stage
 from selfspec_cli.stages.check.file import CheckFile
 from selfspec_cli.stages.check.verdict import ABSENT, GREEN, RED, UNSURE, Result
+from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
 STYLES = {GREEN: "green", RED: "bold red", UNSURE: "yellow"}
@@ -84,6 +83,8 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
     if plant is not None:
         if plant not in stage.PLANTED:
             raise ConfigError(closest(plant, stage.PLANTED, "--plant"))
+        if not FAULTS_FOLDER.is_dir():
+            raise ConfigError(f"--plant {plant}: the faults come with the repository, not with the package")
         if asked.served:
             raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
         cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]

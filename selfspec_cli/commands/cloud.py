@@ -1,7 +1,5 @@
 """A sweep on a spot machine: the command for SkyPilot, shown and run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What a command ends with: the settings to deploy, in a file, and the commands that start a server with them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Sequence

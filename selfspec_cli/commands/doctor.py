@@ -1,7 +1,5 @@
 """`selfspec doctor`: whether a run could work here."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory

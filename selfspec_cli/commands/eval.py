@@ -1,7 +1,5 @@
 """`selfspec eval`: scores of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

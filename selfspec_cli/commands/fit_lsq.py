@@ -1,7 +1,5 @@
 """`selfspec fit-lsq`: fit least-squares heads."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any

@@ -1,8 +1,6 @@
 """Commands that take overrides: their `--help` (what Typer says, and every draft setting, from the schema), and the
 answers to words of the first sprint and to options of vLLM's that are not behind --."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 from collections.abc import Sequence

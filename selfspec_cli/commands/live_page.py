@@ -5,8 +5,6 @@ libraries would stay in the memory that points report. So that thousands of poin
 what all pages took is at most `SHARE` of the time since the sweep began.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

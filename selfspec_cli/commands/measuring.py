@@ -1,7 +1,5 @@
 """What `bench` and `sweep` share: plan, measure on real engines, show."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -51,7 +49,7 @@ class Ways:
 
 
 def why_left(ways: Ways, left: int) -> str:
-    """Why so many points have no row, and what becomes of them."""
+    """Why points have no row, and what becomes of them."""
     said = f"{left} point(s) did not come back from the workers that measured them"
     if ways.max_hours is not None:
         said = f"--max-hours {ways.max_hours:g} is over, and {left} point(s) were not begun"

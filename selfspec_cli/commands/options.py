@@ -1,7 +1,5 @@
 """`selfspec options`: every setting."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`selfspec ppl`: perplexity."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

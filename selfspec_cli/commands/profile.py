@@ -42,7 +42,7 @@ CLOCKS = 0.05
 def profile(
     overrides: Overrides = None,
     config: Config = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of each request, at most so many.")] = 64,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each request, at most.")] = 64,
     nsys: Annotated[bool, typer.Option("--nsys", help="Record with NVIDIA Nsight Systems too, in a run more.")] = False,
     inside: Annotated[bool, typer.Option("--under-nsight", hidden=True)] = False,
     as_json: Json = False,

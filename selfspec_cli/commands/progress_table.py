@@ -1,7 +1,5 @@
 """What a command shows of its work, without a terminal: the state that its reports make, and how that is drawn."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

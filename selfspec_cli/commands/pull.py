@@ -1,7 +1,5 @@
 """`selfspec pull`: download a model; says what will be fetched, whether it fits, and where it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from selfspec_cli.commands import configs

@@ -1,7 +1,5 @@
 """`selfspec roc`: which gate and threshold to use."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any

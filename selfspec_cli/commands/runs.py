@@ -1,7 +1,5 @@
 """`selfspec runs`: list, filter, show, compare, delete and export the points of a results folder."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`selfspec serve`: become vLLM's server."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """What commands share: their options, and the mark by which app.py adds them."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable

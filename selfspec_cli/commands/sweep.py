@@ -1,7 +1,5 @@
 """`selfspec sweep`: measure a grid."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

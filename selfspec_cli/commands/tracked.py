@@ -1,7 +1,5 @@
 """What every command that measures sends to the experiment tracker when it is done."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

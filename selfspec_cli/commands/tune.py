@@ -1,7 +1,5 @@
 """`selfspec tune`: find settings for a model."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

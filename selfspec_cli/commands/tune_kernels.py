@@ -1,7 +1,5 @@
 """`selfspec tune-kernels`: settings of the draft's kernels for a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

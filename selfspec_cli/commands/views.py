@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def compare_views(
     overrides: Overrides = None,
     drop: Annotated[
-        int, typer.Option("--drop", min=0, help="Look for up to so many layers that the draft can do without.")
+        int, typer.Option("--drop", min=0, help="Most layers to look for that the draft can do without.")
     ] = 0,
     as_json: Json = False,
     dry_run: DryRun = False,

@@ -5,8 +5,6 @@ nothing was said for `QUIET` seconds. The picture is not drawn while requests ar
 shares its process with this screen: it changes between repeats, and follows the clock only while an engine starts.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a run runs on: the device in use, the installed versions, the revision of selfspec itself. No torch, no CUDA."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

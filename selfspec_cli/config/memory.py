@@ -4,8 +4,6 @@ Arithmetic on what config.json and the sizes of the weight files say; nothing is
 and activations come on top, which is why the sum is compared with `engine.gpu_memory_utilization` of a GPU's memory.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass

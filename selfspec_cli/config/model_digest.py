@@ -7,8 +7,6 @@
 `hf_overrides` are part of every one of them, for they replace entries of config.json. No network is asked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

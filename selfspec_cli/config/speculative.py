@@ -4,8 +4,6 @@
 read from the installed vLLM's source, because importing vLLM takes seconds and a plan should not.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ conf/tuned/NAME-FINGERPRINT.yaml: two models may share a name (orgA/M and orgB/M
 weights. A file is used for the model that it was made for and for no other.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A file is the head's tensors as its kind names them, and vocab_ids. A head fitted on another model is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -91,7 +91,7 @@ class DraftCounters:
                 self.off[reason] += 1
 
     def round(self, requests: int) -> None:
-        """A round begins with so many requests."""
+        """A round begins with this number of requests."""
         self._close()
         self.rounds, self._taken = self.rounds + 1, 0
         missing = requests + 1 - len(self.active_histogram)
@@ -99,7 +99,7 @@ class DraftCounters:
             self.active_histogram += [0] * missing
 
     def step(self, requests: int) -> None:
-        """One forward pass of the trunk over so many requests."""
+        """One forward pass of the trunk over this number of requests."""
         assert self._taken is not None
         self.steps += 1
         self.drafted += requests

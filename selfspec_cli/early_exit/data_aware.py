@@ -6,8 +6,6 @@ Column by column, each column's rounding error is made up for in the columns tha
 al., GPTQ, arXiv:2210.17323, in the Cholesky form of its section 3.3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

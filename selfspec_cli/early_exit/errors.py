@@ -1,7 +1,5 @@
 """The error for a setting that cannot be honoured, how a misspelt word is answered, and any error on one line."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

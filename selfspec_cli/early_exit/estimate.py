@@ -6,11 +6,9 @@ vllm_plugin/v2/round_setup.py compiles them from here for the device. That is wh
 
 # mypy: allow-untyped-defs
 
-from __future__ import annotations
-
 
 def trials(accepted, drafted):
-    """How many tokens a verify pass judged: those that stood, and the first that did not; none behind it."""
+    """Tokens that a verify pass judged: those that stood, and the first that did not."""
     return accepted + (accepted < drafted)
 
 

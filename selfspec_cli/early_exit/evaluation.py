@@ -1,7 +1,5 @@
 """Held-out agreement of exit heads with the full model, and the choice of a ridge by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A short stable name for a model, so that a head fitted on one is refused by another."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

@@ -10,8 +10,6 @@ touches, and better conditioned). With S = centred X^T X, C = centred Y^T X and 
 so that the ridge shrinks it toward the lens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -243,6 +241,6 @@ def fit_head(spec: HeadSpec, equations: NormalEquations, ridge: float = 0.0) -> 
 
 
 def _row_blocks(rows: int, width: int) -> list[slice]:
-    """Slices of at most 2^26 values (512 MB of fp64), so that temporaries stay small beside the sums themselves."""
+    """Slices of at most 2^26 values (512 MB of fp64), so that temporaries stay small compared with the sums."""
     step = max(1, 2**26 // width)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,7 +1,5 @@
 """A gate meets a head whose outputs are no distribution."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

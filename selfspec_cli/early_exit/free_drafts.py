@@ -17,8 +17,6 @@ This is the rule, in PyTorch, for one request. The V1 runner calls it; v2/matche
 device, and its test compares the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -33,8 +31,8 @@ WEIGHT = 0.15
 
 
 def longest_match(text: Tensor) -> tuple[int, int]:
-    """text [n]: how many of its last tokens, LONGEST at most, stand earlier in it, and the place behind them there, the
-    latest of several. (0, 0) where the last token is new."""
+    """Length of the longest suffix of text [n], LONGEST at most, that also stands earlier in it, and the position after
+    its last earlier occurrence; (0, 0) if the last token is new."""
     length = start = 0
     last = len(text) - 1
     ends = (text[:-1] == text[-1]).nonzero()[:, 0] + 1
@@ -53,7 +51,7 @@ def following(text: Tensor, start: int, count: int) -> Tensor:
 
 
 def agreement(text: Tensor, known: int, start: int) -> int:
-    """How many of the tokens behind the first `known` are those from `start` on, before the first that is another."""
+    """Length of the common prefix of `text[known:]` and `text[start:]`, in tokens."""
     gained = text[known:]
     return int((gained == text[start : start + len(gained)]).int().cumprod(0).sum())
 
@@ -75,7 +73,7 @@ def learnt(rates: Tensor, length: int, agreed: int, gained: int) -> Tensor:
 
 
 def expected(rates: Tensor, tokens: int) -> Tensor:
-    """Tokens [LONGEST] of a copied draft of `tokens` that will be accepted, behind a match of 1, 2, ... tokens."""
+    """Accepted tokens [LONGEST] to expect of a copied draft of `tokens`, after a match of 1, 2, ... tokens."""
     total, stands = torch.zeros(LONGEST), torch.ones(LONGEST)
     for place in range(tokens):
         stands = stands * rates[(torch.arange(LONGEST) + place).clamp_max(LONGEST - 1)]

@@ -4,8 +4,6 @@ A head is a safetensors file: a header of JSON, then the tensors. The header nam
 flat string metadata: "format", "format_version" and one JSON value per field of `HeadMetadata`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -10,8 +10,6 @@ The loss is convex in both. They become part of the head's weight and bias, so w
 nothing of them; a scale alone changes no argmax, and a prior that costs agreement is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """What must not happen while a model drafts, whatever the speed is. Each is counted on a live engine
 (`vllm_plugin/observe/watch.py`), and a performance check asks for 0 of it."""
 
-from __future__ import annotations
-
 INVARIANTS = {
     "host_synchronisations": "times that the host waited for the device inside `propose`",
     "allocations": "tensors allocated on the device inside `propose`",
@@ -12,6 +10,6 @@ INVARIANTS = {
     "unchosen_products": "kernels of a draft step that the file of `selfspec tune-kernels` did not choose",
     "sampled_rows": "requests that were not greedy",
     "finished_rows": "requests that were drafted for after their last token",
-    "closed_rows": "requests that took part in a draft step behind their closed gate",
+    "closed_rows": "requests that took part in a draft step after their gate had closed",
 }
 """Name -> what is counted. A name is either counted, or not applicable to an engine for a reason that is given."""

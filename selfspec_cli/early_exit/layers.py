@@ -1,7 +1,5 @@
 """Which layers draft: the first E, or those of them that are not skipped. Free of torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby

@@ -5,8 +5,6 @@ whether the head was fitted on hidden states after the model's final norm; "scal
 "after_norm" is missing a head is taken to have been fitted after the norm, with a warning.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -3,8 +3,6 @@
 Nothing reads the old words; whoever meets one answers with the line to type. Free of torch, vLLM and Typer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

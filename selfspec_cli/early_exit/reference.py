@@ -16,8 +16,6 @@ of selfspec does the same inside vLLM, in batches and on GPUs, and its engine te
     python -m selfspec_cli.early_exit.reference
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -160,7 +158,7 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int], cache: Tensor, start: int, layers: int | None = None) -> Tensor:
-        """A `Model`. layers: run only the first so many, then the final norm and the head: that is the early exit."""
+        """A `Model`. layers: number of layers before the final norm and the head; fewer than all are the early exit."""
         x = self.weights["model.embed_tokens.weight"][list(tokens)]
         for number in range(self.depth if layers is None else layers):
             layer = f"model.layers.{number}."

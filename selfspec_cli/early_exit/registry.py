@@ -3,8 +3,6 @@
 Free of torch, because settings are checked against these names wherever a user types them.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping

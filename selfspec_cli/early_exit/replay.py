@@ -6,8 +6,6 @@ run: where rounds begin is the log's own (after drafts of k), and every request 
 drafts as long as its longest draft. So `selfspec tune` measures what comes out best here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 

@@ -6,8 +6,6 @@ score is the lowest so far. At stake: of those tokens alone whose predecessors w
 scikit-learn is imported when an area or a curve is computed.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields

@@ -4,8 +4,6 @@ The harness's own vLLM class builds an engine itself and asks for a distribution
 Log-likelihoods are prompt log-probabilities, in which no draft has a part; `generate_until` decodes as the arm does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lm_eval.api.model import TemplateLM

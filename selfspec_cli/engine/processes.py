@@ -1,7 +1,5 @@
 """How the processes of engines on a GPU start: forked from this one, or spawned as vLLM's servers do it."""
 
-from __future__ import annotations
-
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import RunConfig
 

@@ -4,8 +4,6 @@ Scores are prompt log-probabilities. An engine computes them in its own full pas
 there: for a verified arm they are the target's, for `skip` those of the truncated model with its head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +36,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request generates: until end-of-text, a stop string, or so many tokens.
+    """How one request generates: until end-of-text, a stop string, or its longest output.
 
     temperature: 0 is greedy. seed: of this request's sampling. other: further fields of vLLM's SamplingParams.
     """

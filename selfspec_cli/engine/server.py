@@ -1,7 +1,5 @@
 """A vLLM server as a process of its own, and what is asked of a server beside completions: its model, its metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

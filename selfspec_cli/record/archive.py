@@ -5,8 +5,6 @@ that is no JSON. A path may lead into an archive as into a folder (`gpu/lowbit.j
 written into one: `pack` makes a whole archive, and the same files give the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import os

@@ -8,8 +8,6 @@ A column can be removed: values of it in old points, findings and profiles are l
 A value that was not measured is an empty cell (`None`), never 0.
 """
 
-from __future__ import annotations
-
 import csv
 import inspect
 import io

@@ -5,8 +5,6 @@ are added to the tables under a lock that is held while the file gets its name, 
 unless a process is killed in between; `prepare` and `export` make the tables again.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import os

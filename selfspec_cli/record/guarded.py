@@ -1,7 +1,5 @@
 """Locks of a results folder, and what the file system refuses as messages that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -6,8 +6,6 @@ interval reaches about from the slowest to the fastest pair, and it may cover le
 help.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -80,23 +78,12 @@ def overlap(one: Interval, other: Interval) -> bool:
 @lru_cache(maxsize=4096)
 def _interval(ours: tuple[float, ...], theirs: tuple[float, ...], paired: bool) -> Interval:
     import numpy
-    from scipy.stats import bootstrap
 
     def ratio(a: Any, b: Any, axis: int = -1) -> Any:
         return numpy.median(a, axis=axis) / numpy.median(b, axis=axis)
 
     # scipy.stats.bootstrap takes the ends from the resampled ratios themselves: no normal approximation.
-    found = bootstrap(
-        (ours, theirs),
-        ratio,
-        n_resamples=RESAMPLES,
-        paired=paired,
-        vectorized=True,
-        method="percentile",
-        confidence_level=LEVEL,
-        random_state=SEED,
-    ).confidence_interval
-    return float(found.low), float(found.high)
+    return _resampled((ours, theirs), ratio, paired)
 
 
 @lru_cache(maxsize=64)
@@ -119,18 +106,23 @@ def _of_means(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
 @lru_cache(maxsize=4096)
 def _of_documents(sides: tuple[tuple[float, ...], ...]) -> Interval:
     import numpy
-    from scipy.stats import bootstrap
 
     def difference(*drawn: Any, axis: int = -1) -> Any:
         sums = [numpy.sum(side, axis=axis) for side in drawn]
         ours = numpy.exp(sums[0] / sums[1])
         return ours if len(sums) == 2 else ours - numpy.exp(sums[2] / sums[3])
 
+    return _resampled(sides, difference, True)
+
+
+def _resampled(sides: Sequence[Sequence[float]], statistic: Any, paired: bool) -> Interval:
+    from scipy.stats import bootstrap
+
     found = bootstrap(
         sides,
-        difference,
+        statistic,
         n_resamples=RESAMPLES,
-        paired=True,
+        paired=paired,
         vectorized=True,
         method="percentile",
         confidence_level=LEVEL,

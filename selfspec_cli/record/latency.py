@@ -6,8 +6,6 @@ each output but the first. An output may hold several tokens where drafts were a
 there. Of a request of one token there is no TPOT and no ITL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -5,8 +5,6 @@ plan need not read the times of every request; every further line is one section
 points (`tables.row`), never the other way round.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

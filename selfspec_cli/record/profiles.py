@@ -4,8 +4,6 @@ One profile, one file `results/profiles/<run key>-<run>.json`, with the trace be
 is in the figure of the page. A profiled run is slower than a measured one, so it is no point.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

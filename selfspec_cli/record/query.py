@@ -1,7 +1,5 @@
 """Which rows a user means: conditions on columns, such as gate=varH, speedup>1.5, status~memory."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence

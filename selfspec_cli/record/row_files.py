@@ -1,7 +1,5 @@
 """Rows of one kind as two files: NAME.csv to look at, NAME.json with the facts that hold for all of them."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

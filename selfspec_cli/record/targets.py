@@ -4,8 +4,6 @@ A target stands in the file of the experiment, so it is shown beside the points 
 no others. It decides nothing: nothing is measured, chosen or refused because of one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Rows of `selfspec views`: how often each view of a model drafts what the model says, and what a draft step reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Two sets of points side by side: arms that both measured, what differs between their configurations, and whether the
 difference in speed is more than noise."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often i
 @dataclass(frozen=True)
 class Pair:
     """One arm on both sides. ratio: tokens a second of B over those of A, in the interval low..high (None where repeats
-    were not kept). runs: so many runs of each side are behind it."""
+    were not kept). runs: number of runs of each side."""
 
     arm: str
     where: str

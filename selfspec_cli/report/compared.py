@@ -1,7 +1,5 @@
 """A comparison of two sets of points as text: for the terminal, a pull request, a paper, or a program."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

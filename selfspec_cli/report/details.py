@@ -4,8 +4,6 @@ What many points share (a configuration's parts, versions, a command) is held on
 as the page has room for.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

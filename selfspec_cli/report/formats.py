@@ -1,7 +1,5 @@
 """The formats of a report, apart from what writes them: the command line names them before anything is drawn."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -1,7 +1,5 @@
 """The comparison of exit heads as a table for the terminal, and as a figure beside heads.csv."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """The table, once as cells of text (for HTML) and once for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -127,7 +127,7 @@ def read(file: Path, origin: int) -> list[dict[str, Any]]:
 def window(events: Iterable[Mapping[str, Any]], seconds: float) -> tuple[float, float]:
     """When a run began, in microseconds, and how many seconds it took, in a recording that began at 0.
 
-    A recording is longer than its run: counters are read in front of it and behind it, and the reading behind it waits
+    A recording is longer than its run: counters are read before it and after it, and the reading after it waits
     for the rounds that a scheduler had begun ahead. The run ended with its last engine step. It took `seconds` by a
     clock that is not the trace's, and began before its first step, for a request is made ready first. Where that clock
     disagrees, the run still holds all of its steps and nothing from before the recording, whatever it says.
@@ -204,7 +204,7 @@ def breakdown(
 def _unseen_steps(
     pieces: Sequence[Piece], step: Sequence[tuple[str, str]], steps: int | None
 ) -> tuple[list[Interval], list[str]]:
-    """Draft steps that were made and are not in the trace, as intervals beside those that are, and what to say of it.
+    """Draft steps that were made and are not in the trace, as intervals between those that are, and what to say of it.
 
     Of a loop inside a CUDA graph the profiler may see one pass alone (the last one on an H200), and the GPU seems
     idle during the others. Each step that was counted and not seen gets as much of this idle time as a seen one took on

@@ -1,7 +1,5 @@
 """Arms as `ppl` and `eval` look at them: a method with its settings on one model and engine, whatever the workload."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -1,8 +1,6 @@
 """How much of the processor cores a command had between two moments, and how much others had: on a busy machine speeds
 say as much of its other users as of the arm."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass

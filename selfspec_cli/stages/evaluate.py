@@ -4,8 +4,6 @@ Log-likelihood tasks never touch a draft. Only what an arm generates (`generate_
 an arm that verifies; of `skip` every score is its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

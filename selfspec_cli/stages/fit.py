@@ -4,8 +4,6 @@ The ridge is chosen on other windows of the text that is fitted, and the agreeme
 out from it. One pass serves all layers and heads.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -37,7 +35,7 @@ class Request:
     """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
     target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one. corpus: see
     corpora.py. replay: prompts (of the config's workload) on whose generations heads are tested too; 0 is none. timed:
-    time each head on so many states; None does not.
+    time each head on that number of states; None does not.
     """
 
     layers: tuple[int, ...]

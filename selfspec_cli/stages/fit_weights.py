@@ -4,8 +4,6 @@ One eager engine generates answers to prompts of the workload's kind, other ones
 linear layer sees meanwhile decides how its weight is rounded (GPTQ's method). The file is for this model and no other.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

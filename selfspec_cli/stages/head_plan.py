@@ -1,7 +1,5 @@
 """Which heads a command fits or compares: the points of a grid, gathered by layer, head and draft vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -10,8 +10,6 @@ Three steps, each on engines of its own:
 3. The best few by predicted speedup, each at its best k, through the same `sweep` as any other arm.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -163,7 +161,7 @@ def _measure(
     progress: Progress,
     failed: list[str],
 ) -> None:
-    """Measure the best rows in the engine and put what was measured beside what was predicted."""
+    """Measure the best rows in the engine, and write what was measured next to what was predicted."""
     chosen = {}
     for row in by_speedup(rows)[:top]:
         cfg = replace(plan.config_of(row), perplexity_tokens=0)

@@ -9,8 +9,6 @@ it reaches in a larger one, and only those that lead by their bounds are asked a
 algorithm). Agreement is not exactly submodular, so a bound may be wrong, and another set a little better.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

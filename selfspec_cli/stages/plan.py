@@ -5,8 +5,6 @@ points that differ only in gate, threshold or workload runs on one engine more. 
 engines: the baseline's and the candidates'.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

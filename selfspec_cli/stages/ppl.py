@@ -7,8 +7,6 @@ whatever the arm generates. What can go wrong there is in what comes out. So eve
 prompts, greedily and sampled, and the plain model scores the continuations of both sides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -39,7 +37,7 @@ OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 class Request:
     """What to score.
 
-    documents, document_tokens: at most so many documents of the corpus, and so many tokens of each from its beginning.
+    documents, document_tokens: most documents of the corpus, and most tokens of each, from its beginning.
     window, stride: `windows.rolling`. prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none.
     length: tokens generated for each. temperature: of the sampled continuations. held_out: see `corpora.documents`.
     """

@@ -6,8 +6,6 @@ hand begins again (huggingface_hub 2 gives every process a file of its own). Thi
 says beforehand whether the disk and the GPU have room.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What `bench` says of quality: the perplexity of some held-out text. `selfspec ppl` finds it with an interval."""
 
-from __future__ import annotations
-
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine import scoring
 from selfspec_cli.engine.live import Engine

@@ -5,8 +5,6 @@ replicas are servers that know nothing of each other. In front of them is vllm-r
 the gateway.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

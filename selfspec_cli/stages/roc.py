@@ -4,8 +4,6 @@ The log's requests are dealt into two halves. The calibrated gate is fitted, and
 and expected speedups are of the other.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +30,7 @@ from selfspec_cli.whole import written
 COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
 LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded
-LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at beside the default
+LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at as well as the default
 
 
 @dataclass(frozen=True)
@@ -238,7 +236,7 @@ def drawn(found: Sequence[Judgement]) -> list[dict[str, Any]]:
 
 
 def _thinned(values: Sequence[float], most: int = 150) -> list[float]:
-    """At most so many of the points of a curve, both ends included."""
+    """At most this number of points of a curve, both ends included."""
     step = max(1, (len(values) - 1) / (most - 1))
     places = [round(step * number) for number in range(min(most, len(values)))]
     return [round(values[place], 5) for place in places]

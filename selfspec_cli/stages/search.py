@@ -3,8 +3,6 @@
 A threshold is searched as the share of logged drafts that it lets pass, which means the same for every gate.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ One after the other: on a machine whose speed drifts, `_family` is the one place
 between or after the candidates).
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ finalists run a second time, longer and alternating, because the best of many no
 Everything is kept under results/tune/<key>/: logs, costs, trials. The same command goes on from there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -41,13 +39,13 @@ LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
 NEAR = 0.95  # exits whose expected speedup is at least so much of the best one's are searched on
 BY_HAND = 0.9  # the longest drafts without a gate run in the final race if so much of the best speedup is expected
-ENGINES = 2  # and at most so many of them
+ENGINES = 2  # and at most this number of them
 BATCH = 6  # trials that alternate
 FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
 SHARE = 1 / 3  # of what is left of the first half of the time: what an exit's logging and timing may take
 DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
-LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, so much of them is tried beside the default
+LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, these parts of them are tried as well as the default
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Finalist:
 
     @property
     def plain_tok_s(self) -> float:
-        """What plain decoding reached beside it, on the same engine; tokens a second, median."""
+        """Plain decoding on the same engine, measured alternately with it: tokens a second, median."""
         return float(self.measured["plain_tok_s"])
 
 
@@ -231,7 +229,7 @@ def survey(
     progress: Progress = ignore,
     known: Sequence[Exit] = (),
 ) -> tuple[list[Exit], list[RunConfig], list[str]]:
-    """Log and time each exit once, in the order given, behind those that are `known`; also the exits for which there
+    """Log and time each exit once, in the order given, after those that are `known`; also the exits for which there
     was no time, and those that could not be had, each with the reason.
 
     Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
@@ -284,7 +282,7 @@ def _survey_left(budget: Budget) -> float:
 
 
 def _affordable(found: Exit, seconds: float) -> Exit:
-    """The exit with a workload of which a batch of trials and the final race end in so many seconds."""
+    """Shrink the workload so that one batch of trials plus the final comparison fits into `seconds`."""
     work = found.cfg.workload
     pace = batch_seconds(found) / (work.output_len * math.ceil(work.num_prompts / work.batch))
     return replace(found, cfg=exits.sized(found.cfg, seconds / (2 + SURE_REPEATS), pace))

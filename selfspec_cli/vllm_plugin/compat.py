@@ -5,8 +5,6 @@ changes nothing, and a stage is applied as a whole or not at all. Where a releas
 calls it with other parameters, its file in releases/ says so.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import pkgutil

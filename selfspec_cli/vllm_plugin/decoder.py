@@ -5,8 +5,6 @@ holds. In vLLM's own models that loop ends at `end_layer` (pipeline parallelism 
 which vLLM runs through its Transformers backend, it ends where the list ends.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

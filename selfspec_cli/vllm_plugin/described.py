@@ -3,8 +3,6 @@
 Only an engine that was asked for early exit gets here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ This module runs in engines that do not use early exit. It imports nothing but t
 wrong in it leaves a plain engine as it was shipped.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping

@@ -89,19 +89,22 @@ class KernelChoice:
     ran: dict[str, bool] = field(default_factory=dict)
 
     def of_product(self, rows: int, columns: int, bits: int, tokens: int) -> Setting:
-        """For a product of so many tokens that runs now, or is recorded by a graph."""
+        """Setting of a product of `tokens` tokens that runs now, or that a graph records."""
         found = self.for_product(rows, columns, bits, tokens)
         name = self.names.get((rows, columns, bits), f"[{rows}, {columns}] of {bits} bits")
         self.ran[f"{name} at {tokens}"] = found is not None
         return found or {}
 
     def for_product(self, rows: int, columns: int, bits: int, tokens: int) -> Setting | None:
-        """What was measured with so many tokens, or with the next greater number; None where nothing was."""
+        """Measured setting for `tokens`, or for the next larger count; None if there is none."""
         known = self.products.get((rows, columns, bits), {})
         return _next(known, tokens) if tokens > 1 else known.get(1)
 
     def of_attention(self, query_heads: int, heads: int, dim: int, requests: int, room: int) -> Setting:
-        """For one token of so many requests whose block table has room for so many tokens of each."""
+        """Fastest measured setting of the one-query attention kernel.
+
+        requests: batch size. room: tokens that each block table can hold.
+        """
         known = self.attention.get((query_heads, heads, dim), {})
         count = min((n for n, _ in known if n >= requests), default=None)
         found = _next({context: setting for (n, context), setting in known.items() if n == count}, room)

@@ -2,7 +2,7 @@
 
 Weights, keys and values are random, of a model's shapes. A setting is timed in a CUDA graph of as many calls as there
 are copies of what they read, which together are more than the second-level cache holds, because a draft step reads
-every weight from memory. A product is timed behind the kernel that rounds its tokens, less the time of that kernel
+every weight from memory. A product is timed after the kernel that rounds its tokens, less the time of that kernel
 alone. A setting whose result is not that of the usual one, or that a device has no room for, is left out.
 """
 

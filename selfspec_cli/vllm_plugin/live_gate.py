@@ -1,7 +1,5 @@
 """The gate of a running engine: its kind and threshold can change between any two rounds, without a reload."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol

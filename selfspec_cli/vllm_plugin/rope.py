@@ -1,7 +1,7 @@
 """Positions of several dimensions (M-RoPE, arXiv:2409.12191), as models of pictures and text have them.
 
 A generated token has the same position in all dimensions: its place in the text, moved by what the pictures of its
-request take less or more than their tokens. So a draft step needs one number a request beside its positions.
+request take less or more than their tokens. So a draft step needs one number a request as well as its positions.
 """
 
 from __future__ import annotations

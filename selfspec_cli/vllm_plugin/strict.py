@@ -1,7 +1,5 @@
 """Setting `strict`: what an engine with early exit would warn of ends it, as an error that says the same."""
 
-from __future__ import annotations
-
 import logging
 
 from selfspec_cli.early_exit.errors import SettingsError

@@ -4,8 +4,6 @@ A supported release (releases/) is known. Any other one is compared with the new
 for: what has moved decides, not the number (releases/admission.py).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from functools import cache

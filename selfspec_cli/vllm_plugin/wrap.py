@@ -1,10 +1,11 @@
 """Putting something in the place of an attribute, and taking it out again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+FAULTS_FOLDER = Path(__file__).parents[2] / "tests" / "packages" / "faults"
+"""Of the faults that `--plant` plants, which a checkout has and the wheel has not."""
 Undo = Callable[[], None]
 
 

@@ -1,7 +1,5 @@
 """The table of architectures in docs/limits.md, from what `tests/engine/architectures.py` wrote."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of request fields in docs/limits.md, from the fields that the tests of both runners ask for."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

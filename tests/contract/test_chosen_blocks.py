@@ -1,7 +1,5 @@
 """Drafts over the blocks with the greatest attention: which blocks, by whose keys and queries, and for which models."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 python tests/contract/test_compatibility.py      writes these tables into docs/limits.md
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Keys of vLLM's compile cache: early exit finds what a plain engine compiled; what depends on drafts stays apart."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

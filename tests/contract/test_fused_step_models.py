@@ -1,7 +1,5 @@
 """What of vLLM's the kernel for a whole trunk relies on (vllm_plugin/fused_step)."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

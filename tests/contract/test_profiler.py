@@ -1,7 +1,5 @@
 """What selfspec's ranges and PyTorch's profiler leave in a trace is what report/trace.py reads."""
 
-from __future__ import annotations
-
 import time
 from itertools import islice
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the graphs of an engine take: measured once, kept in a file, and read by a scheduler; no graph is replayed."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Names of what vLLM streams in a chat, which `selfspec load --chat` counts by what they are: all but the role."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.contract

@@ -1,7 +1,5 @@
 """What the choice of a draft asks of the target: vLLM's own configurations, without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Thinking budgets in rounds with drafts, against vLLM's own states of an engine without any; starts no engine."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """When tokens are read and steps launched, in virtual time: vLLM's engine core over a device that works while the host
 waits."""
 
-from __future__ import annotations
-
 import pytest
 from v2_device import Device, World
 

@@ -1,7 +1,5 @@
 """vLLM's engine core with our order of reading and launching, over its own scheduler and a runner of arithmetic."""
 
-from __future__ import annotations
-
 import queue
 from collections import defaultdict, deque
 from types import SimpleNamespace

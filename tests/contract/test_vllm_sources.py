@@ -4,8 +4,6 @@ A release that is neither installed nor unpacked is skipped; `python tests/contr
 What cannot be seen this way: whether compiled operators behave, and whether anything runs.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache
@@ -151,12 +149,16 @@ def test_runners_call_drafters_as_we_expect(vllm):
     assert not propose.args and {"num_speculative_tokens", "sampling_metadata"} <= keywords(propose)
     assert [len(call.args) for call in calls(vllm, V1_RUNNER, "self.drafter.prepare_inputs")] == [3]
     assert [len(call.args) for call in calls(vllm, V1_RUNNER, "self.drafter.prepare_next_token_ids_cpu")] == [4]
+    assert len(calls(vllm, V1_RUNNER, "self.drafter.take_last_draft_probs")) == 1
+    assert calls(vllm, "vllm.v1.worker.cpu_model_runner", "self.drafter.load_model")
     proposed = our_method("v2/speculator.py", "EarlyExitSpeculator", "propose")
     names = [each.arg for each in proposed.args.args if each.arg != "self"]
     for call in calls(vllm, V2_RUNNER, "self.speculator.propose"):
         assert keywords(call) <= set(names)
         assert names[: len(call.args)] == vllm.parameters(f"{V2_SPECULATOR}.propose")[: len(call.args)]
     assert [len(call.args) for call in calls(vllm, V2_RUNNER, "self.speculator.set_attn")] == [5]
+    assert calls(vllm, V2_RUNNER, "self.speculator.capture")
+    assert calls(vllm, V2_RUNNER, "self.speculator.init_cudagraph_manager")
 
 
 def test_workers_learn_a_shorter_context_before_the_kv_cache_is_made(vllm):
@@ -199,6 +201,8 @@ def test_the_state_of_a_compiled_decoder_is_what_we_reset(vllm):
     text = vllm.text("vllm.compilation.decorators")
     for name in ("compiled", "aot_compiled_fn", "was_aot_compile_fn_loaded_from_disk", "_compile_tag"):
         assert f"self.{name} =" in text, name
+    assert "self.do_not_compile" in text
+    assert "self.forward" in vllm.segment("vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper")
 
 
 def test_an_artifact_on_disk_is_found_and_loaded_by_the_config_that_a_view_is_given(vllm):

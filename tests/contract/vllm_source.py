@@ -8,8 +8,6 @@ release it does so for every supported one that is not here yet, which `make tes
 there is no package index, what needs the files is skipped.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

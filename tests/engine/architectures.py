@@ -16,8 +16,6 @@ such a file (tests/contract/architecture_table.py). A line:
 - `drafted`, `accepted`: tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Fixtures shared by the engine tests: models on disk, made once, and what a plain vLLM generates with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

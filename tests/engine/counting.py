@@ -4,8 +4,6 @@ They are properties of the test's report, so they reach the terminal's summary f
 Engines in processes of their own (servers, commands) are not among them.
 """
 
-from __future__ import annotations
-
 import functools
 import resource
 from collections import Counter

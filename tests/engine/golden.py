@@ -5,8 +5,6 @@ Make it again, with the weights and the vLLM that are installed, and look at the
     PYTHONPATH=. python tests/engine/golden.py
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

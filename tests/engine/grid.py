@@ -5,8 +5,6 @@ in which every exit is tried with every draft length, and every gate in several 
 is all of it: for every architecture each exit, length and gate over all 32 prompts (4,112 tokens).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 

@@ -6,8 +6,6 @@ geometric series: the first layer outweighs the embedding, and each later one ma
 exit E with the last layer grows with E and is neither 0 nor 1. Weights are fp32 with a fixed seed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

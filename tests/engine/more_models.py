@@ -1,7 +1,5 @@
 """What is made of a tiny model of models.py: adapters, the model quantised, the model with eyes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

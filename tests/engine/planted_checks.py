@@ -1,8 +1,6 @@
 """A performance check with one fault after the other planted, on two engines: what a test on the CPU and a script on a
 GPU share (test_performance_checks_cpu.py, and test_performance_checks.py in tests/gpu)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace

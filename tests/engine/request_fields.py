@@ -3,8 +3,6 @@
 Nothing is imported here: the table of the page is made without an engine.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 # Field of SamplingParams -> what a greedy request says with it. `top_k` 1 takes the likeliest token.

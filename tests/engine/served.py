@@ -1,7 +1,5 @@
 """Servers started by `selfspec serve`, for as long as a test wants them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

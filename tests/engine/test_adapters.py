@@ -1,7 +1,5 @@
 """LoRA requests beside early exit: drafts are made without the adapter, and each output is the adapted model's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One architecture of each family, by what `architectures.py` asks of all of them (`make nightly`)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

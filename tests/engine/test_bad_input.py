@@ -1,7 +1,5 @@
 """What cannot be done is refused before an engine starts, in one sentence that names the value and what is allowed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """What registering the plugin does to engines in other processes: nothing to a plain one, and early exit where it is
 asked for, beside a vLLM that nobody has tried if it has all that is used."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An engine with early exit runs what a plain engine compiled, and the next one what that compiled of its draft."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Draft lengths by load, by context, by request and by measured times: followed in every round, and lossless."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 torch.compile keeps the two apart. On the CPU copies are dequantised and PyTorch multiplies; where a test stands in for
 the kernels of CUDA it says so, and tests/gpu runs those."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

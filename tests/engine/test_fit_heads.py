@@ -1,7 +1,5 @@
 """Fitting through live engines: the data are right, what is fitted drafts losslessly, what is wrong is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Copies fitted to what a live engine's layers see: they draft, better than rounded ones, and the output stays."""
 
-from __future__ import annotations
-
 import pytest
 from harness import greedy, layer_skip, live
 from models import LAYERS

@@ -1,7 +1,5 @@
 """Drafts from what a request had before: lossless beside the model's own, whatever bounds or closes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import cycle
 from types import SimpleNamespace

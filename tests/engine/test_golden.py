@@ -1,7 +1,5 @@
 """Plain decoding and an early-exit arm generate what the golden file holds, and what it says when they do not."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import golden

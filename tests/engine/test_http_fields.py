@@ -3,8 +3,6 @@
 The same server is asked for chats whose reasoning and calls of tools are streamed, as `selfspec load --chat` does.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

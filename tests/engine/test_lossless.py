@@ -4,8 +4,6 @@ The engines chunk their prefills (64 tokens a step, prompts of up to 170), share
 requests of mixed lengths at a time, so that requests join and leave. test_lossless_others.py has other architectures.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -4,8 +4,6 @@ Each scenario is a function of a live engine that returns plain data. All of the
 on the drafting one; each must give the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any

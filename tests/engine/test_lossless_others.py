@@ -1,7 +1,5 @@
 """Greedy drafting changes no token of other architectures than Llama: two exits and lengths on an engine each."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import FULL
 from grid import FEW, LENGTHS, OTHERS, check_engine

@@ -1,8 +1,6 @@
 """The performance check of the CPU that is shipped, on the embedded model; and faults that cost speed, each of which
 turns it red. One engine that drafts serves all of it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

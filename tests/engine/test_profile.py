@@ -1,7 +1,5 @@
 """A live engine under the profiler: where the time goes adds up, and drafting and verifying are told apart."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

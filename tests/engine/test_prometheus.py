@@ -2,8 +2,6 @@
 data, and the alert rules are evaluated. `make programs` installs it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

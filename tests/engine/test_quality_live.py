@@ -1,8 +1,6 @@
 """`selfspec ppl` and `selfspec eval` over real engines of the reference model: scores are those of transformers, drafts
 are accepted, and what is generated is the baseline's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM drafts, gates and accepts what the method in plain PyTorch does, round by round: early_exit/reference.py."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -3,8 +3,6 @@
 No request may end the engine for the others. The right values are a plain engine's, asked for one request at a time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

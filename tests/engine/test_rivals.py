@@ -1,7 +1,5 @@
 """vLLM's own drafters as arms beside early exit, in one sweep on real engines: drafts are made, the output stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

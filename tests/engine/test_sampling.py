@@ -6,8 +6,6 @@ is compared with it (chi-square, cells with fewer than five expected merged) and
 `make nightly` takes 4,096 seeds. tests/unit/test_reference.py has the exact distribution of the algorithm itself.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 SELFSPEC_TRANSCRIPTS=FOLDER keeps recordings of the terminal.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

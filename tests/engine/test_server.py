@@ -3,8 +3,6 @@
 SELFSPEC_TRANSCRIPTS=FOLDER keeps what was asked and answered, and what the server logged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

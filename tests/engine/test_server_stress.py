@@ -3,8 +3,6 @@
 Afterwards its KV blocks are free, its memory is what it was, and every output is what plain decoding gives.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

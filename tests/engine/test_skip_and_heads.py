@@ -1,7 +1,5 @@
 """Method `skip` is the truncated model; exit heads are loaded, checked, and paid for once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

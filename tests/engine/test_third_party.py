@@ -1,8 +1,6 @@
 """A head and a gate from somebody else's package (tests/packages/toy): found by its entry points, fitted, saved, loaded
 and swept in vLLM, with no edit of selfspec."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

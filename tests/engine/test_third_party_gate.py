@@ -1,8 +1,6 @@
 """A gate from another package (tests/packages/toy), found by its entry point, drafts on a live engine and is recorded
 like one of ours. test_third_party.py has the command line, and the package's head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensor parallelism with two ranks on the CPU: the draft's copies and heads are split as the target's weights are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

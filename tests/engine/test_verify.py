@@ -3,8 +3,6 @@
 The arm's engine and the plain one are each started once; every fault is planted in the same live engine.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafting with a subset of the layers, inside a live engine: the right layers run, and the output is the target's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import golden

@@ -1,7 +1,5 @@
 """What early exit works with, as docs/limits.md says: models and requests that no other file tries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes of the tests' models (tests/engine/models.py) on a GPU, whose kernels ask for other ones than a CPU's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # FlashAttention 3 is batch-invariant at head size 128; at 64 it is not invariant to the query length.

@@ -1,7 +1,5 @@
 """An engine in a process of its own, as it is on a GPU by default, beside work that this process has done."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the 
 there is no GPU, `--cpu` runs what can be planted there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

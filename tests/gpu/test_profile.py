@@ -1,7 +1,5 @@
 """`selfspec profile` on a GPU: the parts of a captured draft loop are told apart, in this process and in another."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ Shapes of this size take a minute or two each. `--only llama_8b` is Llama 3's 8B
 the GPU and written to the temporary folder first. `--engine cpu` runs the small ones where vLLM's CPU build is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Not mutated: annotations, decorators, the wording of messages (a string is only 
 everything but numbers, operators, True and False, and lambdas.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ each mutant a part of its module's path, and regular expressions that its functi
 match.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Every gate statistic of some logits, for tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

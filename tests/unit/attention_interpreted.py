@@ -1,7 +1,5 @@
 """Attention of one new token a request in Triton's interpreter, beside PyTorch's. Run as kernels_interpreted.py is."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A server on this machine that speaks as much of the Hugging Face Hub's protocol as `selfspec pull` needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Types of the named tuples that kernels of the V2 draft loop take, for compiling them without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from selfspec_cli.vllm_plugin.v2.draft_budget import Limits

@@ -3,8 +3,6 @@
 On a GPU as it is; on a CPU with TRITON_INTERPRET=1 set before Triton is first imported (test_v2_kernels.py does that).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

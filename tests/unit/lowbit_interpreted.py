@@ -1,7 +1,5 @@
 """One token and few tokens times integer copies, in Triton's interpreter. Run as kernels_interpreted.py is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

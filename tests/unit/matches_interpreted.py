@@ -1,7 +1,5 @@
 """Free drafts as the device makes them, against the plain rule. Run as kernels_interpreted.py is."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

@@ -8,8 +8,6 @@ with "lines" the answer is these lines, as they stand. A chat that
 says "reasoning", "reasoning_content" or "call" is answered in that part of a message, another one in its content.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

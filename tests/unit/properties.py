@@ -4,8 +4,6 @@ The same examples every time, so that a failure is one for everybody. SELFSPEC_E
 longer; SELFSPEC_EXAMPLES=few, which mutation testing uses, asks only whether there is a failure.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

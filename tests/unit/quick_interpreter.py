@@ -1,7 +1,5 @@
 """A plugin of pytest: kernels in Triton's interpreter, launched quickly."""
 
-from __future__ import annotations
-
 from selfspec_cli.vllm_plugin.interpreted import launch_quickly
 
 

@@ -1,8 +1,6 @@
 """How much each request may draft, as the device decides it, against the plain functions. Run as kernels_interpreted.py
 is, by test_v2_kernels.py."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Norms and activations that round, and the pass that puts them into a graph, in Triton's interpreter. Run as
 kernels_interpreted.py is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Chat prompts: questions through the model's template, other ones for another seed."""
 
-from __future__ import annotations
-
 import ast
 from types import SimpleNamespace
 

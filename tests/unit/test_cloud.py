@@ -1,7 +1,5 @@
 """Sweeps on spot machines: the command for SkyPilot, and a job that is taken away and begun again."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """KEY=VALUE words complete: what is offered, and the word that bash, zsh and fish make of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

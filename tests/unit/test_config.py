@@ -137,13 +137,6 @@ def test_the_words_that_are_allowed_are_vllms(file, name, ours):
     assert set(ast.literal_eval(value.slice)) == set(ours)
 
 
-def test_the_threshold_is_that_of_the_chosen_gate():
-    assert gate_threshold(RunConfig(threshold=0.3)) is None
-    assert gate_threshold(RunConfig(gate=MAXP, threshold=0.3)) == 0.3
-    assert gate_threshold(RunConfig(gate=VARH, threshold=4)) == 4
-    assert gate_threshold(RunConfig(gate=VARH)) == 5
-
-
 def test_a_knob_without_effect_does_not_change_the_run_key():
     assert run_key(RunConfig(threshold=0.1)) == run_key(RunConfig())  # no gate
     assert run_key(RunConfig(gate=VARH, threshold=5.0)) == run_key(RunConfig(gate=VARH))  # its default
@@ -239,8 +232,3 @@ def test_the_interpreted_runner_of_a_cpu_has_a_baseline_of_its_own():
 def test_a_threshold_is_read_by_every_gate(kind):
     assert gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
     assert gate_threshold(RunConfig(gate=GateConfig(kind))) == GATES[kind].default
-
-
-def test_the_calibrated_gates_threshold_is_its_files_to_say():
-    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"))) is None
-    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"), threshold=0.4)) == 0.4

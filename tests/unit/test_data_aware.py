@@ -1,7 +1,5 @@
 """Copies made for data: rounding by GPTQ against an independent reference, and the file."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

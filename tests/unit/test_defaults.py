@@ -1,7 +1,5 @@
 """What drafts where a user names nothing, and that whatever is named is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

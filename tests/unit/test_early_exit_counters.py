@@ -1,4 +1,4 @@
-from selfspec_cli.early_exit.counters import DraftCounters, made, since, summary, total
+from selfspec_cli.early_exit.counters import DraftCounters, made, summary
 
 
 def rounds_of(*rounds, k=3, counters=None):
@@ -21,33 +21,6 @@ def test_what_is_counted():
     assert counted["position_histogram"] == [4 + 3 + 2, 2 + 2, 1]
 
 
-def test_a_stretch_is_the_difference_of_two_snapshots():
-    counters = rounds_of([2, 1])
-    before = counters.snapshot()
-    rounds_of([7, 7, 7], counters=counters)
-    stretch = since(counters.snapshot(), before)
-    assert (stretch["rounds"], stretch["drafted"]) == (1, 21)
-    assert stretch["length_histogram"] == [0, 0, 0, 1]
-    assert stretch["active_histogram"] == [0, 0, 0, 0, 0, 0, 0, 3]
-    assert since(None, before) is None
-
-
-def test_stretches_add_up():
-    parts = [rounds_of([1]).snapshot(), None, rounds_of([5, 5]).snapshot()]
-    assert total(parts)["drafted"] == 11
-    assert total(parts)["active_histogram"] == [0, 1, 0, 0, 0, 2]
-    assert total([None]) is None
-
-
-def test_the_summary_names_what_the_issue_asks_for():
-    summed = summary(rounds_of([4, 2, 1], [3], [2, 2]).snapshot(), rounds=9, drafted=14, accepted=7)
-    assert summed["draft_steps_histogram"] == [0, 1, 1, 1]
-    assert summed["ended_by_gate"] == 2 / 3
-    assert (summed["active_requests_min"], summed["active_requests_max"]) == (1, 4)
-    assert summed["active_requests_mean"] == 14 / 6
-    assert summed["acceptance_per_active_request"] == 0.5
-
-
 def test_what_was_not_counted_is_none_and_not_zero():
     summed = summary(DraftCounters(3).snapshot(), 0, 0, 0)
     for name in ("ended_by_gate", "active_requests_mean", "active_requests_min", "acceptance_per_active_request"):
@@ -68,11 +41,6 @@ def test_counting_begins_at_zero():
         "active_histogram": [],
         "position_histogram": [0, 0],
     }
-
-
-def test_one_stretch_is_its_own_total():
-    alone = rounds_of([4, 2]).snapshot()
-    assert total([alone]) == total([None, alone]) == alone
 
 
 def test_a_summary_of_counts_from_before_there_were_more_of_them():

@@ -63,20 +63,8 @@ def log():
     return DraftLog(statistics, *columns, features())
 
 
-def test_masks(log):
-    assert log.was_drafted.sum(1).tolist() == [3, 3, 2, 1]
-    assert log.was_accepted.sum(1).tolist() == [3, 1, 0, 1]
-    # At stake: the accepted ones and the first that was not, where it was drafted.
-    assert log.was_at_stake.sum(1).tolist() == [3, 2, 1, 1]
-
-
 def test_conditional_acceptance(log):
     assert log.conditional_acceptance() == [3 / 4, 1 / 2, 1.0]
-
-
-def test_halves_split_requests(log):
-    even, odd = log.halves()
-    assert (even.accepted.tolist(), odd.accepted.tolist()) == ([3, 0], [1, 1])
 
 
 def test_a_record_of_nothing_is_an_empty_log():

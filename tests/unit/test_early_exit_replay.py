@@ -88,22 +88,6 @@ def test_the_outcome_counts_and_prices():
     assert outcome.speedup == pytest.approx((200 + accepted) / 200 * COSTS.plain / COSTS.round(3))
 
 
-def test_no_gate_beats_the_oracle():
-    log = make()
-    bound = oracle(log, K, COSTS)
-    assert bound.accepted == int(log.accepted.sum())
-    for setting in settings_for(log, ["none", *features()], range(1, K + 1)):
-        assert replay(log, setting, COSTS).speedup <= bound.speedup + 1e-9
-
-
-def test_thresholds_lie_in_the_gates_range_and_rise():
-    log = make()
-    for gate in features():
-        found = thresholds(log, gate)
-        assert found == sorted(set(found))
-        assert all(GATES[gate].low <= value <= GATES[gate].high for value in found)
-
-
 def test_settings_for_spans_gates_and_lengths():
     log = make()
     found = settings_for(log, ["none", "maxp", "calibrated"], (1, 2))

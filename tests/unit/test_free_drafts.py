@@ -1,7 +1,5 @@
 """The rule of free drafts: the longest match, what follows it, when it is trusted, and how drafts go on from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

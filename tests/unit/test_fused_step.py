@@ -1,7 +1,5 @@
 """The kernel for a whole trunk, as far as a CPU can tell: its layout of the weights, and which models get it."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

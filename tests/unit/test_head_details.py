@@ -1,7 +1,5 @@
 """Parts of heads and their fits that larger tests pass over: fingerprints, names, files, messages, blocks, rounds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """No circle of imports inside the package, imports inside functions included and those for annotations left out."""
 
-from __future__ import annotations
-
 from graphlib import CycleError, TopologicalSorter
 
 import grimp

@@ -4,19 +4,11 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
-from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, _packed, integers
+from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers
 from selfspec_cli.early_exit.errors import SettingsError
 
 WIDTHS = (4, 8)
 INTEGERS = [DRAFT_WEIGHTS[f"int{width}"] for width in WIDTHS]
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_integer_comes_back_from_its_place(width):
-    top = 2 ** (width - 1)
-    q = torch.randint(-top, top, (6, 3, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(width))
-    q[0, 0, :2] = torch.tensor([-top, top - 1])
-    assert integers(_packed(q, width), width).equal(q)
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
@@ -25,16 +17,6 @@ def test_a_copy_takes_the_bits_that_it_says(kind):
     stored = sum(tensor.numel() * tensor.element_size() * 8 for tensor in kind.quantise(weight).values())
     assert stored == kind.bits * weight.numel()
     assert kind.kernels == "selfspec_cli.vllm_plugin.weights.lowbit" and DRAFT_WEIGHTS["fp8"].bits == 8
-
-
-@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
-def test_rounding_is_no_worse_than_with_the_plain_scale(kind: Integers):
-    weight = torch.randn(16, 8 * GROUP, generator=torch.Generator().manual_seed(1))
-    groups, top = weight.unflatten(1, (-1, GROUP)), 2 ** (kind.width - 1)
-    scale = groups.abs().amax(2, keepdim=True) / (top - 1)
-    plain = ((groups / scale).round() * scale - groups).square().sum()
-    chosen = (kind.dequantise(kind.quantise(weight), torch.float32) - weight).square().sum()
-    assert chosen < 1.001 * plain  # scales are stored as halves
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)

@@ -1,8 +1,6 @@
 """The file by which the draft's kernels are chosen, and what `selfspec tune-kernels` refuses; no kernel runs here
 (tuning_interpreted.py)."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

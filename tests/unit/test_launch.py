@@ -1,7 +1,5 @@
 """Sweeps on several workers: how they are cut, and that nothing is lost when a worker or the driver dies."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The search for layers to skip, on functions whose best sets are known."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

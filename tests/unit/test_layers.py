@@ -1,7 +1,5 @@
 """Which layers draft: how sets of them are written and read, refused, and told apart by keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from selfspec_cli.config.compose import compose_runs

@@ -1,7 +1,5 @@
 """The table of draft lengths by load: what is read, what is refused, and which entry is in force."""
 
-from __future__ import annotations
-
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError

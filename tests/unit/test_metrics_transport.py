@@ -1,7 +1,5 @@
 """Numbers of drafting on their way to a server's metrics, and the dashboard and alert rules that read them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

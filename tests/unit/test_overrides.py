@@ -1,7 +1,5 @@
 """What a user types: ranges, interpolations, addresses of models, names of folders and of files without a mapping."""
 
-from __future__ import annotations
-
 import errno
 import os
 

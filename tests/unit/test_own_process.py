@@ -1,7 +1,5 @@
 """How the processes of engines on a GPU start: forked where that is safe, else spawned as servers' are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Performance checks: files, verdicts, repeats, the record and its rules, and what the command and the page show."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from dataclasses import replace
@@ -297,14 +295,24 @@ def test_a_file_that_asks_for_less_begins_its_count_anew(written):
     assert history.green_in_a_row(lines, file.name, file.digest, where | {"device": "another"}) == 0
 
 
-def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
-    from selfspec_cli.vllm_plugin.planted import speed
+def test_the_faults_that_can_be_planted_are_those_of_the_repository(written):
+    from selfspec_faults import speed
 
     assert set(run.PLANTED) == set(speed.ON_CUDA)
     for more in ([], ["--dry-run"]):
         result = call("check", str(written()), "--plant", "lost_drft", *more)
         assert result.exit_code == 2
         assert "allowed: lost_draft, " in result.stderr and "did you mean 'lost_draft'?" in result.stderr
+
+
+def test_of_an_installed_package_without_the_repository_no_fault_is_planted(written, monkeypatch, tmp_path):
+    monkeypatch.setattr("selfspec_cli.commands.check.FAULTS_FOLDER", tmp_path / "none")
+    result = call("check", str(written()), "--plant", "lost_draft", "--dry-run")
+    assert result.exit_code == 2 and "come with the repository" in result.stderr
+    monkeypatch.setattr("selfspec_cli.stages.verify.run.FAULTS_FOLDER", tmp_path / "none")
+    for fault, code in (("kv_slot", 2), ("all", 2), ("accept_one_more", 0)):
+        result = call("verify", "model=reference", "layer=3", "--plant", fault, "--dry-run")
+        assert (result.exit_code, "comes with the repository" in result.stderr) == (code, code == 2), result.stderr
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------

@@ -3,15 +3,14 @@
 Those of the V1 runner are planted in a real engine (tests/engine/test_verify.py).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
+from selfspec_faults import v2
+from selfspec_faults.spoil import spoil
 
-from selfspec_cli.vllm_plugin.planted import v2
-from selfspec_cli.vllm_plugin.planted.spoil import spoil
+from selfspec_cli.vllm_plugin.planted.v2 import BIAS, accept_one_more, biased_sampler
 from selfspec_cli.vllm_plugin.wrap import wrap
 
 K = 3
@@ -79,14 +78,14 @@ def verdict(runner):
 def test_one_too_many_is_the_first_rejected_draft():
     runner = Runner()
     before = runner.rejection_sampler
-    _, undo = v2.accept_one_more(runner)
+    _, undo = accept_one_more(runner)
     assert verdict(runner) == ([[11, 12, -1, -1], [21, 22, 23, 24], [31, -1, -1, -1]], [2, 4, 1], [2, 0, 0])
     assert runner.rejection_sampler.kept == "attribute"
     undo()
     assert runner.rejection_sampler is before
 
 
-@pytest.mark.parametrize("fault", [v2.accept_one_more, v2.gate_changes_output])
+@pytest.mark.parametrize("fault", [accept_one_more, v2.gate_changes_output])
 def test_there_is_something_to_reject_however_good_drafts_are(fault):
     runner = Runner(lengths=(0, 0, K, 0, 2))
     undos = fault(runner)
@@ -98,7 +97,7 @@ def test_there_is_something_to_reject_however_good_drafts_are(fault):
 
 def test_what_was_never_drafted_is_not_taken():
     runner = Runner(lengths=(0, 0, K, 0, 1))  # the first request drafted one token, which was accepted
-    v2.accept_one_more(runner)
+    accept_one_more(runner)
     assert verdict(runner)[0][0] == [11, 99, -1, -1]
 
 
@@ -116,9 +115,9 @@ def test_a_gate_that_ended_a_draft_has_it_taken_unverified():
 def test_a_biased_sampler_is_too_sharp():
     runner, seen = Runner(), []
     runner.rejection_sampler = lambda logits, *rest: seen.append(logits)
-    v2.biased_sampler(runner)
+    biased_sampler(runner)
     runner.rejection_sampler(torch.ones(2), "batch")
-    assert seen[0].tolist() == pytest.approx([v2.BIAS] * 2)
+    assert seen[0].tolist() == pytest.approx([BIAS] * 2)
 
 
 def test_the_next_requests_blocks_are_read():

@@ -1,7 +1,5 @@
 """`selfspec pull`, against a server on this machine that speaks the Hub's protocol."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

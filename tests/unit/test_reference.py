@@ -1,7 +1,5 @@
 """The method in plain PyTorch: greedy output is plain decoding's, sampled output has its distribution exactly."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from functools import partial

@@ -17,7 +17,7 @@ MODEL = FOLDER / "model"
 def scripts(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("architecture", "data", "muon", "train"):
+    for name in ("architecture", "data", "train"):
         sys.modules.pop(name, None)
 
 
@@ -90,15 +90,6 @@ def test_batches_depend_on_the_step_alone() -> None:
     assert all(window.shape == (4, 17) and (window.diff() == 1).all() for window in steps)
     first_epoch = torch.cat([batch[:, 0] for batch in steps[: forward.batches]])
     assert len(first_epoch.unique()) == len(first_epoch)
-
-
-def test_muon_updates_are_nearly_orthogonal() -> None:
-    from muon import orthogonalise
-
-    torch.manual_seed(2)
-    for shape in ((3, 16, 48), (3, 48, 16)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())
-        assert 0.5 < values.min() and values.max() < 1.4
 
 
 def test_checkpoint_on_disk_is_whole_and_small() -> None:

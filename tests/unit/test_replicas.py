@@ -1,7 +1,5 @@
 """Several servers behind one address: what is planned, and what is done when one of them dies."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What a request may ask of drafting, and the message where it asks for something else."""
 
-from __future__ import annotations
-
 import pytest
 
 from selfspec_cli.early_exit.counters import REASONS

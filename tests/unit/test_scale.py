@@ -1,7 +1,5 @@
 """The simulation of a fleet: exact where the answer is known, and near what was measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

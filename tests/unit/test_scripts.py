@@ -1,7 +1,5 @@
 """How scripts of experiments/ and tests/ answer a wrong word."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli import scripts
+from experiments import arguments as scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 

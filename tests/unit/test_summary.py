@@ -1,7 +1,5 @@
 """The last lines of `make test`: parts, skipped tests with their reasons, and a failure for those that need not be."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

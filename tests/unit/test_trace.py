@@ -1,7 +1,5 @@
 """Where a run's time goes, on traces small enough to add up by hand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import pairwise

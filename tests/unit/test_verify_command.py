@@ -1,7 +1,5 @@
 """The command `selfspec verify`: what it refuses, what it shows, and its exit codes; no engine is started."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

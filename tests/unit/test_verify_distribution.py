@@ -1,7 +1,5 @@
 """The tests of distributions: right samples pass, wrong ones do not, and the stated power is what it says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Verdicts and the names of faults, by the evidence alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from selfspec_cli.config.schema import ConfigError, EngineConfig, Method, ModelConfig, RunConfig, resolved

@@ -1,7 +1,5 @@
 """experiments/views: acceptance in plain PyTorch is that of a draft loop, token by token."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`selfspec views` and `selfspec fit-weights` on stand-ins for engines: what is asked of them, and what is said."""
 
-from __future__ import annotations
-
 import csv
 import json
 from contextlib import contextmanager

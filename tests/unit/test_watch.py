@@ -1,17 +1,15 @@
 """What is counted while the V2 runner drafts, and what is planted there, on stand-ins: its device is a GPU elsewhere
 (tests/gpu/test_performance_checks.py). The V1 runner is watched in a real engine (tests/engine)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
+from selfspec_faults import speed
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.invariants import INVARIANTS
 from selfspec_cli.vllm_plugin.observe.watch import Watch, _Leaving
-from selfspec_cli.vllm_plugin.planted import speed
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 
 K = 3

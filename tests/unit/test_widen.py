@@ -1,7 +1,5 @@
 """The widened reference model computes what the reference model computes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -3,8 +3,6 @@
 Not looked at: CHANGELOG.md and results/LOG.md, which name what was renamed, and published results.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

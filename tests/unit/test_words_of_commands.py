@@ -1,7 +1,5 @@
 """What commands say to a user's words: the line to type, what would be done, and what is without effect."""
 
-from __future__ import annotations
-
 import pytest
 from commands import call, document, model_folder
 

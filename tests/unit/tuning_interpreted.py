@@ -1,8 +1,6 @@
 """Every setting that `selfspec tune-kernels` tries, in Triton's interpreter, and which one it chooses by a clock that
 stands in for the GPU's. Run as kernels_interpreted.py is."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from collections import Counter

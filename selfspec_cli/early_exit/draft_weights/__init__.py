@@ -4,8 +4,6 @@ One module a kind, with one object `WEIGHTS` of class `base.DraftWeights`; other
 the group "selfspec.draft_weights". Importable without torch.
 """
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.registry import Registry

@@ -1,7 +1,5 @@
 """8-bit integers."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.draft_weights.integers import Integers
 
 WEIGHTS = Integers(8)

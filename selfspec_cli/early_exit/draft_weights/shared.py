@@ -1,7 +1,5 @@
 """The target's own weights: nothing is copied."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights
 
 

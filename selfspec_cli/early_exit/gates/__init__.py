@@ -6,8 +6,6 @@ the full model verifies whatever was drafted. Other packages add gates by entry 
 Importing this package, and reading its gates, does not import torch.
 """
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates.base import Gate, Rule
 from selfspec_cli.early_exit.registry import Registry

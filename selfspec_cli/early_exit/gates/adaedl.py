@@ -3,8 +3,6 @@
 In [1 - sqrt(gamma log V), 1], so it may be negative. gamma weighs the entropy; AdaEDL (arXiv:2410.18351) uses 0.2.
 """
 
-from __future__ import annotations
-
 import math
 
 from selfspec_cli.early_exit.gates.base import Gate

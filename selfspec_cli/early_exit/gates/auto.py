@@ -1,7 +1,5 @@
 """No threshold: measured times and acceptance decide how much is drafted, before each step and inside it (rule.py)."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.gates.base import Gate
 
 GATE = Gate(

@@ -5,8 +5,6 @@ at least tau" is "the statistic is beyond the place where the map reaches tau": 
 and neither a draft loop nor a device needs the map.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import ClassVar

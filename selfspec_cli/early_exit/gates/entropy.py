@@ -1,7 +1,5 @@
 """H = -sum_i p_i log p_i in nats, in [0, log V] (Shannon, 1948)."""
 
-from __future__ import annotations
-
 import math
 
 from selfspec_cli.early_exit.gates.base import Gate

@@ -3,8 +3,6 @@
 The "breaking ties" margin of Scheffer et al. 2001; CALM (arXiv:2207.07061) uses it to exit early.
 """
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.gates.base import Gate
 
 GATE = Gate(

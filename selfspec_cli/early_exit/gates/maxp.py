@@ -1,7 +1,5 @@
 """max_i p_i, in [1/V, 1]: the confidence of early exits (Kangaroo, arXiv:2404.18911)."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.gates.base import Gate
 
 GATE = Gate(

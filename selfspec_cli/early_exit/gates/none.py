@@ -1,7 +1,5 @@
 """No gate: every draft has k tokens."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.gates.base import Gate
 
 GATE = Gate(

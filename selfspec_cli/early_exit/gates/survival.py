@@ -3,8 +3,6 @@
 EAGLE-2 (arXiv:2406.16858) ranks the branches of a draft by it.
 """
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.gates.base import Gate
 
 GATE = Gate(

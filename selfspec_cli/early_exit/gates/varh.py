@@ -5,8 +5,6 @@ Kontoyiannis and Verdu, "Optimal lossless data compression", 2014, name the quan
 arXiv:1304.0036.
 """
 
-from __future__ import annotations
-
 import math
 
 from selfspec_cli.early_exit.gates.base import Gate

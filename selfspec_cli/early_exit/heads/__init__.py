@@ -5,8 +5,6 @@ group "selfspec.heads". Importable without torch. `head_module.py` makes a modul
 `head_spec.py` reads the short names, `artifact.py` the files, `fitting.py` fits.
 """
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.heads.base import HeadKind
 from selfspec_cli.early_exit.registry import Registry
 

@@ -1,7 +1,5 @@
 """The model's own final norm and lm_head, read at the exit layer (nostalgebraist's logit lens, 2020)."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.heads.base import HeadKind
 
 

@@ -1,7 +1,5 @@
 """The figures of a report, each a chart and the data of its panels. Sources in, figures out; none decides anything."""
 
-from __future__ import annotations
-
 from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed, under_load
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.figures.colours import coloured

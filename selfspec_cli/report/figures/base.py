@@ -4,8 +4,6 @@ A chart is Vega-Lite, made by Altair. It names its data ("rows") and does not ho
 with the same chart, and a page of thousands of points holds each chart once.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -181,7 +179,7 @@ def labels(rows: Sequence[Record]) -> list[str]:
 
 
 def sig(value: float | None, digits: int = 5) -> float | None:
-    """A number with so many digits as a reader can use."""
+    """A number rounded to `digits` significant digits."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 

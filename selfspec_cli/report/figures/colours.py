@@ -1,7 +1,5 @@
 """One colour for each arm, in all figures of a page."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

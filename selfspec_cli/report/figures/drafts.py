@@ -1,7 +1,5 @@
 """Figures of drafting: thresholds, draft lengths, acceptance by position, and what is paid for speed in perplexity."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of the engine: the cost model, and energy."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any

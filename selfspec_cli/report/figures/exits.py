@@ -1,7 +1,5 @@
 """Figures of what other commands leave in a results folder: exit heads, ROC curves, the costs of a round's steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

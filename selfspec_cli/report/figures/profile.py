@@ -1,7 +1,5 @@
 """Where the time of an arm goes, as `selfspec profile` found it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

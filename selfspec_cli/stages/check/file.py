@@ -1,7 +1,5 @@
 """The file of a performance check (experiments/checks/NAME.yaml): arms, workloads, and what each of them must reach."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

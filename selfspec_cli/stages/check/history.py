@@ -1,7 +1,5 @@
 """Verdicts of performance checks, run after run: lines of JSON in a results folder, which are only ever added to."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The points are ordinary points of the results folder, measured by the loop of a 
 measurement on the same engine. What stays between red and green is measured again, up to the file's `runs`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +25,7 @@ from selfspec_cli.texts.prompts import workload_prompts
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 PLANTED = ("lost_draft", "slower_step", "eager_step", "stale_kernels", "host_synchronisation", "debug_copy")
-"""Faults of `planted/speed.py`; the last two on CUDA alone."""
+"""Faults of tests/packages/faults/selfspec_faults/speed.py; the last two on CUDA alone."""
 WATCHED = 48  # tokens of each request while it is counted what must not happen
 Open = Callable[..., AbstractContextManager[Any]]
 
@@ -123,7 +121,7 @@ def verdicts(
 
 
 def watched(bench: sweep.Bench) -> sweep.Bench:
-    """A bench that counts what must not happen behind each measurement of an arm that drafts with its own layers."""
+    """A bench that counts what must not happen, after each measurement of an arm that drafts with its own layers."""
 
     def measure(cfg: RunConfig, engine: Any, progress: Progress) -> Measurement:
         measured = bench(cfg, engine, progress)

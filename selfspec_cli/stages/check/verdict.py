@@ -4,8 +4,6 @@ A value is that of all repeats of all runs, with its 95 % interval (`record.inte
 interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,7 +89,7 @@ def _value(bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) ->
     if not ours or not theirs or not median(theirs):
         return None
     if bound.measure == START and bound.of_baseline:
-        # A first start and those after it differ by what is compiled, so each is set beside the plain one of its run.
+        # A first start and those after it differ in what is compiled, so each is compared with its run's plain one.
         ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
         return median(ratios), (min(ratios), max(ratios)) if len(ratios) > 1 else None
     return median(ours) / median(theirs), speedup_interval(ours, theirs)

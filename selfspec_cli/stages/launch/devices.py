@@ -1,7 +1,5 @@
 """The GPUs and the processor cores of this host, handed to workers so that no two of them share one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading
@@ -23,7 +21,7 @@ class Devices:
 
     @contextmanager
     def taken(self, count: int) -> Iterator[list[int]]:
-        """Hold `count` devices. Raises ValueError where there are never so many."""
+        """Hold `count` devices. Raises ValueError where there are never that many."""
         if count > self._all:
             raise ValueError(f"{count} of {self._all} devices are wanted")
         with self._turn, self._changed:  # one waits at a time, in the order in which they came
@@ -55,7 +53,7 @@ def gpu_numbers(visible: str | None, count: int) -> list[str]:
 
 
 def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
-    """Environment variables of a worker that has these GPUs: which they are, and the cores beside the first."""
+    """Environment variables of a worker that has these GPUs: which they are, and the cores next to the first."""
     near = near_cores(numbers[0])
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers)} | ({CORES: ",".join(map(str, near))} if near else {})
 

@@ -1,7 +1,5 @@
 """Workers on this host: one for each GPU, or on a CPU one for each idle pair of cores. joblib runs supervisors."""
 
-from __future__ import annotations
-
 import os
 import queue
 from collections.abc import Callable, Generator, Sequence

@@ -1,7 +1,5 @@
 """A worker process and what comes of it, wherever the supervisor itself runs: a thread, a Ray task, a Slurm job."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ in each unit, because a candidate is only compared with a baseline that ran on t
 more units than there are workers for it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

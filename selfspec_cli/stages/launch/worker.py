@@ -4,8 +4,6 @@ It measures as `selfspec sweep` does, and writes each point as a file into the s
 Whoever started it moves the points on. A file appears under its name when it is whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

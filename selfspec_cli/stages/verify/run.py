@@ -27,6 +27,7 @@ from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
 from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
 from selfspec_cli.stages.verify.plain import Unsure
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
+from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
@@ -48,6 +49,8 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
     own = cfg.speculative.get(SAMPLE_METHOD)
     if wanted.probabilistic and cfg.method is Method.vllm and own not in (None, PROBABILISTIC):
         raise ConfigError(f"--probabilistic and speculative.{SAMPLE_METHOD}={own}: give one of them")
+    if wanted.plant not in (None, FOREIGN_HEAD, *verdict.PLANTED_FOR_PROOF) and not FAULTS_FOLDER.is_dir():
+        raise ConfigError(f"--plant {wanted.plant}: this fault comes with the repository, not with the package")
     if cfg.acceptance_length is not None:
         raise ConfigError(
             f"acceptance_length={cfg.acceptance_length}: synthetic acceptance changes the output by "

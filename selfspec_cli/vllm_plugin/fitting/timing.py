@@ -1,7 +1,5 @@
 """How long a small piece of device work takes."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

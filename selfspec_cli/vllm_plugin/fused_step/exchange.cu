@@ -109,7 +109,6 @@ struct Arguments {
     long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
     long long table_row;
     float scale;               // of the scores, times log2(e)
-    u64* stamps;               // with -DSTAMPS: [NB][WARPS][LAYERS][POINTS]
 };
 
 // With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
@@ -117,26 +116,6 @@ struct Arguments {
 #define TRY(n) if (++n > PATIENCE) __trap()
 #else
 #define TRY(n)
-#endif
-
-// With -DSTAMPS every warp writes when it reaches each point: nanoseconds of the card, then clocks of its multiprocessor.
-#define POINTS 20
-#ifdef STAMPS
-#define STAMP(point) if (lane.id == 0) stamp(a.stamps + ((blockIdx.x * WARPS + lane.warp) * LAYERS + layer) * POINTS + (point))
-__device__ __forceinline__ void stamp(u64* to) {
-    u32 clocks, nanoseconds;
-    asm volatile("mov.u32 %0, %%clock;\n\tmov.u32 %1, %%globaltimer_lo;" : "=r"(clocks), "=r"(nanoseconds) :: "memory");
-    *to = u64(nanoseconds) << 32 | clocks;
-}
-#else
-#define STAMP(point)
-#endif
-
-// To measure by, with wrong results: with -DANSWERED nobody waits for another block, with -DDRY no weights are read.
-#ifdef ANSWERED
-#define READY(flags) true
-#else
-#define READY(flags) (flags)
 #endif
 
 // ---- small things ----------------------------------------------------------------------------------------------
@@ -168,7 +147,7 @@ __device__ __forceinline__ u32 address(const void* place) { return u32(__cvta_ge
 
 struct Pair {
     u32 a, flag_a, b, flag_b;
-    __device__ __forceinline__ bool ready(u32 flag) const { return READY(flag_a == flag && flag_b == flag); }
+    __device__ __forceinline__ bool ready(u32 flag) const { return flag_a == flag && flag_b == flag; }
 };
 __device__ __forceinline__ Pair load_pair(const u64* place) {
     u64 a, b;
@@ -183,7 +162,7 @@ __device__ __forceinline__ u64 load_word(const u64* place) {
 __device__ __forceinline__ u32 wait_word(const u64* place, u32 flag) {
     u64 word = load_word(place);
     [[maybe_unused]] u32 tries = 0;
-    while (!READY(u32(word >> 32) == flag)) {
+    while (u32(word >> 32) != flag) {
         TRY(tries);
         word = load_word(place);
     }
@@ -192,7 +171,7 @@ __device__ __forceinline__ u32 wait_word(const u64* place, u32 flag) {
 __device__ __forceinline__ void wait_words(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
     u64 word = load_word(place), another = load_word(other);
     [[maybe_unused]] u32 tries = 0;
-    while (!READY(u32(word >> 32) == flag && u32(another >> 32) == flag)) {
+    while (u32(word >> 32) != flag || u32(another >> 32) != flag) {
         TRY(tries);
         word = load_word(place), another = load_word(other);
     }

@@ -1,7 +1,5 @@
 """Compiles the kernel for a whole trunk (exchange.cu begins it) with NVRTC, which PyTorch brings, and launches it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Sequence
@@ -178,7 +176,6 @@ class Arguments(ctypes.Structure):
             for name in ("cache_block", "cache_head", "cache_token", "cache_value", "table_row")
         ),
         ("scale", ctypes.c_float),
-        ("stamps", ctypes.c_void_p),
     ]
 
 

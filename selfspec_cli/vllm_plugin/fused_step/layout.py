@@ -6,8 +6,6 @@ the order in which it multiplies them: its share of the columns of each of its b
 values, the output product, gate and up, and down.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

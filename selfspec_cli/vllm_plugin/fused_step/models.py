@@ -1,7 +1,5 @@
 """Which models the kernel for a whole trunk knows, and what it is compiled for."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -121,8 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         const bool ends = layer == LAYERS - 1;
 #pragma unroll 1
         for (int phase = 0; phase < 4; phase++) {
-            STAMP(phase * 5);
-            if (phase != 1) STAMP(phase * 5 + 1);
             // ---- what the product reads
             const int columns = phase == 1 ? GROUPS_O : phase == 3 ? GROUPS_I : GROUPS_H;
             const Share share = share_of(columns, hidden_from_compiler(lane.warp));
@@ -140,7 +138,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                     attend(lane, a, mine, first_keys, flag, layer, direct, shared, (float*)areas);
                     if (!ends) prefetch_keys(lane, a, mine, first_keys, layer + 1);
                 }
-                STAMP(phase * 5 + 1);
                 if (direct) {
                     if (tiles > 0) load_parts_and_quantize(lane, a, all_splits, flag, share);
                 } else {
@@ -149,11 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                 }
             }
             char* const sums = areas + (phase == 1 ? SUMS_AT_O : phase == 3 ? SUMS_AT_DOWN : SUMS_AT_EVEN);  // of the first warp
-            STAMP(phase * 5 + 2);
             product(ring, lane, tiles, share.groups, (float*)(sums + lane.warp * AREA_WARP));
-            STAMP(phase * 5 + 3);
             __syncthreads();
-            STAMP(phase * 5 + 4);
             // ---- what becomes of it
             if (phase == 0) {  // queries, keys, values
                 for (int n = thread; n < tiles * 8 * UNITS; n += THREADS) {

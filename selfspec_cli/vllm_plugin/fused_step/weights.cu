@@ -8,9 +8,6 @@ struct Ring {
     u64 policy;
 
     __device__ __forceinline__ void request(u32 to, u32 id) {
-#ifdef DRY
-        left = 0;
-#endif
         if (left > 0) {
             u32 bytes = sizes[coming];
             if (id == 0) {
@@ -41,11 +38,9 @@ struct Ring {
     }
     // Where the next chunk is. It is there when this returns.
     __device__ __forceinline__ const char* chunk() {
-#ifndef DRY
         asm volatile(
             "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
             "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
-#endif
         return slots + slot * CHUNK;
     }
     __device__ __forceinline__ void used(u32 id) {

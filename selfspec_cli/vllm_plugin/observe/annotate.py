@@ -1,7 +1,5 @@
 """Named ranges around the parts of a round, for Nsight Systems (NVTX) and for PyTorch's profiler."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """How busy a GPU was between two moments, from NVML's own counters: two reads, and no thread that samples."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers that a device counts, on the host, without the host ever waiting for the device."""
 
-from __future__ import annotations
-
 import time
 
 import torch

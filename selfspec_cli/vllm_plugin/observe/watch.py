@@ -3,8 +3,6 @@
 What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import Counter
@@ -176,7 +174,7 @@ def _after_round(speculator: Any, batch: Any, rejected: Tensor, counts: Counter[
         counts["unrolled_rounds"] += speculator._loop is None
     known = batch.seq_lens[:rows] - rejected[:rows]
     counts["finished_rows"] += int(((known + 1 >= state.budget.limits.ends[slots]) & (lengths > 0)).sum())
-    # A row has no length for attention from the moment that its gate is closed, and behind a round all are.
+    # A row has no length for attention from the moment that its gate is closed, and after a round all are.
     counts["closed_rows"] += int((speculator.input_buffers.seq_lens[:rows] != 0).sum())
 
 

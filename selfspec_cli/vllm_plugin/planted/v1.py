@@ -1,43 +1,13 @@
-"""Faults on vLLM's V1 model runner, which is what runs on the CPU. Each function plants one and returns its undoing."""
-
-from __future__ import annotations
+"""Faults of the verify pass on vLLM's V1 model runner. Each function plants one and returns its undoing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.planted.spoil import spoil
-from selfspec_cli.vllm_plugin.v1.round import Ahead
 from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
 
-BIAS, STALE = 1.3, 2
-
-
-def kv_slot(runner: Any) -> list[Undo]:
-    """A draft step spoils the keys and values of the token before the newest one, in the layers that draft."""
-    drafter, config = runner.drafter, runner.kv_cache_config
-
-    def make(original: Any) -> Any:
-        def propose(*args: Any, **kwargs: Any) -> Any:
-            proposals = original(*args, **kwargs)
-            batch = runner.input_batch
-            rows = torch.tensor([row for row, draft in enumerate(proposals) if draft], dtype=torch.int64)
-            position = (torch.from_numpy(batch.num_tokens_no_spec)[rows].long() - 2).clamp_min(0)
-            for group, names in drafter._groups:
-                table = batch.block_table[group.kv_cache_group_id]
-                size = table.block_size
-                block = table.get_device_tensor(batch.num_reqs)[rows, position // size].long()
-                for name in names:
-                    layer = runner.compilation_config.static_forward_context[name]
-                    spoil(layer.kv_cache, block * size + position % size, config.num_blocks, size)
-            return proposals
-
-        return propose
-
-    return [wrap(drafter, "propose", make)]
+BIAS = 1.3
 
 
 def accept_one_more(runner: Any) -> list[Undo]:
@@ -49,20 +19,7 @@ def accept_one_more(runner: Any) -> list[Undo]:
             if 0 < taken <= len(draft):
                 sampled[row, taken - 1] = draft[taken - 1]
 
-    return [_last_draft_is_wrong(runner), _after_verify(runner, change)]
-
-
-def gate_changes_output(runner: Any) -> list[Undo]:
-    """Where a gate has ended a draft, the draft is taken without being verified; its last token is another one."""
-    drafter = runner.drafter
-
-    def change(sampled: Tensor, drafts: list[list[int]]) -> None:
-        for row, draft in enumerate(drafts):
-            if drafter.gate.kind != "none" and 0 < len(draft) < drafter.draft_length:
-                sampled[row] = -1
-                sampled[row, : len(draft)] = torch.tensor(draft, dtype=sampled.dtype)
-
-    return [_last_draft_is_wrong(runner), _after_verify(runner, change)]
+    return [last_draft_is_wrong(runner), after_verify(runner, change)]
 
 
 def biased_sampler(runner: Any) -> list[Undo]:
@@ -77,51 +34,7 @@ def biased_sampler(runner: Any) -> list[Undo]:
     return [wrap(runner, "rejection_sampler", make)]
 
 
-def other_request(runner: Any) -> list[Undo]:
-    """The drafter reads the keys and values of the next request in the batch; what it writes goes to its own."""
-    drafter = runner.drafter
-
-    def make(original: Any) -> Any:
-        def forward(state: Any) -> Tensor:
-            if state.ahead is None:
-                batch = runner.input_batch
-                tables = [batch.block_table[group.kv_cache_group_id] for group, _ in drafter._groups]
-                state.ahead = Ahead.of(state, drafter.settings.k, tables, batch.num_reqs)
-                groups = [(blocks.roll(1, 0), slots) for blocks, slots in state.ahead.groups]
-                state.ahead = replace(state.ahead, groups=groups)
-            return original(state)
-
-        return forward
-
-    return [wrap(drafter, "_forward", make)]
-
-
-def stale_after_preemption(runner: Any) -> list[Undo]:
-    """A request that was preempted is drafted for at a length that it had before: its drafts are written over keys and
-    values of tokens that count."""
-    resumed: set[str] = set()
-
-    def note(original: Any) -> Any:
-        def update(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            resumed.update(scheduled.scheduled_cached_reqs.resumed_req_ids)
-            return original(scheduled, *args, **kwargs)
-
-        return update
-
-    def begin(original: Any) -> Any:
-        def start(batch: Any, *rest: Any) -> Any:
-            state = original(batch, *rest)
-            if state is not None:
-                stale = torch.tensor([batch.req_ids[row] in resumed for row in state.rows.tolist()])
-                state.positions = (state.positions - STALE * stale.long()).clamp_min(0)
-            return state
-
-        return start
-
-    return [wrap(runner, "_update_states", note), wrap(runner.drafter, "_start", begin)]
-
-
-def _last_draft_is_wrong(runner: Any) -> Undo:
+def last_draft_is_wrong(runner: Any) -> Undo:
     """However good drafts are, there is one in each round that should be rejected; and its keys and values are those of
     the token that is verified."""
 
@@ -138,13 +51,13 @@ def _last_draft_is_wrong(runner: Any) -> Undo:
     return wrap(runner, "propose_draft_token_ids", make)
 
 
-def _after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:
-    """change(sampled int32 [rows, k + 1] with -1 behind the last token, drafts of each row) after each verify pass."""
+def after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:
+    """change(sampled int32 [rows, k + 1] with -1 after the last token, drafts of each row) after each verify pass."""
 
     def make(original: Any) -> Any:
         def verify(metadata: Any, *args: Any) -> Any:
             output = original(metadata, *args)
-            change(output.sampled_token_ids, _ragged(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens))
+            change(output.sampled_token_ids, ragged(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens))
             return output
 
         return Wrapped(original, verify)
@@ -152,7 +65,7 @@ def _after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]
     return wrap(runner, "rejection_sampler", make)
 
 
-def _ragged(flat: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+def ragged(flat: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     parts, start = [], 0
     for length in lengths:
         parts.append(list(flat[start : start + length]))
@@ -160,7 +73,4 @@ def _ragged(flat: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-FAULTS: dict[str, Callable[[Any], list[Undo]]] = {
-    fault.__name__: fault
-    for fault in (kv_slot, accept_one_more, gate_changes_output, biased_sampler, other_request, stale_after_preemption)
-}
+FAULTS = {fault.__name__: fault for fault in (accept_one_more, biased_sampler)}

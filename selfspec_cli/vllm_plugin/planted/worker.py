@@ -1,21 +1,20 @@
 """The worker of an engine that can be made faulty, and mended again, while it runs."""
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin.planted import v1, v2
 from selfspec_cli.vllm_plugin.worker import EarlyExitWorker
-
-OF_ANY_METHOD = ("accept_one_more", "biased_sampler")
-"""Faults of the verify pass, which is the same whatever drafts."""
+from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER, Undo
 
 
 class FaultyWorker(EarlyExitWorker):
     """`EarlyExitWorker`, and methods that plant faults."""
 
-    _early_exit_undo: Sequence[Callable[[], None]] = ()
+    _early_exit_undo: Sequence[Undo] = ()
 
     def early_exit_plant(self, name: str) -> None:
         """Plant one fault in place of whatever was planted before.
@@ -34,17 +33,12 @@ class FaultyWorker(EarlyExitWorker):
             undo()
         self._early_exit_undo = []
 
-    def _planted_faults(self) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
-        from selfspec_cli.vllm_plugin.planted import speed
-
-        if hasattr(self.model_runner, "speculator"):
-            from selfspec_cli.vllm_plugin.planted import v2
-
-            found, slow = v2.FAULTS, speed.ON_CUDA
-        else:
-            from selfspec_cli.vllm_plugin.planted import v1
-
-            found, slow = v1.FAULTS, speed.ANYWHERE
-        if hasattr(self._early_exit_drafter(), "head"):
-            return found | slow
-        return {name: found[name] for name in OF_ANY_METHOD}  # vLLM's own methods draft here
+    def _planted_faults(self) -> dict[str, Callable[[Any], list[Undo]]]:
+        on_v2 = hasattr(self.model_runner, "speculator")
+        faults = dict((v2 if on_v2 else v1).FAULTS)
+        if hasattr(self._early_exit_drafter(), "head") and FAULTS_FOLDER.is_dir():  # else vLLM's own methods draft here
+            if str(FAULTS_FOLDER) not in sys.path:
+                sys.path.append(str(FAULTS_FOLDER))
+            drafting, speed = (import_module(f"selfspec_faults.{name}") for name in ("v2" if on_v2 else "v1", "speed"))
+            faults |= drafting.FAULTS | (speed.ON_CUDA if on_v2 else speed.ANYWHERE)
+        return faults

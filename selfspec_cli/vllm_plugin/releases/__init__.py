@@ -6,8 +6,6 @@ that has all of it is treated like the listed one that it agrees with, after a w
 names that moved.
 """
 
-from __future__ import annotations
-
 from selfspec_cli.vllm_plugin.releases import v0_32_0, v0_33_0
 from selfspec_cli.vllm_plugin.releases.release import Release as Release
 

@@ -3,8 +3,6 @@
 Its source is read, not imported. A release that has all of it is treated like the supported one that it agrees with.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

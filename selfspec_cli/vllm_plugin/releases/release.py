@@ -1,7 +1,5 @@
 """What one release of vLLM has in another place, or calls in another way, than the oldest one that is supported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

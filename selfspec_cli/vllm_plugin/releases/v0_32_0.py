@@ -1,7 +1,5 @@
 """vLLM 0.32.0, the oldest supported release: names and parameters are written down as this one has them."""
 
-from __future__ import annotations
-
 from selfspec_cli.vllm_plugin.releases.release import Release
 
 RELEASE = Release(

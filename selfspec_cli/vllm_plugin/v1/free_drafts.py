@@ -1,8 +1,6 @@
 """Free drafts on vLLM's V1 model runner: which requests are drafted for by their own history. The rule is in
 early_exit/free_drafts.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 `auto` (rule.py), by the table of limits, and by the request's own wishes. Everything is on the host there, so this is
 plain Python."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

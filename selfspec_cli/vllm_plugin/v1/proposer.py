@@ -209,7 +209,7 @@ class _EarlyExit(DraftModelProposer):
     ) -> list[list[int]]:
         """Draft for every request that sampled a token in this step.
 
-        Returns: one list of token ids a request, in batch order: 0..k of the model's own, and copied ones behind them.
+        Returns: one list of token ids a request, in batch order: 0..k of the model's own, and copied ones after them.
         """
         began = time.perf_counter()
         batch = self.runner.input_batch
@@ -274,7 +274,7 @@ class _EarlyExit(DraftModelProposer):
         return probs
 
     def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
-        """Drop the requests that draft no more after so many steps; whether any is left.
+        """Drop the requests that draft no more after `steps` steps; whether any is left.
 
         Most steps close nothing: indexing every tensor of the round then costs as much as the gate itself.
         """

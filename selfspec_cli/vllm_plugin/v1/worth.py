@@ -1,7 +1,5 @@
 """Whether another draft step is worth its time, on vLLM's V1 model runner, by the estimate of confidence.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ not zero; a kernel sets the handle (CUDA Programming Guide, "Conditional Graph N
 so this module adds the node to the graph that PyTorch is capturing, and captures the body on a stream of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a request ends: at `length` tokens, its prompt counted in, and behind the token `stop` (-1: none).
+    """Where a request ends: at `length` tokens, its prompt counted in, and after the token `stop` (-1: none).
 
     vLLM's scheduler begins a step before it has seen the tokens of the last one, so it also runs one for a request that
     has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait.

@@ -6,8 +6,6 @@ batch even sooner. So the limit is raised here for `RAISED` requests of k drafts
 lengths says. The table says for which widths and how many requests graphs are captured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

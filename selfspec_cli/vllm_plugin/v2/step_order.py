@@ -13,8 +13,6 @@ events around the loop, and how long the host takes from a step's tokens to the 
 that is not known, and where the loop is too short, the order is vLLM's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -6,8 +6,6 @@ which token has which adapter once for a step of the target, and a draft loop th
 do so again.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from selfspec_cli.vllm_plugin.weights.replace import with_replaced

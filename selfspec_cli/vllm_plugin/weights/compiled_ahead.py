@@ -1,8 +1,8 @@
 """Compiles the products of draft steps side by side, in threads, while vLLM compiles the layers that draft.
 
-Triton takes 2 to 6 seconds for a product of 2 to 32 tokens. Else each is compiled where a step of so many tokens runs
-for the first time, one after the other, between the graphs that vLLM records (results/LOG.md, "Where does the start of
-an engine with copies go?"). Triton's own mode for that makes the key of each kernel where it is asked for, so that no
+Triton takes 2 to 6 seconds for a product of 2 to 32 tokens. Otherwise each is compiled when a step of that many tokens
+first runs, one after the other, between the graphs that vLLM records (results/LOG.md, "Where does the start of an
+engine with copies go?"). Triton's own mode for that makes the key of each kernel where it is asked for, so that no
 kernel is compiled twice, and leaves to threads what needs neither CUDA nor, for the most part, Python's lock.
 """
 

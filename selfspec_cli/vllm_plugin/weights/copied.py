@@ -47,7 +47,7 @@ class Kernels(Protocol):
         """
 
     def compile_for(self, tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Compile what `linear` launches for so many tokens of `dtype`, from any thread; where that takes no time, or
+        """Compile what `linear` launches for `tokens` tokens of `dtype`, from any thread; where that takes no time, or
         happens elsewhere, do nothing."""
 
     def activation(self, module: nn.Module, name: str) -> nn.Module | None:
@@ -223,7 +223,7 @@ def plain_weight(layer: Any) -> Tensor | None:
     return None if method is None or dtype is None else _unpacked(layer, dtype)
 
 
-UNIT_VECTORS = 512  # multiplied at once, so that they take little memory beside the weight
+UNIT_VECTORS = 512  # multiplied at once, so that they take little memory compared with the weight
 
 
 @torch.inference_mode()

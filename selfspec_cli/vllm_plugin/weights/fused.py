@@ -1,4 +1,4 @@
-"""Norms and activations that round their result for the product behind them, in the same kernel (rounding.py).
+"""Norms and activations that round their result for the product after them, in the same kernel (rounding.py).
 
 In the graphs that vLLM compiles the layers that draft from, a norm is an operator of vLLM's own and a product is ours
 (lowbit.py). `round_in_front` is a pass over such a graph: where the input of products is a norm of a sum, or an

@@ -6,8 +6,6 @@ another way to round a sum can change a draft, and with it which of the target's
 greedy output nor a distribution.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,16 +4,14 @@ Copies stay in the layout in which `early_exit.draft_weights.integers` writes th
 kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The tokens are rounded to 8 bits before
 (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
-Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), for 33 to 64 tokens. What
-multiplies is chosen when a step runs, so a step of eight or of 32 requests is multiplied by the same kernels on an
-engine for 256 requests as on one for so many. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens, but steps
-of 32 took longer with them (results/LOG.md, "What does a server of a pretrained coder gain?"). Draft steps of a few
+Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), for 33 to 64 tokens. The
+kernel is chosen when a step runs, so a step of eight or 32 requests has the same kernels in an engine for 256 requests
+as in one for eight or 32. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens, but steps of 32 took longer
+with them (results/LOG.md, "What does a server of a pretrained coder gain?"). Draft steps of a few
 tokens are one kernel on every engine (fused_step/), which has a layout of its own. Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
@@ -95,14 +93,14 @@ def _linear_integers(
 
 
 def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **setting: Any) -> Tensor:
-    """Of so many rounded tokens; the other arguments are those of both kernels' functions."""
+    """Product of `tokens` rounded tokens; the other arguments are those of both kernels' functions."""
     if tokens == 1:
         return lowbit_one_token.product(rounded, factors, *others, **setting)
     return lowbit_few_tokens.product(rounded, factors, tokens, *others, **setting)
 
 
 def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
-    """Compile what `linear` launches for so many tokens of `dtype`, and launch nothing."""
+    """Compile what `linear` launches for `tokens` tokens of `dtype`, and launch nothing."""
     if tokens > rounding.MOST:
         return
     words, scales = tensors["words"], tensors["scales"]

@@ -3,8 +3,6 @@
 Which engines keep this layout, and which steps read it: lowbit.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
 MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
-ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
+ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory compared with it
 
 
 def serves(bits: int, rows: int, columns: int) -> bool:

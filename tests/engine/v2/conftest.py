@@ -4,8 +4,6 @@ Triton decides when it is imported whether to interpret, and vLLM then takes V2 
 these tests need a process of their own: `pytest tests/engine/v2`. Among other tests they are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Greedy drafting on the V2 runner changes no token: gates, lengths, views and requests, changed on live engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any

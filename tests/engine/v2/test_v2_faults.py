@@ -1,14 +1,13 @@
 """Faults planted in the V2 runner of a live engine are seen, and what they did leaves with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
+from selfspec_faults import v2
 
-from selfspec_cli.vllm_plugin.planted import v2
+from selfspec_cli.vllm_plugin.planted.v2 import FAULTS
 
 pytestmark = pytest.mark.engine
 
@@ -68,4 +67,4 @@ def test_drafts_from_another_requests_context_are_accepted_less_and_change_nothi
 
 
 def test_every_fault_is_here():
-    assert {*CHANGING, *ELSEWHERE, "other_request"} == set(v2.FAULTS)
+    assert {*CHANGING, *ELSEWHERE, "other_request"} == {*FAULTS, *v2.FAULTS}

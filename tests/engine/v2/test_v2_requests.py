@@ -1,7 +1,5 @@
 """Every field of a request on the V2 runner, beside all others: as plain decoding answers, or refused alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ The reference is exact: of each of the first tokens the probabilities of all 32,
 is the target's own, the others were drafted and verified. The same test must find a verifier that samples too sharply.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Argument types for scripts of experiments/, whose errors name the allowed values and the nearest spelling."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path

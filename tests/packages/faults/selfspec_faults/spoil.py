@@ -1,7 +1,5 @@
 """Spoiling a KV cache at some of its slots."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,8 +1,6 @@
 """Faults that cost speed and change no output: what a performance check has to find. Each function plants one in the
 runner of a live engine and returns its undoing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -17,6 +17,7 @@ from figure_grid import by_arm, by_load
 from figure_hosts import hosts
 from figure_hosts import served as served_coder
 from figure_one_line import fixed_lengths, one_line
+from figure_one_line import served as one_line_served
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
@@ -123,6 +124,7 @@ def installs() -> str:
 
 WRITTEN = (
     ("README.md", "one_line", one_line),
+    ("docs/load.md", "one_line_served", one_line_served),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),

@@ -1,80 +1,82 @@
-"""Tables of the one line: `{"method": "selfspec"}` next to plain vLLM and to every fixed draft length, on live engines."""
+"""Tables of the one line: `{"method": "selfspec"}` next to plain vLLM and to fixed draft lengths, served and on engines."""
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from figure_cells import data_of, ratio, table
 
 FILE = "gpu/one_line_h200.json"
-WORDS = {"coding": "coding tasks", "chat": "chat questions", "edits": "edits of given code"}
-PLAIN, RULE = "plain", "rule"
+WORDS = {"coding": "coding tasks", "chat": "chat questions"}
+PLAIN, RULE, SERVED = "plain", "rule", "one line"
 
 
 def one_line() -> str:
-    """Write the README's table: tokens a second of plain vLLM, and the one line's speedup with the range of its repeats.
-
-    A cell with a `model` is of another model than the file's own, and its rows are named by it.
-    """
-    cells = data_of(FILE)["cells"]
-    batches = sorted({cell["batch"] for cell in cells})
-    names = [*(WORDS[prompts] for prompts in WORDS), *(cell["model"] for cell in cells if "model" in cell)]
+    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT."""
+    levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
+    clients = sorted({_clients(level) for level in levels})
     rows = []
-    for name in dict.fromkeys(names):
-        of_batch = {cell["batch"]: cell for cell in cells if _name(cell) == name}
-        if of_batch:
-            rows.append((f"{name}: plain vLLM, tok/s", *(_speed(of_batch.get(batch), PLAIN) for batch in batches)))
-            rows.append(("the one line", *(_speedup(of_batch.get(batch)) for batch in batches)))
-    return table(("requests at once", *map(str, batches)), rows)
+    for prompts, name in WORDS.items():
+        of_clients = {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
+        for words, write in (
+            (f"{name}: plain vLLM, tok/s", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
+            ("the one line", _speedup),
+            (
+                "its TTFT, p99, over plain's",
+                lambda row: f"{row[SERVED]['ttft_p99_ms'] / row[PLAIN]['ttft_p99_ms']:.2f}",
+            ),
+        ):
+            rows.append((words, *(write(of_clients[n]) if n in of_clients else "" for n in clients)))
+    return table(("clients", *map(str, clients)), rows)
+
+
+def served() -> str:
+    """Write a row per level of the served measurement: speeds of all arms, and the one line's latency over plain's."""
+    levels = data_of(FILE)["served"]["levels"]
+    fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
+    latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+    rows = []
+    for level in levels:
+        arms = level["rows"]
+        plain, ours = arms[PLAIN], arms[SERVED]
+        rows.append(
+            (
+                f"{level['prompts']}, {level['level']}",
+                *(f"{arms[arm]['tok_s']:,.0f}" if arm in arms else "" for arm in (PLAIN, SERVED, *fixed)),
+                f"{ours['tok_s'] / plain['tok_s']:.2f}",
+                *(f"{ours[key] / plain[key]:.2f}" for key in latency),
+            )
+        )
+    header = ("prompts, load", "plain vLLM", "the one line", *fixed, "over plain")
+    return table((*header, "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"), rows)
 
 
 def fixed_lengths() -> str:
-    """Write a row per cell of the measurement: the one line and each fixed length over plain decoding on its engine."""
+    """Write a row per cell of the measurement on engines: the one line and each fixed length next to plain decoding."""
     cells = data_of(FILE)["cells"]
     lengths = list(dict.fromkeys(row["arm"] for cell in cells for row in cell["rows"] if row["arm"].startswith("k=")))
     rows = []
     for cell in cells:
-        speeds = {row["arm"]: row["tok_s"] for row in cell["rows"]}
-        best = max((speeds[arm] for arm in lengths if arm in speeds), default=None)
-        same = cell.get("same_as_plain", {})
+        speeds, same = {row["arm"]: row["tok_s"] for row in cell["rows"]}, cell["same_as_plain"]
         rows.append(
             (
-                f"{cell.get('model', cell['prompts'])}, {cell['batch']}",
-                *(f"{speeds[arm]:,.0f}" if arm in speeds else "" for arm in (PLAIN, RULE, *lengths)),
-                "" if best is None else f"{speeds[RULE] / best:.2f}",
-                f"{same[RULE]} of {same[PLAIN]}" if same else "",
-                f"{cell['plain_as_itself']} of {same[PLAIN]}" if same else "",
+                f"{cell['prompts']}, {cell['batch']}",
+                *(f"{speeds[arm]:,.0f}" for arm in (PLAIN, RULE, *lengths)),
+                f"{speeds[RULE] / max(speeds[arm] for arm in lengths):.2f}",
+                f"{same[RULE]} of {same[PLAIN]}",
+                f"{cell['plain_as_itself']} of {same[PLAIN]}",
             )
         )
-    header = (
-        "prompts, requests at once",
-        "plain vLLM",
-        "the one line",
-        *lengths,
-        "of the best fixed",
-        "outputs as plain",
-        "plain as itself",
-    )
-    return table(header, rows)
+    header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths)
+    return table((*header, "of the best fixed", "outputs as plain", "plain as itself"), rows)
 
 
-def _name(cell: dict[str, Any]) -> str:
-    """Return what a cell is of: its prompts, or the other model that it names."""
-    return str(cell.get("model") or WORDS[cell["prompts"]])
+def _clients(level: dict[str, Any]) -> int:
+    return int(level["level"].split()[1])
 
 
-def _speed(cell: dict[str, Any] | None, arm: str) -> str:
-    return "" if cell is None else f"{_row(cell, arm)['tok_s']:,.0f}"
-
-
-def _speedup(cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return ""
-    plain = _row(cell, PLAIN)["tok_s"]
-    ours = [speed / plain for speed in _row(cell, RULE)["all"]]
-    return f"**{ratio(statistics.median(ours))}** ({min(ours):.2f} to {max(ours):.2f})"
-
-
-def _row(cell: dict[str, Any], arm: str) -> dict[str, Any]:
-    return next(row for row in cell["rows"] if row["arm"] == arm)
+def _speedup(arms: dict[str, Any]) -> str:
+    """Return the median speedup, and those of the repeats one after the other."""
+    plain, ours = arms[PLAIN], arms[SERVED]
+    each = sorted(one / other for one, other in zip(ours["all"], plain["all"], strict=True))
+    return f"**{ratio(ours['tok_s'] / plain['tok_s'])}** ({each[0]:.2f}, {each[-1]:.2f})"

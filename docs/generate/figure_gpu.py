@@ -126,14 +126,14 @@ These files are tables of their own, too wide for a page:
 | file | what | command |
 | --- | --- | --- |
 | `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
-| `gpu/tune_kernels_h200.json` | settings of each product with 4-bit copies and of the draft's attention, the usual one of that day and the best, at 1 to 32 tokens and 1,024 to 32,768 of context; lm_head with logit statistics, by two kernels and by one | `selfspec tune-kernels model=ORG/NAME draft_weights=int4 --tokens 1,4,8,16,32 --out FILE` on the shapes of Qwen2.5-Coder-1.5B and Llama 3 8B, both in one file; `python experiments/kernels/usual_settings.py` counts |
+| `gpu/tune_kernels_h200.json` | settings of each product with 4-bit copies and of the draft's attention, the usual one of that day and the best, at 1 to 32 tokens and 1,024 to 32,768 of context; lm_head with logit statistics, by two kernels and by one | (`selfspec tune-kernels` of that day, on the shapes of Qwen2.5-Coder-1.5B and Llama 3 8B, both in one file) |
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
-| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | (a script of that day; now `selfspec tune-kernels`) |
+| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | (a script of that day) |
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
 | `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |
-| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | (a script of that day; now `selfspec tune-kernels`) |
-| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | (a script of that day; now `selfspec tune-kernels`) |
-| `gpu/lowbit/products_h100.json` | 1 to 64 tokens times 4-bit and 8-bit copies, by our kernels in many settings, by Marlin, and by cuBLAS | (a script of that day; now `selfspec tune-kernels`); 64 tokens by a kernel that takes up to 32 now |"""
+| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | (a script of that day) |
+| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | (a script of that day) |
+| `gpu/lowbit/products_h100.json` | 1 to 64 tokens times 4-bit and 8-bit copies, by our kernels in many settings, by Marlin, and by cuBLAS | (a script of that day); 64 tokens by a kernel that takes up to 32 now |"""
 
 
 LONG = 8192

@@ -3,20 +3,21 @@
     python experiments/kernels/time_attention.py --out attention.json
 
 vLLM's way: `reshape_and_cache_flash`, then FlashAttention with up to 32 splits and its schedule made beforehand, as an
-engine runs it inside a CUDA graph. `selfspec tune-kernels` compares settings of our kernel. Calls rotate over several
-caches, so that keys come from memory. Figures: median microseconds a call; `ours_in_turn_us`: where each begins when
-the one before has ended. `error`: largest difference of the two results. `written`: whether both wrote the same to the
-cache.
+engine runs it inside a CUDA graph. Calls rotate over several caches, so that keys come from memory. Figures: median
+microseconds a call; `ours_in_turn_us`: where each begins when the one before has ended. `error`: largest difference of
+the two results. `written`: whether both wrote the same to the cache.
 """
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton.testing import do_bench_cudagraph
 from vllm.v1.attention.backends.fa_utils import (
     flash_attn_varlen_func,
     get_flash_attn_version,
@@ -25,7 +26,6 @@ from vllm.v1.attention.backends.fa_utils import (
 )
 
 from selfspec_cli.vllm_plugin.attention.one_query import attend
-from selfspec_cli.vllm_plugin.kernel_timing import timed
 
 SHAPES = {"8b": (32, 8, 128), "smollm2_widened": (36, 12, 64), "reference_widened": (32, 32, 128)}
 """Query heads, heads, dim."""
@@ -103,6 +103,12 @@ class Case:
             num_splits=32,
         )
         return out.flatten(1)
+
+
+def timed(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one of `calls`, by CUDA graphs of all of them."""
+    milliseconds = do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")
+    return 1000 * float(milliseconds) / len(calls)
 
 
 def main() -> None:

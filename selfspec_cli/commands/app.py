@@ -30,7 +30,6 @@ from selfspec_cli.commands.screen import warn
 from selfspec_cli.commands.serve import serve
 from selfspec_cli.commands.sweep import sweep
 from selfspec_cli.commands.tune import tune
-from selfspec_cli.commands.tune_kernels import tune_kernels
 from selfspec_cli.commands.verify import verify
 from selfspec_cli.commands.views import compare_views
 from selfspec_cli.early_exit import old_words
@@ -48,7 +47,6 @@ COMMANDS = (
     compare_views,
     roc,
     tune,
-    tune_kernels,
     serve,
     load,
     gateway,

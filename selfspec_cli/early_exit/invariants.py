@@ -7,7 +7,6 @@ INVARIANTS = {
     "host_copies": "values copied from the device to the host inside `propose`",
     "eager_steps": "decoding and draft steps that ran neither compiled nor in a CUDA graph",
     "unrolled_rounds": "rounds whose draft loop could not end on the device",
-    "unchosen_products": "kernels of a draft step that the file of `selfspec tune-kernels` did not choose",
     "sampled_rows": "requests that were not greedy",
     "finished_rows": "requests that were drafted for after their last token",
     "closed_rows": "requests that took part in a draft step after their gate had closed",

@@ -46,7 +46,6 @@ observe/          annotate.py names what a profiler shows, profiler.py starts on
                   late_copy.py off the device
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; no other module imports them
-kernel_choice.py  which settings of the draft's kernels were measured on this GPU; kernel_timing.py measures them
 wrap.py           how a fault, or what counts, comes and goes on a live engine
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """

@@ -20,7 +20,6 @@ CAUGHT = {
     "lost_draft": {"mean_accepted_len"},
     "slower_step": {"closed_rows"},
     "eager_step": {"eager_steps"},
-    "stale_kernels": {"unchosen_products"},
 }
 """Fault -> what has to be red whatever the clock says."""
 

@@ -36,7 +36,6 @@ CAUGHT = {
     "lost_draft": "mean_accepted_len",
     "slower_step": "speedup",
     "eager_step": "eager_steps",
-    "stale_kernels": "unchosen_products",
     "host_synchronisation": "host_synchronisations",
     "debug_copy": "host_copies",
 }
@@ -44,7 +43,6 @@ ON_CPU = {
     "lost_draft": "mean_accepted_len",
     "slower_step": "closed_rows",
     "eager_step": "eager_steps",
-    "stale_kernels": "unchosen_products",
 }
 
 

@@ -1,10 +1,15 @@
 """One token and few tokens times integer copies, in Triton's interpreter. Run as kernels_interpreted.py is."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+import triton
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
+from selfspec_cli.vllm_plugin.attention import one_query
 from selfspec_cli.vllm_plugin.weights import lowbit, rounding
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens as few_tokens
 from selfspec_cli.vllm_plugin.weights import lowbit_one_token as one_token
@@ -13,6 +18,8 @@ from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
 GPU = DEVICE == "cuda"
+MEASURED = Path(__file__).parents[2] / "results/published/gpu/tune_kernels_h200.json"
+WITHIN = 1.03  # of the best
 
 ASKED = [  # each with a shape of its own
     ((64, 256), {"rows_at_once": 16, "parts": 1, "stages": 1}),
@@ -156,3 +163,44 @@ def test_the_operator_takes_the_kernel_that_fits(name, tokens, plain, monkeypatc
     dense = weight if own else kind.dequantise(kind.quantise(weight), torch.float64)
     wanted = x.double() @ dense.double().T + bias.double()
     assert (got.double() - wanted).norm() / wanted.norm() < 0.015
+
+
+def usual(row, measured):
+    """What a kernel takes today for a case of the published file, as the file says settings."""
+    if row["kind"] == "attention":
+        settings = one_query.usual_settings(row["tokens"], measured["heads"][1], row["context"], torch.device(DEVICE))
+        return dict(zip(("at_once", "warps", "stages", "splits"), settings, strict=True))
+    rows, columns = measured["products"][row["kind"]]
+    case = rows, columns // GROUP, measured["bits"]
+    if row["tokens"] == 1:
+        return dict(zip(("rows_at_once", "at_once"), one_token.usual_settings(*case), strict=True))
+    return few_tokens.possible(few_tokens.usual_settings(*case, row["tokens"]), *case, row["tokens"])._asdict()
+
+
+def test_usual_settings_are_the_best_that_an_h200_measured():
+    """Or within 3 % of it, at every size of both shapes but one, whose setting of today was not measured."""
+    others = []
+    for measured in json.loads(MEASURED.read_text())["shapes"].values():
+        for row in measured["chosen"]:
+            good = [row["setting"], *([row["usual"]] if row["usual_over_best"] <= WITHIN else [])]
+            columns = measured["products"].get(row["kind"], (0, 1))[1]
+            step = triton.next_power_of_2(columns // GROUP)  # a longer one takes the whole row at once, too
+            today = usual(row, measured)
+            if not any(same(today, one, step) for one in good):
+                others.append((row["kind"], row["tokens"], row.get("context")))
+    assert others == [("attention", 16, 1024)]
+
+
+def same(one, other, step):
+    if "rows_at_once" in one and "at_once" in one:
+        one, other = ({**each, "at_once": min(each["at_once"], step)} for each in (one, other))
+    return one == other
+
+
+def test_what_was_not_measured_has_the_settings_that_it_had():
+    """8 bits, and matrices between those of a small layer and those of gate and up."""
+    for rows, bits in ((28672, 8), (8192, 4)):
+        found = [few_tokens.usual_settings(rows, 64, bits, tokens) for tokens in (4, 16, 32)]
+        assert found == [(32, 1, 3, 4)] * 2 + [(32, 1, 2, 4)]
+    assert [few_tokens.usual_settings(4096, 224, 8, tokens) for tokens in (4, 32)] == [(16, 4, 2, 4)] * 2
+    assert one_token.usual_settings(151936, 24, 8) == one_token.usual_settings(8192, 24, 4) == (4, 32)

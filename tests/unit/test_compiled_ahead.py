@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from selfspec_cli.stages import tune_kernels
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear
 
@@ -51,11 +50,6 @@ def layer(rows, columns, bias=False, noted=None, **more):
 )
 def test_numbers_of_tokens(requests, above, wanted):
     assert compiled_ahead.numbers_of_tokens(requests, above) == wanted
-
-
-def test_every_number_of_tokens_that_tune_kernels_measures_is_compiled():
-    """Each may have a setting of its own then."""
-    assert {int(word) for word in tune_kernels.TOKENS.split(",")} <= set(compiled_ahead.CLASSES)
 
 
 def test_one_copy_of_each_shape_with_its_bias_is_compiled():

@@ -57,7 +57,6 @@ def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch)
     few = []
     monkeypatch.setattr(lowbit, "_product", lambda tokens, *others: few.append(tokens) or torch.ones(tokens, 64))
     monkeypatch.setattr(lowbit.rounding, "round_tokens", lambda x, bits: (x, x))
-    monkeypatch.setattr(lowbit.kernel_choice, "current", lambda: None)
     for tokens in (1, 8, rounding.MOST):
         assert lowbit.linear(torch.randn(tokens, 128), copy, None, weight).all()
     for tokens in (rounding.MOST + 1, marlin.MOST):

@@ -24,7 +24,7 @@ from selfspec_cli.stages.plan import results_dir
 from selfspec_cli.texts.prompts import workload_prompts
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
-PLANTED = ("lost_draft", "slower_step", "eager_step", "stale_kernels", "host_synchronisation", "debug_copy")
+PLANTED = ("lost_draft", "slower_step", "eager_step", "host_synchronisation", "debug_copy")
 """Faults of tests/packages/faults/selfspec_faults/speed.py; the last two on CUDA alone."""
 WATCHED = 48  # tokens of each request while it is counted what must not happen
 Open = Callable[..., AbstractContextManager[Any]]

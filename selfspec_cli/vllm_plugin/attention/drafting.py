@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selfspec_cli.vllm_plugin import kernel_choice
-
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
     from selfspec_cli.vllm_plugin.weights.replace import Make
@@ -105,20 +103,16 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> 
 
         init_logger("vllm.selfspec").warning_once(UNKNOWN)
     if known and metadata.max_query_len == 1:
-        table, chosen = metadata.block_table, kernel_choice.current()
-        room = table.shape[1] * cache.shape[2]
-        asked = (query.shape[1], key.shape[1], query.shape[2], count, room)
         attend(
             query[:count],
             key[:count],
             value[:count],
             cache,
-            table,
+            metadata.block_table,
             metadata.seq_lens,
             slots,
             layer.impl.scale,
             out,
-            **({} if chosen is None else chosen.of_attention(*asked)),
         )
     else:
         layer.impl.do_kv_cache_update(layer, key, value, cache, slots)

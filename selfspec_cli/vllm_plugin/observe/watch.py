@@ -16,13 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.invariants import INVARIANTS
-from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
 
 NO_DEVICE = "on the CPU the host is the device"
 NO_LOOP = "on the CPU the host ends the draft loop"
-NO_CHOICE = "no file of `selfspec tune-kernels` is for this GPU and shape"
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """What PyTorch warns of under `torch.cuda.set_sync_debug_mode`. It says nothing of `WAITS`."""
 WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"))
@@ -39,11 +37,6 @@ class Watch:
             raise SettingsError("this engine does not draft with its own layers, so there is nothing to watch")
         self.counts: Counter[str] = Counter()
         self.absent: dict[str, str] = {}
-        choice = kernel_choice.current()
-        if choice is None:
-            self.absent["unchosen_products"] = NO_CHOICE
-        else:
-            self.counts["unchosen_products"] = len(choice.unchosen())
         self._undo = (_watch_v2 if hasattr(runner, "speculator") else _watch_v1)(runner, drafter, self)
 
     def stop(self) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.sizes import widths
@@ -98,9 +97,6 @@ class DraftLoop(TargetDependentARSpeculator):
         logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
         if self.settings.measures:
             self._measure_steps()
-        choice = kernel_choice.current()
-        if choice is not None and not choice.stale:
-            logger.info("draft kernels: %s", choice)
 
     def _measure_steps(self) -> None:
         """Time the graphs that were just captured, for the rule that chooses draft lengths."""

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
-from selfspec_cli.vllm_plugin import compile_cache, kernel_choice
+from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import MOST, fused_step
@@ -147,21 +146,10 @@ class EarlyExitSpeculator(DraftLoop):
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         self.fused_step = fused_step(decoder, self.vllm_config, self.device)
-        self._use_chosen_kernels()
         self._weights = Watch(target_model)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
-
-    def _use_chosen_kernels(self) -> None:
-        """Look for what `selfspec tune-kernels` measured for this model on this GPU."""
-        config, kind = self.vllm_config.model_config.hf_text_config, DRAFT_WEIGHTS[self.settings.draft_weights]
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        ranks = self.vllm_config.parallel_config.tensor_parallel_size
-        choice = kernel_choice.for_engine(config.to_dict(), getattr(kind, "width", None), ranks, device)
-        kernel_choice.use(choice)
-        if choice is not None and choice.stale:
-            logger.warning("draft kernels: %s", choice)
 
     def renew(self) -> None:
         """The target has other weights: make what was made of the old ones anew, where CUDA graphs read it."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, integers
-from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, marlin, rounding
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
@@ -87,16 +86,14 @@ def _linear_integers(
         return F.linear(x, weight, bias)
     if rounded is None or factors is None:
         rounded, factors = rounding.round_tokens(x.contiguous(), bits)
-    chosen = kernel_choice.current()
-    setting = {} if chosen is None else chosen.of_product(words.shape[0], x.shape[1], bits, tokens)
-    return _product(tokens, rounded, factors, words, scales, bias, x.dtype, **setting)
+    return _product(tokens, rounded, factors, words, scales, bias, x.dtype)
 
 
-def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **setting: Any) -> Tensor:
+def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **more: Any) -> Tensor:
     """Product of `tokens` rounded tokens; the other arguments are those of both kernels' functions."""
     if tokens == 1:
-        return lowbit_one_token.product(rounded, factors, *others, **setting)
-    return lowbit_few_tokens.product(rounded, factors, tokens, *others, **setting)
+        return lowbit_one_token.product(rounded, factors, *others, **more)
+    return lowbit_few_tokens.product(rounded, factors, tokens, *others, **more)
 
 
 def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -105,10 +102,8 @@ def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None,
         return
     words, scales = tensors["words"], tensors["scales"]
     groups = scales.shape[1]
-    bits, chosen = width_of(words, groups * GROUP), kernel_choice.current()
-    found = None if chosen is None else chosen.for_product(words.shape[0], groups * GROUP, bits, tokens)
     rounded, factors = rounding.room_for(groups, rounding.padded(tokens), words.device)
-    _product(tokens, rounded, factors, words, scales, bias, dtype, only_compile=True, **(found or {}))
+    _product(tokens, rounded, factors, words, scales, bias, dtype, only_compile=True)
 
 
 @_linear_integers.register_fake

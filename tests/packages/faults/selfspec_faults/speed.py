@@ -1,17 +1,12 @@
 """Faults that cost speed and change no output: what a performance check has to find. Each function plants one in the
 runner of a live engine and returns its undoing."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin import kernel_choice
-from selfspec_cli.vllm_plugin.kernel_choice import DraftShape
 from selfspec_cli.vllm_plugin.wrap import Undo, wrap
 
 CYCLES = 20_000_000
@@ -69,17 +64,6 @@ def debug_copy(runner: Any) -> list[Undo]:
     return [_behind_propose(runner, copy)]
 
 
-def stale_kernels(runner: Any) -> list[Undo]:
-    """The file by which kernels were chosen is of other kernels, as after a change of their source."""
-    with TemporaryDirectory(prefix="selfspec-") as folder:
-        file = Path(folder) / "kernels.json"
-        kernel_choice.write(file, "a GPU", DraftShape(4, {"qkv": (2048, 1536)}, 12, 2, 128), [])
-        document = json.loads(file.read_text(encoding="utf-8"))
-        file.write_text(json.dumps(document | {"kernels": "of before"}), encoding="utf-8")
-        choice = kernel_choice.read(file)
-    return [wrap(kernel_choice, "current", lambda _: lambda: choice)]
-
-
 def _behind_propose(runner: Any, do: Callable[[Tensor], Any]) -> Undo:
     """Call `do(drafts)` at the end of each round of the V2 runner, inside `propose`."""
 
@@ -95,5 +79,5 @@ def _behind_propose(runner: Any, do: Callable[[Tensor], Any]) -> Undo:
     return wrap(runner.speculator, "propose", make)
 
 
-ANYWHERE = {fault.__name__: fault for fault in (lost_draft, slower_step, eager_step, stale_kernels)}
+ANYWHERE = {fault.__name__: fault for fault in (lost_draft, slower_step, eager_step)}
 ON_CUDA = ANYWHERE | {fault.__name__: fault for fault in (host_synchronisation, debug_copy)}

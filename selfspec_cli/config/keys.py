@@ -29,8 +29,9 @@ from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
-NOT_IN_A_KEY = {"model": ("exit_layer", "draft_length"), "engine": ("name", "device")}
-"""The model's are in `layer` and `k` (`resolved`); an engine's name is for people, and its device is resolved too."""
+NOT_IN_A_KEY = {"model": ("exit_layer", "draft_length"), "engine": ("name", "device"), "workload": ("path",)}
+"""The model's are in `layer` and `k` (`resolved`); an engine's name is for people, and its device is resolved too; a
+workload's path is in its `prompts`."""
 
 STILL_IN_A_KEY: dict[str, dict[str, Any]] = {"model": {"pipeline_parallel_size": 1}, "engine": {"nvtx": False}}
 """Settings that are gone, with the value that they had in every key, so that measured points keep their keys."""

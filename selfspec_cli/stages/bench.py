@@ -15,10 +15,10 @@ from selfspec_cli import interrupts
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import point
+from selfspec_cli.record import categories, point
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.stages import cores, measure, quality
-from selfspec_cli.texts.prompts import workload_prompts
+from selfspec_cli.texts.prompts import workload_turns
 
 
 def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurement:
@@ -31,10 +31,11 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
         engine.call("early_exit_meter_start")
         start.append(cores.now())
 
+    requests, kinds = workload_turns(cfg, engine)
     (arm,) = measure.run(
         engine,
         cfg,
-        workload_prompts(cfg, engine),
+        requests,
         repeats=cfg.repeats,
         warmup=cfg.warmup,
         timed=timed,
@@ -50,6 +51,10 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
     }
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
+    if kinds:
+        facts["categories"] = categories.measured(
+            [list(zip(kinds, part.requests, part.steps, strict=True)) for (part,) in arm.repeats]
+        )
     interrupts.check()
     perplexity = quality.perplexity(engine, cfg)
     facts.setdefault("peak_mem_mib", peak_memory_mib())

@@ -269,7 +269,7 @@ def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_p
     assert sum(len(repeat.requests) for repeat in point.repeats) == 16
     assert (row.failed_requests, row.clients, row.identical, row.outputs) == (0, 2, 4, 4)
     assert row.tpot_p99_ms >= row.tpot_ms > 0
-    assert set(point.engine["categories"]) == {"a", "b"} and point.engine["sent_again"] == 0
+    assert set(point.engine["categories"]) == {"a", "b", "all"} and point.engine["sent_again"] == 0
     assert row.cpu_own is None  # a server that ran already is one of the others
     # A baseline and an arm: two runs of eight requests each, and a warm-up in which each client asked once.
     assert sorted(json.dumps(body) for _, body in asked_of_slower) == sorted(json.dumps(body) for _, body in toy.asked)

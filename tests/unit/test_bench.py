@@ -170,3 +170,31 @@ def test_a_file_with_categories_is_measured_by_category(tmp_path):
     assert {name: one["requests"] for name, one in kinds.items()} == {"a": 3, "b": 6, "all": 9}
     assert kinds["b"]["tok_s"] == pytest.approx([6 / 0.2, 6 / 0.4, 6 / 0.6])
     assert (kinds["a"]["steps"], kinds["a"]["accepted_at"]) == (3, [3, 3, 3, 3])  # five tokens in each second output
+
+
+def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
+    class Moody(FakeEngine):
+        """Answers with the place of each prompt in what it is asked: a prompt that is asked elsewhere differs."""
+
+        def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
+            self.asked.append([prompt if not callable(prompt) else prompt([[7]]) for prompt in prompts])
+            outputs = [[place] for place, _ in enumerate(prompts)]
+            return Generation(outputs, 1.0, [RequestTimes(0.0, (0.1,), 1)] * len(prompts), None)
+
+    def asked(number=3, **more):
+        engine = Moody()
+        work = replace(WORK, **{"batch": 2, "num_prompts": number} | more)
+        cfg = RunConfig(method=Method.baseline, workload=work, repeats=3, warmup=0, perplexity_tokens=0)
+        return bench.run(cfg, engine), [one for one in engine.asked if isinstance(one, list)]
+
+    found, prompts = asked()
+    assert len(prompts) == 4 and prompts[3] == prompts[2][::-1]
+    assert found.engine["as_itself"] == 1  # the one in the middle
+    assert len(found.repeats) == 3
+    assert "as_itself" not in asked(batch=1)[0].engine and "as_itself" not in asked(temperature=1.0)[0].engine
+    # Turns of one question stay together.
+    later = [[1], lambda outputs: [2], [3]]
+    engine = Moody()
+    cfg = RunConfig(workload=WORK)
+    assert bench.as_itself(engine, cfg, later, output_digests([[1], [2], [0]])) == 3
+    assert engine.asked == [[[3], [1], [2]]]

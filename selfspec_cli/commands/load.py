@@ -26,11 +26,14 @@ from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
 from selfspec_cli.record.load_columns import asked as asked_in_words
+from selfspec_cli.record.load_columns import searched
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import load_url, preflight
+from selfspec_cli.stages import slo as stage_slo
 from selfspec_cli.stages.plan import results_dir
+from selfspec_cli.stages.slo import Limit
 
 LOGS = "logs"
 
@@ -72,25 +75,32 @@ def load(
     ttft_limit: Annotated[float | None, typer.Option("--ttft-limit", help="As load.ttft_limit, ms.")] = None,
     tpot_limit: Annotated[float | None, typer.Option("--tpot-limit", help="As load.tpot_limit, ms.")] = None,
     e2e_limit: Annotated[float | None, typer.Option("--e2e-limit", help="As load.e2e_limit, ms.")] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option("--slo", help="Find the greatest load that keeps a limit in ms: ttft_p99=200; repeatable."),
+    ] = None,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Load-test servers: closed loop, Poisson or bursty arrivals, a soak; the baseline and each arm, one after the
-    other, or one that runs already. What stands behind -- goes to the servers that are started."""
+    other, or one that runs already. With --slo: the most clients and the greatest rate that keep limits of latency.
+    What stands behind -- goes to the servers that are started."""
     with guard(as_json, debug, ROWS_KEPT):
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         more = words[split:]
         words = [*words[:split], *limits(ttft_limit, tpot_limit, e2e_limit)]
-        runs = as_loads(configs.several(words, config=config))
+        wanted = stage_slo.parse(slo or [])
+        cfgs = configs.several(words, config=config)
+        runs = as_loads(stage_slo.as_searches(cfgs, wanted) if wanted else cfgs)
         how = {"as_json": as_json, "dry_run": dry_run, "debug": debug}
         if url is None:
             refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
-            return own_servers(runs, more, **how)
+            return own_servers(runs, more, wanted, **how)
         knows = config is not None or any(word.startswith(("model=", "model.")) for word in words)
         where = Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
-        elsewhere(of_elsewhere(runs), where, **how)
+        elsewhere(of_elsewhere(runs), where, wanted, **how)
 
 
 def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> list[str]:
@@ -115,18 +125,29 @@ def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
     return found
 
 
-def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dry_run: bool, debug: bool) -> None:
-    """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's."""
+def own_servers(
+    runs: list[RunConfig], more: Sequence[str], wanted: Sequence[Limit], *, as_json: bool, dry_run: bool, debug: bool
+) -> None:
+    """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's.
+    wanted: limits that the greatest load is searched for."""
     for cfg in runs:
         server.front_end(cfg)
         if not dry_run and cfg.load.kind:
             _check_prompts(cfg)
-    measure("load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more))
+    measure(
+        "load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more, wanted)
+    )
 
 
-def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Means:
-    """Servers in place of engines. more: options of vLLM's."""
-    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _page)
+def servers(runs: Sequence[RunConfig], more: Sequence[str], wanted: Sequence[Limit] = ()) -> Means:
+    """Servers in place of engines. more: options of vLLM's. wanted: limits that the greatest load is searched for."""
+    return Means(lambda shown, run_id: _servers(runs, more, wanted, shown, run_id), _doubts, _searched, _page)
+
+
+def _searched(points: Sequence[Any]) -> list[str]:
+    """What each search for the greatest load found."""
+    rows = [(point, tables.row(point)) for point in points]
+    return [f"{label(row)}: {words}" for point, row in rows if (words := searched(point, row)) is not None]
 
 
 def _check_prompts(cfg: RunConfig) -> None:
@@ -137,7 +158,9 @@ def _check_prompts(cfg: RunConfig) -> None:
         prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
 
 
-def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, run_id: str) -> tuple[Any, Any]:
+def _servers(
+    runs: Sequence[RunConfig], more: Sequence[str], wanted: Sequence[Limit], shown: Progress, run_id: str
+) -> tuple[Any, Any]:
     """What a sweep opens in place of an engine, and its bench."""
     folder = Path(results_dir(runs))
 
@@ -154,10 +177,13 @@ def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, ru
             yield found
 
     opened: Any = open_server
-    return opened, stage.Loader(folder / stage.FOLDER / run_id)
+    loader = stage.Loader(folder / stage.FOLDER / run_id)
+    return opened, stage_slo.Search(loader, wanted) if wanted else loader
 
 
-def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run: bool, debug: bool) -> None:
+def elsewhere(
+    runs: list[RunConfig], where: Elsewhere, wanted: Sequence[Limit], *, as_json: bool, dry_run: bool, debug: bool
+) -> None:
     """Ask servers that run already; the exit code says how it went."""
     folder = Path(results_dir(runs))
     preflight.check_folder(str(folder))
@@ -177,15 +203,19 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run
     loader.ignores_eos = all(_takes_ignore_eos(found, where.path) for found in servers)
     warn([] if loader.ignores_eos else ["the server does not know ignore_eos: requests may end before their length"])
     with tracked("load", runs[0]), at_work("load", folder, debug) as shown:
-        result = load_url.run(runs, servers, loader=loader, run_id=run_id, progress=shown)
+        bench = stage_slo.Search(loader, wanted) if wanted else loader
+        result = load_url.run(runs, servers, bench, loader.path, run_id=run_id, progress=shown)
     warn([*result.warnings, *_doubts(result.points)])
     page = _page(folder)
     if as_json:
-        emit({"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings})
+        document = {"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings}
+        emit(document | ({"found": said} if (said := _searched(result.points)) else {}))
     else:
         from selfspec_cli.report import table
 
         table.show(result.rows, Console())
+        for line in _searched(result.points):
+            say(line)
         say(f"rows in {folder / results_folder.SUMMARY}; page: {page}")
     raise typer.Exit(result.exit_code)
 

@@ -63,11 +63,12 @@ class Means:
     """What arms are measured on, engines in this process or servers.
 
     opened: for the screen and the run id of a command, what starts one for a config, and what measures a config on it.
-    doubts: what points say against their own figures. page: writes the report page of a folder; None for a command that
-    writes none."""
+    doubts: what points say against their own figures. found: what else they say, in sentences. page: writes the report
+    page of a folder; None for a command that writes none."""
 
     opened: Callable[[Progress, str], tuple[sweep_stage.OpenEngine, sweep_stage.Bench]]
     doubts: Callable[[Sequence[Point]], list[str]] = lambda points: []
+    found: Callable[[Sequence[Point]], list[str]] = lambda points: []
     page: Callable[[Path], Path | None] | None = None
 
 
@@ -131,12 +132,15 @@ def measure(
         }
         more: dict[str, Any] = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
         more |= {} if page is None else {"page": page}
+        more |= {"found": said} if (said := means.found(result.points)) else {}
         emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})
     else:
         from selfspec_cli.report import table
 
         wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
         table.show(_with_baselines(folder, wanted), Console())
+        for line in means.found(result.points):
+            say(line)
         say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
         say(f"page: {page}") if page is not None else None
     raise typer.Exit(result.exit_code or int(result.left > 0 and ways.max_hours is None))

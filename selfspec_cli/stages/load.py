@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Loader:
 
     folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
     model; else text. more: said in the body of every request besides. saturation: requests a second that a baseline
-    completed in a closed loop, by what was asked of it.
+    completed in a closed loop, by what was asked of it. decided: whether runs say enough, so that no other is made.
     """
 
     folder: Path
@@ -62,6 +62,7 @@ class Loader:
     ignores_eos: bool = True
     more: dict[str, Any] = field(default_factory=dict)
     saturation: dict[str, float] = field(default_factory=dict)
+    decided: Callable[[Sequence[Run]], bool] = lambda runs: False
     _points: int = 0
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class Loader:
                 progress("repeats", number + 1, cfg.load.repeats)
             if run.interrupted:
                 facts["interrupted"] = True
+            if run.interrupted or self.decided([one for one, _ in runs]):
                 break
         if not runs:
             raise KeyboardInterrupt

@@ -27,9 +27,15 @@ KINDS = {
 PLAIN_DIFFERS = "plain vLLM does not repeat its own outputs"
 
 PLANTED_FOR_PROOF = ("accept_one_more", "biased_sampler")
-"""What every run plants in its engine first, one for greedy cases and one for sampled ones."""
+"""What every run plants in its engine first, one for greedy cases and one for sampled ones: faults of the verify pass,
+which is the same whatever drafts."""
 
 Row = Mapping[str, Any]
+
+
+def kinds_of(method: str) -> tuple[str, ...]:
+    """The kinds of fault that can be planted in an engine that drafts by a method."""
+    return tuple(KINDS) if method == "layer_skip" else PLANTED_FOR_PROOF
 
 
 def suspect(document: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,8 @@
 Baseline and candidate go through this same function. Every repeat generates the same tokens from the same prompts, so
 the repeats differ in time only; the outputs that are kept, as digests, are those of the last one. Where several
 requests run at once, plain decoding answers once more in another batch order, untimed: how many of its outputs stay the
-same is the control for how many of an arm's are the baseline's.
+same is the control for how many of an arm's are the baseline's. (Random weights hold all tokens equally likely, and
+their outputs tell nothing.)
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
             [list(zip(kinds, part.requests, part.steps, strict=True)) for (part,) in arm.repeats]
         )
     outputs = point.output_digests(arm.outputs())
-    if cfg.method is Method.baseline and cfg.workload.batch > 1 and not cfg.workload.temperature:
+    tells = cfg.workload.batch > 1 and not cfg.workload.temperature and cfg.model.load_format != "dummy"
+    if cfg.method is Method.baseline and tells:
         facts[point.AS_ITSELF] = as_itself(engine, cfg, requests, outputs)
     interrupts.check()
     perplexity = quality.perplexity(engine, cfg)

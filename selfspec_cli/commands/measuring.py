@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class Ways:
     """How a sweep is gone about.
 
     again: measure finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed.
-    max_hours: begin no point after that; None for no limit. watch: make the page again after points.
+    max_hours: begin no point after that; None for no limit. watch: make the page again after points. execute: run the
+    answers of HumanEval with their tests.
     """
 
     again: bool = False
@@ -43,6 +45,7 @@ class Ways:
     retry_failed: bool = False
     max_hours: float | None = None
     watch: bool = False
+    execute: bool = False
 
     @property
     def plan(self) -> dict[str, bool]:
@@ -78,7 +81,13 @@ def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, swee
     return shown_starting(shown, forked=True), bench_one
 
 
-ENGINES = Means(_engines)
+def _passed(points: Sequence[Point]) -> list[str]:
+    """How many answers of each point pass their tests, where they were run."""
+    found = [(label(tables.row(point)), *point.engine["pass_at_1"]) for point in points if "pass_at_1" in point.engine]
+    return [f"{name}: {passed} of {of} answers pass their tests (pass@1)" for name, passed, of in found]
+
+
+ENGINES = Means(_engines, found=_passed)
 
 
 def nothing_typed(command: str, overrides: Sequence[str] | None, config: Path | None, example: str) -> bool:
@@ -164,11 +173,12 @@ def _sweep(
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
         open_engine, bench = means.opened(shown, run_id)
+        more: dict[str, Any] = {"execute": True} if ways.execute else {}
         try:
             result = sweep_stage.run(
                 runs,
                 open_engine=open_engine,
-                bench=bench,
+                bench=partial(bench, **more),
                 progress=shown,
                 tracker=tracker,
                 go_on=lambda: ends is None or time.time() < ends,

@@ -53,7 +53,7 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
         ConfigError: the file cannot be read, has no such column, or no prompt.
     """
     prompts = []
-    for row in _rows(prompts_file(name), name):
+    for row in rows(name):
         if not isinstance(row, Mapping):
             raise ConfigError(f"workload.prompts={name}: a row is no mapping of columns to values: {str(row)[:60]!r}")
         used = column or next((known for known in COLUMNS if known in row), None)
@@ -128,7 +128,9 @@ def _later_turns(content: Any) -> tuple[str, ...]:
     return tuple(content[1:]) if is_texts and all(isinstance(turn, str) for turn in content) else ()
 
 
-def _rows(path: Path, name: str) -> Iterable[Any]:
+def rows(name: str) -> Iterable[Any]:
+    """Return the rows of a file of prompts as they are; raises ConfigError."""
+    path = prompts_file(name)
     try:
         if path.suffix == ".parquet":
             import pandas

@@ -36,9 +36,7 @@ _LIMITED = (
     "exec(compile(open(sys.argv[1], encoding='utf-8').read(), 'answer', 'exec'), {'__name__': 'answer'})\n"
 )
 _BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
-_BEHIND = re.compile(
-    r"\n(?:def |class |if |print\(|#|@|```)"
-)  # begins what a completion goes on with behind its function
+_BEHIND = re.compile(r"\n(?:def |class |if |print\(|#|@|```)")  # what a completion goes on with after its function
 
 
 def check(cfgs: Sequence[RunConfig]) -> None:

@@ -67,7 +67,7 @@ def matrices(found: Sources) -> list[Matrix]:
         head = ["category", "requests", "plain tok/s"]
         body = [[name, _count(plain.get(name)), _speed(plain.get(name))] for name in names]
         for letter, row in zip(letters, arms, strict=False):
-            head += [f"{letter} {word}".strip() for word in ("speedup", "tok/step", "accepted at 1, 2, …")]
+            head += [f"{letter} {word}".strip() for word in ("speedup", "tok/step", "accepted")]
             for name, cells in zip(names, body, strict=True):
                 cells += _cells(lines[row.point].get(name))
         if body:
@@ -126,5 +126,5 @@ def show(found: Sources, console: Console) -> None:
             table.add_column(name, justify="right" if place else "left")
         for cells in one.body:
             table.add_row(*cells)
-        console.print(table, *(Text(f"  {note}") for note in one.notes), "")
+        console.print(table, *(Text(f"  {note}") for note in one.notes), "", sep="\n")
     console.print(Text(ABOUT, style="dim"))

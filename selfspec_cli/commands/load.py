@@ -30,10 +30,8 @@ from selfspec_cli.record.load_columns import searched
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import load as stage
-from selfspec_cli.stages import load_url, preflight
-from selfspec_cli.stages import slo as stage_slo
+from selfspec_cli.stages import load_url, preflight, slo
 from selfspec_cli.stages.plan import results_dir
-from selfspec_cli.stages.slo import Limit
 
 LOGS = "logs"
 
@@ -75,7 +73,7 @@ def load(
     ttft_limit: Annotated[float | None, typer.Option("--ttft-limit", help="As load.ttft_limit, ms.")] = None,
     tpot_limit: Annotated[float | None, typer.Option("--tpot-limit", help="As load.tpot_limit, ms.")] = None,
     e2e_limit: Annotated[float | None, typer.Option("--e2e-limit", help="As load.e2e_limit, ms.")] = None,
-    slo: Annotated[
+    limit: Annotated[
         list[str] | None,
         typer.Option("--slo", help="Find the greatest load that keeps a limit in ms: ttft_p99=200; repeatable."),
     ] = None,
@@ -91,16 +89,14 @@ def load(
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         more = words[split:]
         words = [*words[:split], *limits(ttft_limit, tpot_limit, e2e_limit)]
-        wanted = stage_slo.parse(slo or [])
-        cfgs = configs.several(words, config=config)
-        runs = as_loads(stage_slo.as_searches(cfgs, wanted) if wanted else cfgs)
+        runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
         how = {"as_json": as_json, "dry_run": dry_run, "debug": debug}
         if url is None:
             refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
-            return own_servers(runs, more, wanted, **how)
+            return own_servers(runs, more, **how)
         knows = config is not None or any(word.startswith(("model=", "model.")) for word in words)
         where = Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
-        elsewhere(of_elsewhere(runs), where, wanted, **how)
+        elsewhere(of_elsewhere(runs), where, **how)
 
 
 def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> list[str]:
@@ -125,23 +121,18 @@ def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
     return found
 
 
-def own_servers(
-    runs: list[RunConfig], more: Sequence[str], wanted: Sequence[Limit], *, as_json: bool, dry_run: bool, debug: bool
-) -> None:
-    """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's.
-    wanted: limits that the greatest load is searched for."""
+def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dry_run: bool, debug: bool) -> None:
+    """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's."""
     for cfg in runs:
         server.front_end(cfg)
         if not dry_run and cfg.load.kind:
             _check_prompts(cfg)
-    measure(
-        "load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more, wanted)
-    )
+    measure("load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more))
 
 
-def servers(runs: Sequence[RunConfig], more: Sequence[str], wanted: Sequence[Limit] = ()) -> Means:
-    """Servers in place of engines. more: options of vLLM's. wanted: limits that the greatest load is searched for."""
-    return Means(lambda shown, run_id: _servers(runs, more, wanted, shown, run_id), _doubts, _searched, _page)
+def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Means:
+    """Servers in place of engines. more: options of vLLM's."""
+    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _searched, _page)
 
 
 def _searched(points: Sequence[Any]) -> list[str]:
@@ -158,9 +149,7 @@ def _check_prompts(cfg: RunConfig) -> None:
         prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
 
 
-def _servers(
-    runs: Sequence[RunConfig], more: Sequence[str], wanted: Sequence[Limit], shown: Progress, run_id: str
-) -> tuple[Any, Any]:
+def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, run_id: str) -> tuple[Any, Any]:
     """What a sweep opens in place of an engine, and its bench."""
     folder = Path(results_dir(runs))
 
@@ -177,13 +166,10 @@ def _servers(
             yield found
 
     opened: Any = open_server
-    loader = stage.Loader(folder / stage.FOLDER / run_id)
-    return opened, stage_slo.Search(loader, wanted) if wanted else loader
+    return opened, slo.Search(stage.Loader(folder / stage.FOLDER / run_id))
 
 
-def elsewhere(
-    runs: list[RunConfig], where: Elsewhere, wanted: Sequence[Limit], *, as_json: bool, dry_run: bool, debug: bool
-) -> None:
+def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run: bool, debug: bool) -> None:
     """Ask servers that run already; the exit code says how it went."""
     folder = Path(results_dir(runs))
     preflight.check_folder(str(folder))
@@ -203,8 +189,7 @@ def elsewhere(
     loader.ignores_eos = all(_takes_ignore_eos(found, where.path) for found in servers)
     warn([] if loader.ignores_eos else ["the server does not know ignore_eos: requests may end before their length"])
     with tracked("load", runs[0]), at_work("load", folder, debug) as shown:
-        bench = stage_slo.Search(loader, wanted) if wanted else loader
-        result = load_url.run(runs, servers, bench, loader.path, run_id=run_id, progress=shown)
+        result = load_url.run(runs, servers, slo.Search(loader), loader.path, run_id=run_id, progress=shown)
     warn([*result.warnings, *_doubts(result.points)])
     page = _page(folder)
     if as_json:

@@ -121,6 +121,8 @@ def _unused(load: LoadConfig) -> Iterator[str]:
     yield from load_patterns.unused_settings(load)
     if load.frontend == "python":
         yield "frontend"
+    if load.slo is None:
+        yield "slo"
 
 
 def _load(cfg: RunConfig) -> tuple[str, ...]:

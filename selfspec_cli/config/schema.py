@@ -177,6 +177,11 @@ class LoadConfig(PatternSettings):
     )
     tpot_limit: float | None = knob(None, help="likewise the time per output token", unit="ms", above=0, unset="none")
     e2e_limit: float | None = knob(None, help="likewise the time to the last token", unit="ms", above=0, unset="none")
+    slo: str | None = knob(
+        None,
+        help="limits in ms for which the greatest load is searched, as --slo takes them: ttft_p99=200 tpot_p99=15",
+        unset="the load is the one that is asked for",
+    )
     column: str | None = knob(
         None,
         help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",

@@ -53,7 +53,7 @@ class Loader:
 
     folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
     model; else text. more: said in the body of every request besides. saturation: requests a second that a baseline
-    completed in a closed loop, by what was asked of it. decided: whether runs say enough, so that no other is made.
+    completed in a closed loop, by what was asked of it.
     """
 
     folder: Path
@@ -62,14 +62,20 @@ class Loader:
     ignores_eos: bool = True
     more: dict[str, Any] = field(default_factory=dict)
     saturation: dict[str, float] = field(default_factory=dict)
-    decided: Callable[[Sequence[Run]], bool] = lambda runs: False
     _points: int = 0
 
     def __post_init__(self) -> None:
         check_installed()
 
-    def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
-        """One arm at one load: warm-up, then every run. A run that an interrupt cuts short is kept as far as it came.
+    def __call__(
+        self,
+        cfg: RunConfig,
+        server: Server,
+        progress: Progress = ignore,
+        decided: Callable[[Sequence[Run]], bool] = lambda runs: False,
+    ) -> Measurement:
+        """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that an interrupt
+        cuts short is kept as far as it came.
 
         Raises:
             ConfigError: the prompts cannot be had. ClientsError: no request ended well. ServerError: the server ended.
@@ -95,7 +101,7 @@ class Loader:
                 progress("repeats", number + 1, cfg.load.repeats)
             if run.interrupted:
                 facts["interrupted"] = True
-            if run.interrupted or self.decided([one for one, _ in runs]):
+            if run.interrupted or decided([one for one, _ in runs]):
                 break
         if not runs:
             raise KeyboardInterrupt

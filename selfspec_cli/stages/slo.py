@@ -69,14 +69,20 @@ def parse(words: Sequence[str]) -> list[Limit]:
     return limits
 
 
-def as_searches(cfgs: Sequence[RunConfig], limits: Sequence[Limit]) -> list[RunConfig]:
-    """Two searches for each config: of a number of clients and of a rate. Goodput counts by the same limits.
+def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
+    """Two searches for each config that names limits, of a number of clients and of a rate; their goodput counts by the
+    same limits. words: limits of all configs, in place of their own.
 
     Raises:
-        ConfigError: a config says how much is asked.
+        ConfigError: a limit cannot be read, or a config says how much is asked.
     """
     found = []
     for cfg in cfgs:
+        named = list(words) or (cfg.load.slo or "").split()
+        limits = parse(named)
+        if not limits:
+            found.append(cfg)
+            continue
         if cfg.load.kind:
             raise ConfigError(
                 f"--slo with load.{'clients' if cfg.load.clients is not None else 'rate'}: it finds the load itself; "
@@ -86,6 +92,7 @@ def as_searches(cfgs: Sequence[RunConfig], limits: Sequence[Limit]) -> list[RunC
             f"{limit.name}_limit": limit.ms for limit in sorted(limits, key=lambda limit: -limit.ms)
         }
         load = replace(cfg.load, **{name: ms for name, ms in least.items() if getattr(cfg.load, name) is None})
+        load = replace(load, slo=" ".join(named))
         found += [replace(cfg, load=replace(load, clients=1)), replace(cfg, load=replace(load, rate=1.0))]
     return found
 
@@ -142,35 +149,41 @@ def greatest(keeps: Callable[[float], bool], start: float, *, whole: bool) -> tu
 
 @dataclass
 class Search:
-    """Finds the greatest load on a server; takes the place of a `Loader` as the bench of a sweep.
+    """Finds the greatest load on a server where a config names limits; takes a `Loader`'s place as a sweep's bench.
 
     served: requests a second that each server completed at its greatest number of clients, at which the search of its
     rate begins.
     """
 
     loader: Loader
-    limits: Sequence[Limit]
     served: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
         """Search the number of clients or the rate, whichever the config has, from its value on; return what was
-        measured at the greatest load that keeps the limits (at the least that was tried, where none does).
+        measured at the greatest load that keeps the limits (at the least that was tried, where none does). A config
+        without limits is measured as it is.
 
         Raises as `Loader`.
         """
-        whole = cfg.load.clients is not None
+        if cfg.load.slo is None:
+            return self.loader(cfg, server, progress)
+        limits, whole = parse(cfg.load.slo.split()), cfg.load.clients is not None
         name, start = ("clients", 1.0) if whole else ("rate", self.served.get(server.url, cfg.load.rate or 1.0))
         measured: dict[float, Measurement] = {}
         verdicts: dict[float, Verdict] = {}
-        loader = replace(self.loader, decided=lambda runs: self._of_runs(runs).sure, saturation=self.loader.saturation)
+
+        def decided(runs: Sequence[Run]) -> bool:
+            requests = [one for run in runs for one in run.times()]
+            return judge(limits, requests, sum(len(run.failed) for run in runs)).sure
 
         def keeps(load: float) -> bool:
             value: Any = int(load) if whole else load
-            found = measured[load] = loader(replace(cfg, load=replace(cfg.load, **{name: value})), server, progress)
+            asked = replace(cfg, load=replace(cfg.load, **{name: value}))
+            found = measured[load] = self.loader(asked, server, progress, decided)
             if found.engine.get("interrupted"):
                 raise KeyboardInterrupt
             requests = [one for repeat in found.repeats for one in repeat.requests]
-            verdicts[load] = judge(self.limits, requests, found.engine.get("failed_requests", 0))
+            verdicts[load] = judge(limits, requests, found.engine.get("failed_requests", 0))
             return verdicts[load].kept
 
         low, high = greatest(keeps, start, whole=whole)
@@ -179,14 +192,10 @@ class Search:
         if whole and low is not None:
             self.served[server.url] = median([len(one.requests) / one.seconds for one in found.repeats])
         facts = {
-            "limits": list(map(str, self.limits)),
+            "limits": list(map(str, limits)),
             "kept": low is not None,
             "broken_at": high,
             "sure": all(verdicts[load].sure for load in (low, high) if load is not None),
             "tried": [[load, verdict.kept, verdict.sure] for load, verdict in verdicts.items()],
         }
         return replace(found, engine=found.engine | {name: int(chosen) if whole else chosen, FACT: facts})
-
-    def _of_runs(self, runs: Sequence[Run]) -> Verdict:
-        requests = [one for run in runs for one in run.times()]
-        return judge(self.limits, requests, sum(len(run.failed) for run in runs))

@@ -297,8 +297,8 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
 @needs_locust
 def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path):
     url, _, end = serve(step=0.02, shared=True)  # 3 of 7 steps are a TPOT: 8.6 ms for each request at once
-    search = slo.Search(load.Loader(tmp_path / "raw", knows_model=False), slo.parse(["tpot_p50=30"]))
-    (cfg, _) = slo.as_searches([config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], search.limits)
+    search = slo.Search(load.Loader(tmp_path / "raw", knows_model=False))
+    (cfg, _) = slo.as_searches([config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], ["tpot_p50=30"])
     try:
         result = load_url.run([cfg], [server.connect(url)], search, COMPLETIONS, run_id=folder.new_run_id())
     finally:

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from points import point
 
-from selfspec_cli.config.schema import LoadConfig, RunConfig
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import settings_key
+from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.load_patterns.poisson import poisson
 from selfspec_cli.record import tables
 from selfspec_cli.record.latency import RequestTimes, ttft
@@ -44,17 +46,15 @@ def crowd(clients, seed, seconds):
 class Simulated:
     """In place of a `Loader`: runs of a simulated server until they are decided."""
 
-    decided: object = None
-    saturation: dict = field(default_factory=dict)
     loads: list = field(default_factory=list)
     runs: list = field(default_factory=list)
 
-    def __call__(self, cfg, server, progress):
+    def __call__(self, cfg, server, progress, decided):
         load, made = cfg.load, []
         for seed in range(load.repeats):
             asked = crowd(load.clients, seed, load.seconds) if load.clients else queue(load.rate, seed, load.seconds)
             made.append(SimpleNamespace(times=lambda asked=asked: asked, failed=[]))
-            if self.decided(made):
+            if decided(made):
                 break
         self.loads.append(load.clients or load.rate)
         self.runs.append(len(made))
@@ -67,10 +67,9 @@ def search(limits, repeats=20, **more):
     """What `Search` finds of the simulated servers: (point of the clients, point of the rate, the simulation)."""
     simulated, server = Simulated(), SimpleNamespace(url="http://one")
     cfg = RunConfig(method="baseline", load=LoadConfig(repeats=repeats, seconds=100.0, **more))
-    wanted = parse(limits)
-    found = Search(simulated, wanted)
+    found = Search(simulated)
     points = []
-    for one in as_searches([cfg], wanted):
+    for one in as_searches([cfg], limits):
         measured = found(one, server, lambda *words: None)
         arm = tables.identity(one)
         points.append(replace(point(arm=arm), engine=measured.engine, repeats=measured.repeats))
@@ -146,5 +145,25 @@ def test_a_search_of_few_requests_says_that_it_is_not_sure_and_one_without_a_loa
 
 def test_goodput_counts_by_the_strictest_limit_of_each_value_unless_another_is_given():
     cfg = RunConfig(load=LoadConfig(e2e_limit=900.0))
-    for one in as_searches([cfg], parse(["ttft_p99=400", "ttft_p50=200", "e2e_p99=700"])):
+    for one in as_searches([cfg], ["ttft_p99=400", "ttft_p50=200", "e2e_p99=700"]):
         assert (one.load.ttft_limit, one.load.tpot_limit, one.load.e2e_limit) == (200.0, None, 900.0)
+
+
+def test_limits_can_be_a_setting_and_a_search_is_no_point_of_one_client():
+    (plain,) = compose_runs(None, ["method=baseline", "load.clients=1", "load.ttft_limit=200"])
+    (named,) = compose_runs(None, ["method=baseline", "load.slo='ttft_p99=200'"])
+    clients, rate = as_searches([named], [])
+    assert [clients.load, rate.load] == [
+        one.load for one in as_searches([replace(named, load=LoadConfig())], ["ttft_p99=200"])
+    ]
+    assert replace(clients.load, slo=None) == plain.load and settings_key(clients) != settings_key(plain)
+    assert as_searches([plain], []) == [plain]
+    with pytest.raises(ConfigError, match="did you mean 'ttft_p99'"):
+        as_searches([replace(named, load=LoadConfig(slo="ttft_99=200"))], [])
+
+
+def test_without_limits_a_load_is_measured_as_it_is():
+    asked = []
+    search = Search(lambda *words: asked.append(words) or "measured")
+    assert search(RunConfig(load=LoadConfig(clients=3)), "server", "progress") == "measured"
+    assert asked[0][0].load.clients == 3 and len(asked) == 1

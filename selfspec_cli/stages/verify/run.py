@@ -149,6 +149,8 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
             for seed, asked in here:
                 arms.append((arm.perform(engine, drafting, asked, seed), asked))
                 progress("the arm", len(arms), len(jobs))
+                if any(drawn.ended is not None for drawn in arms[-1][0].drawn.values()):
+                    break  # nothing more can be asked of this engine
             layer = engine.layer
     found: list[tuple[Arm, dict[str, Any], list[Unsure]]] = []
     with open_engine(baseline_of(settings)) as engine:

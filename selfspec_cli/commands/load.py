@@ -26,10 +26,11 @@ from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
 from selfspec_cli.record.load_columns import asked as asked_in_words
+from selfspec_cli.record.load_columns import searched
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import load as stage
-from selfspec_cli.stages import load_url, preflight
+from selfspec_cli.stages import load_url, preflight, slo
 from selfspec_cli.stages.plan import results_dir
 
 LOGS = "logs"
@@ -71,18 +72,23 @@ def load(
     chat: Annotated[bool, typer.Option("--chat", help="With --url: ask for chats, not for completions.")] = False,
     ttft_limit: Annotated[float | None, typer.Option("--ttft-limit", help="As load.ttft_limit, ms.")] = None,
     tpot_limit: Annotated[float | None, typer.Option("--tpot-limit", help="As load.tpot_limit, ms.")] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option("--slo", help="Find the greatest load that keeps a limit in ms: ttft_p99=200; repeatable."),
+    ] = None,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Load-test servers: closed loop, Poisson or bursty arrivals, a soak; the baseline and each arm, one after the
-    other, or one that runs already. What stands behind -- goes to the servers that are started."""
+    other, or one that runs already. With --slo: the most clients and the greatest rate that keep limits of latency.
+    What stands behind -- goes to the servers that are started."""
     with guard(as_json, debug, ROWS_KEPT):
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         more = words[split:]
         words = [*words[:split], *limits(ttft_limit, tpot_limit)]
-        runs = as_loads(configs.several(words, config=config))
+        runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
         how = {"as_json": as_json, "dry_run": dry_run, "debug": debug}
         if url is None:
             refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
@@ -125,7 +131,13 @@ def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dr
 
 def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Means:
     """Servers in place of engines. more: options of vLLM's."""
-    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _page)
+    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _searched, _page)
+
+
+def _searched(points: Sequence[Any]) -> list[str]:
+    """What each search for the greatest load found."""
+    rows = [(point, tables.row(point)) for point in points]
+    return [f"{label(row)}: {words}" for point, row in rows if (words := searched(point, row)) is not None]
 
 
 def _check_prompts(cfg: RunConfig) -> None:
@@ -153,7 +165,7 @@ def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, ru
             yield found
 
     opened: Any = open_server
-    return opened, stage.Loader(folder / stage.FOLDER / run_id)
+    return opened, slo.Search(stage.Loader(folder / stage.FOLDER / run_id))
 
 
 def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run: bool, debug: bool) -> None:
@@ -176,15 +188,18 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run
     loader.ignores_eos = all(_takes_ignore_eos(found, where.path) for found in servers)
     warn([] if loader.ignores_eos else ["the server does not know ignore_eos: requests may end before their length"])
     with tracked("load", runs[0]), at_work("load", folder, debug) as shown:
-        result = load_url.run(runs, servers, loader=loader, run_id=run_id, progress=shown)
+        result = load_url.run(runs, servers, slo.Search(loader), loader.path, run_id=run_id, progress=shown)
     warn([*result.warnings, *_doubts(result.points)])
     page = _page(folder)
     if as_json:
-        emit({"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings})
+        document = {"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings}
+        emit(document | ({"found": said} if (said := _searched(result.points)) else {}))
     else:
         from selfspec_cli.report import table
 
         table.show(result.rows, Console())
+        for line in _searched(result.points):
+            say(line)
         say(f"rows in {folder / results_folder.SUMMARY}; page: {page}")
     raise typer.Exit(result.exit_code)
 

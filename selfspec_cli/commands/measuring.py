@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class Ways:
     """How a sweep is gone about.
 
     again: measure finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed.
-    max_hours: begin no point after that; None for no limit. watch: make the page again after points.
+    max_hours: begin no point after that; None for no limit. watch: make the page again after points. execute: run the
+    answers of HumanEval with their tests.
     """
 
     again: bool = False
@@ -41,6 +43,7 @@ class Ways:
     retry_failed: bool = False
     max_hours: float | None = None
     watch: bool = False
+    execute: bool = False
 
     @property
     def plan(self) -> dict[str, bool]:
@@ -61,11 +64,12 @@ class Means:
     """What arms are measured on, engines in this process or servers.
 
     opened: for the screen and the run id of a command, what starts one for a config, and what measures a config on it.
-    doubts: what points say against their own figures. page: writes the report page of a folder; None for a command that
-    writes none."""
+    doubts: what points say against their own figures. found: what else they say, in sentences. page: writes the report
+    page of a folder; None for a command that writes none."""
 
     opened: Callable[[Progress, str], tuple[sweep_stage.OpenEngine, sweep_stage.Bench]]
     doubts: Callable[[Sequence[Point]], list[str]] = lambda points: []
+    found: Callable[[Sequence[Point]], list[str]] = lambda points: []
     page: Callable[[Path], Path | None] | None = None
 
 
@@ -75,7 +79,13 @@ def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, swee
     return shown_starting(shown, forked=True), bench_one
 
 
-ENGINES = Means(_engines)
+def _passed(points: Sequence[Point]) -> list[str]:
+    """How many answers of each point pass their tests, where they were run."""
+    found = [(label(tables.row(point)), *point.engine["pass_at_1"]) for point in points if "pass_at_1" in point.engine]
+    return [f"{name}: {passed} of {of} answers pass their tests (pass@1)" for name, passed, of in found]
+
+
+ENGINES = Means(_engines, found=_passed)
 
 
 def nothing_typed(command: str, overrides: Sequence[str] | None, config: Path | None, example: str) -> bool:
@@ -129,12 +139,15 @@ def measure(
         }
         more: dict[str, Any] = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
         more |= {} if page is None else {"page": page}
+        more |= {"found": said} if (said := means.found(result.points)) else {}
         emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})
     else:
         from selfspec_cli.report import table
 
         wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
         table.show(_with_baselines(folder, wanted), Console())
+        for line in means.found(result.points):
+            say(line)
         say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
         say(f"page: {page}") if page is not None else None
     raise typer.Exit(result.exit_code or int(result.left > 0 and ways.max_hours is None))
@@ -158,11 +171,12 @@ def _sweep(
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
         open_engine, bench = means.opened(shown, run_id)
+        more: dict[str, Any] = {"execute": True} if ways.execute else {}
         try:
             result = sweep_stage.run(
                 runs,
                 open_engine=open_engine,
-                bench=bench,
+                bench=partial(bench, **more),
                 progress=shown,
                 tracker=tracker,
                 go_on=lambda: ends is None or time.time() < ends,

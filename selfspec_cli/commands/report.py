@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,13 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import emit, guard, rows_document, say, warn
 from selfspec_cli.commands.shared import Debug, Folder, Json, command
 from selfspec_cli.report.formats import Format
+
+
+class By(StrEnum):
+    """What a report can be broken down by."""
+
+    category = "category"
+
 
 Where = Annotated[
     list[str] | None,
@@ -45,6 +53,9 @@ def report(
         ),
     ] = None,
     where: Where = None,
+    by: Annotated[
+        By | None, typer.Option("--by", help="A table by category of prompts, in place of the report.")
+    ] = None,
     figures: Annotated[bool, typer.Option("--figures", help="Write each figure as SVG and PNG too.")] = False,
     reload: Annotated[int, typer.Option("--reload", min=0, hidden=True)] = 0,
     as_json: Json = False,
@@ -55,6 +66,8 @@ def report(
         folder = configs.results_dir(overrides)
         if compare is not None:
             _compare(folder, compare, where or [], Format.json if as_json else form)
+        elif by is not None:
+            _by_category(folder, where or [], Format.json if as_json else form)
         elif form is not Format.html:
             _text(folder, where or [], form)
         else:
@@ -91,6 +104,19 @@ def _text(folder: Path, where: Sequence[str], form: Format) -> None:
     found = sources.read(folder, where)
     warn(found.warnings)
     print(static.text(found, form), end="")
+
+
+def _by_category(folder: Path, where: Sequence[str], form: Format) -> None:
+    """Print what was measured of each category of prompts."""
+    from selfspec_cli.report import by_category, sources
+
+    found = sources.read(folder, where)
+    warn(found.warnings)
+    if form is Format.html:
+        console = Console()
+        by_category.show(found, console if console.is_terminal else Console(width=400))
+    else:
+        print(by_category.text(found, form), end="")
 
 
 def _compare(folder: Path, words: tuple[str, str], where: Sequence[str], form: Format) -> None:

@@ -6,7 +6,7 @@ import typer
 
 from selfspec_cli.commands import cloud, configs
 from selfspec_cli.commands.measuring import Ways, measure, nothing_typed
-from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, guard
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, guard, warn
 from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, ReuseBaseline, command
 from selfspec_cli.config.schema import ConfigError
 
@@ -26,6 +26,10 @@ def sweep(
     watch: Annotated[
         bool, typer.Option("--watch", help="Make the page again after points; a browser that shows it keeps up.")
     ] = False,
+    execute: Annotated[
+        bool,
+        typer.Option("--execute", help="Of workload=humaneval: run the code that the model writes with its tests."),
+    ] = False,
     reuse_baseline: ReuseBaseline = False,
     as_json: Json = False,
     dry_run: DryRun = False,
@@ -37,7 +41,7 @@ def sweep(
             raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
         runs = configs.several(overrides, config=config)
         dry_run |= nothing_typed("sweep", overrides, config, "selfspec sweep gate=varH tau_v=4,5,6")
-        if runs[0].launcher.kind == "sky":
+        if runs[0].launcher.kind == "sky" and not execute:
             given = {
                 "--config": config,
                 "--again": again,
@@ -52,5 +56,10 @@ def sweep(
                 if value not in (None, False)
             ]
             return cloud.launch(runs[0], overrides or [], options, as_json=as_json, dry_run=dry_run)
-        ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch)
+        if execute:
+            from selfspec_cli.stages import humaneval
+
+            humaneval.check(runs)
+            warn([humaneval.WARNING])
+        ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch, execute)
         measure("sweep", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)

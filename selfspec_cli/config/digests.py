@@ -14,8 +14,8 @@ from pathlib import Path
 
 from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
-from selfspec_cli.config.paths import model_path
-from selfspec_cli.config.schema import EARLY_EXIT, PROMPTS, ConfigError, RunConfig, head_spec
+from selfspec_cli.config.paths import model_path, prompts_file
+from selfspec_cli.config.schema import EARLY_EXIT, HUMANEVAL, PROMPTS, ConfigError, RunConfig, head_spec
 from selfspec_cli.config.speculative import draft_digest
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import find_head
@@ -34,8 +34,8 @@ def digests(cfg: RunConfig) -> dict[str, str]:
     """
     model = _model(cfg)
     found = {"model": model, "tokenizer": _tokenizer(cfg)}
-    if cfg.workload.prompts not in PROMPTS:
-        found["prompts"] = file_digest(Path(cfg.workload.prompts))
+    if cfg.workload.prompts not in PROMPTS or cfg.workload.prompts == HUMANEVAL:
+        found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
         found |= {"head": _head(cfg), "vocab": _vocabulary(cfg)}
     if cfg.method == "vllm":

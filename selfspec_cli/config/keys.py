@@ -29,8 +29,8 @@ from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
-NOT_IN_A_KEY = {"engine": ("device",)}
-"""The device is resolved, see `facts.device_of`."""
+NOT_IN_A_KEY = {"engine": ("device",), "workload": ("path",)}
+"""The device is resolved, see `facts.device_of`; a workload's path is in its `prompts`."""
 
 STILL_IN_A_KEY: dict[str, dict[str, Any]] = {
     "model": {"pipeline_parallel_size": 1},
@@ -121,6 +121,8 @@ def _unused(load: LoadConfig) -> Iterator[str]:
     yield from load_patterns.unused_settings(load)
     if load.frontend == "python":
         yield "frontend"
+    if load.slo is None:
+        yield "slo"
 
 
 def _load(cfg: RunConfig) -> tuple[str, ...]:

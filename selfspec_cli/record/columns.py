@@ -65,7 +65,7 @@ class Summary:
     delta_ppl: float | None = (
         None  # minus the baseline's; an arm that verifies: 0 if all outputs are equal, else that of greedy
     )
-    identical: int | None = None  # outputs equal to the baseline's, token for token; empty for sampled requests
+    identical: int | None = None  # outputs equal to the baseline's; of a baseline, to its own in another batch order
     outputs: int | None = None  # outputs compared
     weights_mib: float | None = None
     baseline: str | None = None  # id of the point that the speedup is over

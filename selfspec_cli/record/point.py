@@ -33,6 +33,8 @@ HEAD = (
     "arm",
 )
 MICRO = 1_000_000
+AS_ITSELF = "as_itself"
+"""Fact of a baseline: how many of its outputs were the same in another batch order."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,14 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
         identical=sum(both) if both else None,
         outputs=len(both) or None,
     )
+
+
+def control(point: Point) -> tuple[int, int] | None:
+    """(equal, compared) outputs of a baseline that was asked again: in another batch order or, of a load test, by other
+    runs. None where it was not."""
+    answered, unlike = sum(map(bool, point.outputs)), point.engine.get("unlike_answers")
+    same = point.engine.get(AS_ITSELF) if unlike is None else answered - unlike
+    return None if same is None or not answered else (same, answered)
 
 
 def median(values: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency, load_columns
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
-from selfspec_cli.record.point import FAILED, OK, Point, median
+from selfspec_cli.record.point import FAILED, OK, Point, control, median
 
 
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
@@ -186,6 +186,8 @@ def _measured(record: Record, point: Point) -> Record:
     if speeds := point.tok_s:
         record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
         record.speedup = 1.0 if point.arm["arm"] == "baseline" else None
+    if point.arm["arm"] == "baseline" and not record.temperature and (same := control(point)) is not None:
+        record = replace(record, identical=same[0], outputs=same[1])
     if against is not None:
         record = replace(record, speedup=against.speedup, speedup_low=against.low, speedup_high=against.high)
         if not record.temperature:  # what is sampled with drafts is another sample

@@ -198,7 +198,7 @@ def headline(rows: Iterable[Record]) -> str:
     candidates, known = fastest(rows)
     if not candidates:
         return " ".join([_nothing_compared(rows), *_of_others(rows)])
-    return " ".join([_fastest_in_words(candidates, known), *_of_the_host(rows), *_of_others(rows)])
+    return " ".join([_fastest_in_words(candidates, known, rows), *_of_the_host(rows), *_of_others(rows)])
 
 
 def _nothing_compared(rows: Iterable[Record]) -> str:
@@ -248,10 +248,12 @@ def _of_others(rows: Sequence[Record]) -> list[str]:
     ]
 
 
-def _fastest_in_words(candidates: Sequence[Record], known: bool) -> str:
+def _fastest_in_words(candidates: Sequence[Record], known: bool, rows: Sequence[Record]) -> str:
     best = candidates[0]
+    base = next((row for row in rows if row.point == best.baseline and row.identical is not None), None)
+    control = "" if base is None else f"; plain decoding with itself: {base.identical} of {base.outputs}"
     accept = f", {best.accept_rate:.0%} of its drafts accepted" if best.accept_rate is not None else ""
-    same = f", {best.identical} of {best.outputs} outputs identical" if best.identical is not None else ""
+    same = f", {best.identical} of {best.outputs} outputs identical{control}" if best.identical is not None else ""
     what = f"{times(best)} the baseline ({label(best)}{accept}{same})"
     if not known:
         return f"Greatest speedup measured: {what}; no interval, because repeats were not kept."

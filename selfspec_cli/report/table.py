@@ -137,7 +137,12 @@ COLUMNS: list[Column] = [
         lambda row: row.scores or "",
     ),
     ("verdict", "of `selfspec verify`", lambda row: row.verdict or ""),
-    ("same", "outputs identical to the baseline's, token for token", _same),
+    (
+        "same",
+        "outputs identical to the baseline's, token for token; in the baseline's own row the control: to its own in "
+        "another batch order",
+        _same,
+    ),
 ]
 
 

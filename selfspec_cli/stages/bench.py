@@ -1,28 +1,33 @@
 """Measure one arm on a live engine: speed, drafting, latencies, perplexity.
 
 Baseline and candidate go through this same function. Every repeat generates the same tokens from the same prompts, so
-the repeats differ in time only; the outputs that are kept, as digests, are those of the last one.
+the repeats differ in time only; the outputs that are kept, as digests, are those of the last one. Where several
+requests run at once, plain decoding answers once more in another batch order, untimed: how many of its outputs stay the
+same is the control for how many of an arm's are the baseline's. (Random weights hold all tokens equally likely, and
+their outputs tell nothing.)
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import point
+from selfspec_cli.record import categories, point
 from selfspec_cli.record.point import Measurement
-from selfspec_cli.stages import cores, measure, quality
-from selfspec_cli.texts.prompts import workload_prompts
+from selfspec_cli.stages import cores, humaneval, measure, quality
+from selfspec_cli.texts.prompts import Turn, workload_turns
 
 
-def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurement:
-    """Warm up, time `cfg.repeats` repeats, score held-out text."""
+def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
+    """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
     began = time.perf_counter()
     reset_peak_memory()
     start: list[cores.Moment | None] = []
@@ -31,10 +36,11 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
         engine.call("early_exit_meter_start")
         start.append(cores.now())
 
+    requests, kinds = workload_turns(cfg, engine)
     (arm,) = measure.run(
         engine,
         cfg,
-        workload_prompts(cfg, engine),
+        requests,
         repeats=cfg.repeats,
         warmup=cfg.warmup,
         timed=timed,
@@ -50,6 +56,16 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
     }
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
+    if kinds:
+        facts["categories"] = categories.measured(
+            [list(zip(kinds, part.requests, part.steps, strict=True)) for (part,) in arm.repeats]
+        )
+    if execute:
+        facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
+    outputs = point.output_digests(arm.outputs())
+    tells = cfg.workload.batch > 1 and not cfg.workload.temperature and cfg.model.load_format != "dummy"
+    if cfg.method is Method.baseline and tells:
+        facts[point.AS_ITSELF] = as_itself(engine, cfg, requests, outputs)
     interrupts.check()
     perplexity = quality.perplexity(engine, cfg)
     facts.setdefault("peak_mem_mib", peak_memory_mib())
@@ -57,11 +73,22 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
         repeats=tuple(
             point.Repeat(part.seconds, tuple(part.requests), part.verified, part.drafting) for (part,) in arm.repeats
         ),
-        outputs=point.output_digests(arm.outputs()),
+        outputs=outputs,
         engine=facts,
         perplexity=perplexity,
         seconds=time.perf_counter() - began,
     )
+
+
+def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs: Sequence[str]) -> int:
+    """Ask everything once more, the last question first; return how many outputs are as before. outputs: as digests."""
+    first = [place for place, request in enumerate(requests) if not callable(request)]
+    questions = [range(begin, end) for begin, end in pairwise([*first, len(requests)])]
+    order = [place for question in reversed(questions) for place in question]
+    work = cfg.workload
+    again = engine.generate([requests[place] for place in order], work.output_len, batch=work.batch, seed=cfg.seed)
+    digests = point.output_digests(again.outputs)
+    return sum(outputs[place] == digest for place, digest in zip(order, digests, strict=True))
 
 
 def reset_peak_memory() -> None:

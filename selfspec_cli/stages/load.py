@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from selfspec_cli.engine.clients import (
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import latency
+from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
 from selfspec_cli.stages import cores
 from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
@@ -67,8 +67,15 @@ class Loader:
     def __post_init__(self) -> None:
         check_installed()
 
-    def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
-        """One arm at one load: warm-up, then every run. A run that an interrupt cuts short is kept as far as it came.
+    def __call__(
+        self,
+        cfg: RunConfig,
+        server: Server,
+        progress: Progress = ignore,
+        decided: Callable[[Sequence[Run]], bool] = lambda runs: False,
+    ) -> Measurement:
+        """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that an interrupt
+        cuts short is kept as far as it came.
 
         Raises:
             ConfigError: the prompts cannot be had. ClientsError: no request ended well. ServerError: the server ended.
@@ -94,6 +101,7 @@ class Loader:
                 progress("repeats", number + 1, cfg.load.repeats)
             if run.interrupted:
                 facts["interrupted"] = True
+            if run.interrupted or decided([one for one, _ in runs]):
                 break
         if not runs:
             raise KeyboardInterrupt
@@ -222,13 +230,16 @@ def unlike(runs: Sequence[Run], prompts: int) -> int:
     return sum(len(digests) > 1 for digests in found.values())
 
 
-def by_category(runs: Sequence[Run], categories: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of each category its requests and the columns of `latency.summary`; empty without categories."""
-    parts: dict[str, list[latency.RequestTimes]] = {}
-    for run in runs if categories else ():
-        for one, times in zip(run.good, run.times(), strict=True):
-            parts.setdefault(categories[one.number % len(categories)] or "none", []).append(times)
-    return {name: {"requests": len(some)} | latency.summary(some) for name, some in sorted(parts.items())}
+def by_category(runs: Sequence[Run], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What was measured of each category; empty without categories. kinds: the category of each prompt."""
+    if not kinds:
+        return {}
+    return categories.measured(
+        [
+            [(kinds[one.number % len(kinds)], times, ()) for one, times in zip(run.good, run.times(), strict=True)]
+            for run in runs
+        ]
+    )
 
 
 def _shares(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:

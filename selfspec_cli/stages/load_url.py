@@ -20,8 +20,7 @@ from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
 from selfspec_cli.report.rows import ELSEWHERE
-from selfspec_cli.stages.load import Loader
-from selfspec_cli.stages.sweep import SweepResult
+from selfspec_cli.stages.sweep import Bench, SweepResult
 
 
 def check(cfgs: Sequence[RunConfig], urls: Sequence[str]) -> None:
@@ -38,8 +37,9 @@ def check(cfgs: Sequence[RunConfig], urls: Sequence[str]) -> None:
 def run(
     cfgs: Sequence[RunConfig],
     servers: Sequence[Server],
+    bench: Bench,
+    path: str,
     *,
-    loader: Loader,
     run_id: str,
     progress: Progress = ignore,
 ) -> SweepResult:
@@ -47,6 +47,7 @@ def run(
 
     Args:
         servers: one, or the baseline's and then the one that is compared with it.
+        bench: measures a config on a server. path: of the API.
 
     Raises:
         ConfigError: the results folder is in use or cannot be written, or the prompts cannot be had.
@@ -61,7 +62,7 @@ def run(
             for number, cfg in enumerate(cfgs):
                 interrupts.check()
                 is_baseline = place == 0 and len(servers) > 1
-                point = measured(cfg, server, loader, progress, result, baselines.get(number), is_baseline)
+                point = measured(cfg, server, bench, path, progress, result, baselines.get(number), is_baseline)
                 results.save(folder, point)
                 result.points.append(point)
                 progress.measured(point)
@@ -73,7 +74,8 @@ def run(
 def measured(
     cfg: RunConfig,
     server: Server,
-    loader: Loader,
+    bench: Bench,
+    path: str,
     progress: Progress,
     result: SweepResult,
     baseline: Point | None,
@@ -81,7 +83,7 @@ def measured(
 ) -> Point:
     reason, found = None, Measurement(())
     try:
-        found = loader(cfg, server, progress)
+        found = bench(cfg, server, progress)
     except ConfigError:
         raise
     except Exception as error:
@@ -91,7 +93,7 @@ def measured(
     arm |= {"arm": str(Method.baseline) if is_baseline else ELSEWHERE, "model": server.model}
     prompts = None if cfg.workload.prompts in PROMPTS else file_digest(Path(cfg.workload.prompts))
     asked = {name: to_plain(cfg)[name] for name in ("workload", "load", "seed", "warmup")}
-    key = digest([server.url, server.model, loader.path, asked, prompts])
+    key = digest([server.url, server.model, path, asked, prompts])
     compared = None
     if baseline is not None and reason is None:
         compared = compare(found, baseline, reused=False, real_text=True)

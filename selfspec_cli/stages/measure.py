@@ -21,6 +21,7 @@ from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import tables
 from selfspec_cli.record.intervals import speedup_interval
+from selfspec_cli.texts.prompts import Turn
 
 PLAIN = Setting("none", None, 0)
 """No drafts at all."""
@@ -96,7 +97,7 @@ def apply(engine: Engine, setting: Setting, calibration: dict[str, Any] | None =
 def run(
     engine: Engine,
     cfg: RunConfig,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Turn],
     settings: Sequence[Setting] = (AS_FOUND,),
     *,
     repeats: int,
@@ -150,7 +151,7 @@ def _repeat(
     engine: Engine,
     cfg: RunConfig,
     arms: Sequence[Arm],
-    chunks: Sequence[Sequence[list[int]]],
+    chunks: Sequence[Sequence[Turn]],
     number: int,
     calibration: dict[str, Any] | None,
 ) -> list[Repeat]:

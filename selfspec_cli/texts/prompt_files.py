@@ -1,38 +1,45 @@
-"""Prompts from the rows of a file: ShareGPT, Spec-Bench, SPEED-Bench, MT-Bench, or JSONL of one's own.
+"""Prompts from the rows of a file: ShareGPT, Spec-Bench, SPEED-Bench, MT-Bench, GSM8K, HumanEval, or one's own JSONL.
 
-A row's prompt is its user's first turn. Rows of chats (`turns`, `conversations`, `messages`) go through the model's
-chat template, if it has one; rows of text are used unchanged.
+A row's prompt is its user's first turn; of `turns` the later ones are kept. Rows of chats (`turns`, `conversations`,
+`messages`) and tasks of GSM8K and HumanEval go through the model's chat template, if it has one; rows of text are used
+unchanged.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.schema import PROMPT_TABLES, ConfigError
+from selfspec_cli.config.paths import prompts_file
+from selfspec_cli.config.schema import HUMANEVAL, PROMPT_TABLES, ConfigError
 from selfspec_cli.extras import install
 
 CHATS = ("turns", "conversations", "messages")
 COLUMNS = (*CHATS, "prompt", "question", "text")
 """The first of these that a row has, unless the user names one."""
 USERS = ("user", "human")
+TASKS = {"gsm8k": {"question", "answer"}, HUMANEVAL: {"prompt", "canonical_solution"}}
+"""Columns by which rows of benchmarks without categories are known, by the category that they get."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. category: empty if the file has none. chat: whether to put the text into the model's template."""
+    """A prompt. category: empty if the file has none. chat: whether to put the text into the model's template. later:
+    what the user says after the answer, and after the next ones."""
 
     text: str
     category: str = ""
     chat: bool = False
+    later: tuple[str, ...] = ()
 
 
 def is_prompt_file(name: str) -> bool:
     """Whether the rows of a file are prompts, by its suffix."""
-    return Path(name).suffix in PROMPT_TABLES
+    return name == HUMANEVAL or Path(name).suffix in PROMPT_TABLES
 
 
 def read(name: str, column: str | None = None, category: str = "category") -> list[Prompt]:
@@ -46,7 +53,7 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
         ConfigError: the file cannot be read, has no such column, or no prompt.
     """
     prompts = []
-    for row in _rows(Path(name).expanduser(), name):
+    for row in rows(name):
         if not isinstance(row, Mapping):
             raise ConfigError(f"workload.prompts={name}: a row is no mapping of columns to values: {str(row)[:60]!r}")
         used = column or next((known for known in COLUMNS if known in row), None)
@@ -55,7 +62,9 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
             raise ConfigError(f"workload.prompts={name}: {wanted} is not in a row; its columns: {', '.join(row)}")
         content = row[used]
         if (text := _first_turn(content)) is not None and text.strip():
-            prompts.append(Prompt(text, str(row.get(category) or ""), used in CHATS or not isinstance(content, str)))
+            task = next((name for name, columns in TASKS.items() if columns <= row.keys()), "")
+            is_chat = bool(task) or used in CHATS or not isinstance(content, str)
+            prompts.append(Prompt(text, str(row.get(category) or task), is_chat, _later_turns(content)))
     if not prompts:
         raise ConfigError(f"workload.prompts={name}: it holds no prompt")
     return prompts
@@ -113,13 +122,21 @@ def _first_turn(content: Any) -> str | None:
     return None
 
 
-def _rows(path: Path, name: str) -> Iterable[Any]:
+def _later_turns(content: Any) -> tuple[str, ...]:
+    """Return the turns after the first of a list of texts; of mappings none, because answers stand between them."""
+    is_texts = isinstance(content, Sequence) and not isinstance(content, str)
+    return tuple(content[1:]) if is_texts and all(isinstance(turn, str) for turn in content) else ()
+
+
+def rows(name: str) -> Iterable[Any]:
+    """Return the rows of a file of prompts as they are; raises ConfigError."""
+    path = prompts_file(name)
     try:
         if path.suffix == ".parquet":
             import pandas
 
             return json.loads(pandas.read_parquet(path).to_json(orient="records"))
-        text = path.read_text(encoding="utf-8")
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
         lines = text.lstrip()
         if lines.startswith("["):
             return json.loads(text)

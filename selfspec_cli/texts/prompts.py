@@ -6,11 +6,17 @@ Prompts have exactly `input_len` tokens, except chat prompts and prompts from a 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.texts import chat, library, prompt_files
+from selfspec_cli.texts.prompt_files import Prompt
+
+Turn = list[int] | Callable[[Sequence[list[int]]], list[int]]
+"""The token ids of a request, or what makes them of the outputs of the turns before it, which directly precede it."""
 
 
 class Tokens(Protocol):
@@ -31,8 +37,15 @@ class Tokens(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
 
-    def chat(self, question: str) -> list[int]:
-        """Return the token ids of a user's question in the model's chat template."""
+    def chat(self, question: str | Sequence[str]) -> list[int]:
+        """Return the token ids of a user's question in the model's chat template, or of user and model in turn."""
+
+
+class Answering(Tokens, Protocol):
+    """An engine whose answers are asked about."""
+
+    def answer(self, ids: Sequence[int]) -> str:
+        """Return the text of an output, up to its end."""
 
 
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
@@ -66,6 +79,32 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error
 
 
+def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[str]]:
+    """Return the requests of `workload_prompts`, each followed by the later turns of its question, and the category of
+    each request (no list if the file names no categories); raises ConfigError.
+
+    A later turn may be as long as the model allows; a longer one loses its beginning.
+    """
+    first: list[Turn] = [*workload_prompts(cfg, engine)]
+    if not prompt_files.is_prompt_file(cfg.workload.prompts):
+        return first, []
+    turns: list[Turn] = []
+    categories: list[str] = []
+    for prompt, ids in zip(file_prompts(cfg), first, strict=True):
+        turns += [ids, *[partial(_later_turn, engine, prompt, cfg.workload.output_len)] * len(prompt.later)]
+        categories += [prompt.category] * (1 + len(prompt.later))
+    return turns, categories if any(categories) else []
+
+
+def _later_turn(engine: Answering, prompt: Prompt, output_len: int, outputs: Sequence[list[int]]) -> list[int]:
+    """Return the token ids of the turn that follows `outputs`, with everything that was said before it."""
+    said = [prompt.text]
+    for output, question in zip(outputs, prompt.later, strict=False):
+        said += [engine.answer(output), question]
+    ids = engine.chat(said) if prompt.chat and engine.has_template else engine.encode("\n".join(said))
+    return ids[-(engine.max_model_len - output_len) :]
+
+
 def named_texts(prompts: str) -> list[tuple[str, str]]:
     """Return (name, text) of the texts for `workload.prompts`: heldout, prose, or a file of text."""
     if prompts == "prose":
@@ -75,7 +114,7 @@ def named_texts(prompts: str) -> list[tuple[str, str]]:
     return [(prompts, Path(prompts).read_text(encoding="utf-8"))]
 
 
-def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:
+def file_prompts(cfg: RunConfig) -> list[Prompt]:
     """Draw the prompts of a config from its file of prompts, with their categories; raises ConfigError."""
     prompts = prompt_files.read(cfg.workload.prompts, cfg.load.column)
     return prompt_files.drawn(prompts, cfg.workload.num_prompts, cfg.seed)

@@ -83,7 +83,7 @@ def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
         )
         assert all(one.tokens == 24 for repeat in point.repeats for one in repeat.requests)
         assert row.goodput == pytest.approx(row.req_s) and row.ttft_p99_ms and row.tpot_p99_ms and row.e2e_p99_ms
-        assert row.kv_blocks and point.engine["rss_mib"] and set(point.engine["categories"]) == {"even", "odd"}
+        assert row.kv_blocks and point.engine["rss_mib"] and set(point.engine["categories"]) == {"even", "odd", "all"}
         assert point.engine["unlike_answers"] == 0
     for row in found[1:]:
         assert 0 < row.accept_rate < 1 and row.mean_accepted_len > 1

@@ -37,6 +37,8 @@ class Handler(BaseHTTPRequestHandler):
     knows_ignore_eos = True
     lock = threading.Lock()
     requests = 0  # on this connection
+    shared = False  # whether outputs take longer in proportion to the requests that are answered at once
+    at_once: ClassVar[set] = set()
 
     def log_message(self, *words):
         pass
@@ -89,12 +91,14 @@ class Handler(BaseHTTPRequestHandler):
             self.event("\n".join(body["lines"]).encode())
             return self.wfile.write(b"0\r\n\r\n")
         tokens = body["max_tokens"]
+        self.at_once.add(id(self))
         for number in range(tokens // 2):  # two tokens an output
-            time.sleep(self.step)
+            time.sleep(self.step * (len(self.at_once) if self.shared else 1))
             self.chunk({"choices": [self.choice(f"{prompt[0]}.{number} ", prompt)]})
             if prompt == [14]:
                 self.close_connection = True
                 return self.connection.shutdown(socket.SHUT_RDWR)
+        self.at_once.discard(id(self))
         self.chunk({"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": len(prompt)}})
         self.event(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
@@ -140,10 +144,17 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # of five, which is Python's own, some of a burst are reset before they are heard
 
 
-def serve(step=0.002, knows_ignore_eos=True, port=0, keep_alive=None):
+def serve(step=0.002, knows_ignore_eos=True, port=0, keep_alive=None, shared=False):
     """A server in this process: (its address, what it was asked, a function that ends it). keep_alive: seconds after
-    which it closes a connection on which nothing is asked; None: never."""
-    own = {"asked": [], "step": step, "knows_ignore_eos": knows_ignore_eos, "timeout": keep_alive}
+    which it closes a connection on which nothing is asked; None: never. shared: requests slow each other down."""
+    own = {
+        "asked": [],
+        "at_once": set(),
+        "shared": shared,
+        "step": step,
+        "knows_ignore_eos": knows_ignore_eos,
+        "timeout": keep_alive,
+    }
     handler = type("Own", (Handler,), own)
     server = Server(("127.0.0.1", port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

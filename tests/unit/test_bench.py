@@ -1,8 +1,9 @@
 """Measuring one arm: bench and the closed loop of `Engine.generate`, on stand-ins for vLLM."""
 
+import json
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -72,6 +73,22 @@ def test_every_output_of_a_request_has_its_time(live):
     assert (done.verified, done.drafting, done.drafted) == (None, None, 0)
 
 
+def test_a_later_turn_is_made_of_the_answers_and_begins_in_the_place_of_the_turn_before(live):
+    engine, core = live
+    heard = []
+
+    def later(outputs):
+        heard.append([list(output) for output in outputs])
+        return [9]
+
+    done = engine.generate([[1], later, later, [2], [3]], 6, batch=2)
+    assert heard == [[[7] * 6], [[7] * 6] * 2]
+    assert core.most == 2 and done.outputs == [[7] * 6] * 5
+    arrivals = [round(100 * one.arrival) for one in done.requests]
+    assert arrivals == [0, 4, 8, 0, 4]  # each follows at once what ended in its place
+    assert done.steps == [[1, 2, 2, 1]] * 5
+
+
 def test_an_interrupt_ends_the_loop_between_two_steps(live):
     engine, core = live
     core.at_step[2] = lambda: signal.raise_signal(signal.SIGINT)
@@ -106,8 +123,9 @@ class FakeEngine:
     def generate(self, prompts, output_len, *, batch, temperature, seed):
         self.asked.append(len(prompts))
         number = self.asked.count(len(prompts))
-        times = [RequestTimes(0.0, (0.1, 0.2), output_len) for _ in prompts]
-        return Generation([[number] * output_len] * len(prompts), 0.5 * number, times, None)
+        times = [RequestTimes(0.0, (0.1, 0.2 * number), output_len) for _ in prompts]
+        steps = [[1, output_len - 1]] * len(prompts)
+        return Generation([[number] * output_len] * len(prompts), 0.5 * number, times, None, steps=steps)
 
 
 def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
@@ -134,3 +152,52 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
     assert found.seconds > 0
     assert seen == [("warm-up", 1, 1), *(("repeats", number, 3) for number in (1, 2, 3))]
     assert speeds[-1] == pytest.approx([18.0, 12.0, 9.0]) and [len(one) for one in speeds] == [1, 2, 3]
+
+
+def test_a_file_with_categories_is_measured_by_category(tmp_path):
+    class Speaking(FakeEngine):
+        has_template = False
+
+        def encode(self, text):
+            return [*text.encode()]
+
+    rows = [{"turns": ["one", "two"], "category": "b"}, {"turns": ["three"], "category": "a"}]
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    work = replace(WORK, prompts=str(file), num_prompts=2)
+    found = bench.run(RunConfig(workload=work, repeats=3, warmup=0, perplexity_tokens=0), Speaking())
+    kinds = found.engine["categories"]
+    assert {name: one["requests"] for name, one in kinds.items()} == {"a": 3, "b": 6, "all": 9}
+    assert kinds["b"]["tok_s"] == pytest.approx([6 / 0.2, 6 / 0.4, 6 / 0.6])
+    assert (kinds["a"]["steps"], kinds["a"]["accepted_at"]) == (3, [3, 3, 3, 3])  # five tokens in each second output
+
+
+def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
+    class Moody(FakeEngine):
+        """Answers with the place of each prompt in what it is asked: a prompt that is asked elsewhere differs."""
+
+        def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
+            self.asked.append([prompt if not callable(prompt) else prompt([[7]]) for prompt in prompts])
+            outputs = [[place] for place, _ in enumerate(prompts)]
+            return Generation(outputs, 1.0, [RequestTimes(0.0, (0.1,), 1)] * len(prompts), None)
+
+    def asked(number=3, **more):
+        engine = Moody()
+        work = replace(WORK, **{"batch": 2, "num_prompts": number} | more)
+        cfg = RunConfig(method=Method.baseline, workload=work, repeats=3, warmup=0, perplexity_tokens=0)
+        return bench.run(cfg, engine), [one for one in engine.asked if isinstance(one, list)]
+
+    found, prompts = asked()
+    assert len(prompts) == 4 and prompts[3] == prompts[2][::-1]
+    assert found.engine["as_itself"] == 1  # the one in the middle
+    assert len(found.repeats) == 3
+    assert "as_itself" not in asked(batch=1)[0].engine and "as_itself" not in asked(temperature=1.0)[0].engine
+    dummy = replace(RunConfig().model, load_format="dummy")
+    cfg = RunConfig(method=Method.baseline, workload=replace(WORK, num_prompts=3), model=dummy, perplexity_tokens=0)
+    assert "as_itself" not in bench.run(cfg, Moody()).engine
+    # Turns of one question stay together.
+    later = [[1], lambda outputs: [2], [3]]
+    engine = Moody()
+    cfg = RunConfig(workload=WORK)
+    assert bench.as_itself(engine, cfg, later, output_digests([[1], [2], [0]])) == 3
+    assert engine.asked == [[[3], [1], [2]]]

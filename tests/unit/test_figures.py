@@ -152,6 +152,10 @@ def test_identical_outputs_stand_beside_what_plain_decoding_repeats_of_itself():
     panel = drawn(few, replace(arm, compared_with=compared), many)["identical"].panels[0]
     shown = [(row["arm"], row["text"]) for row in panel.data]
     assert shown == [("control: plain decoding, batch 8", "3 of 4"), ("E=4 k=5 · lens · varH ≤ 5", "2 of 4")]
+    again = replace(few, engine=few.engine | {"as_itself": 1})
+    panel = drawn(again, replace(arm, compared_with=compared))["identical"].panels[0]
+    assert [row["text"] for row in panel.data] == ["1 of 4", "2 of 4"]
+    assert panel.data[0]["arm"] == "control: plain decoding, asked again"
     other = replace(many, arm=many.arm | {"workload": "prose"})  # other prompts: no control
     panel = drawn(few, replace(arm, compared_with=compared), other)["identical"].panels[0]
     assert [row["arm"] for row in panel.data] == ["E=4 k=5 · lens · varH ≤ 5"]

@@ -19,7 +19,8 @@ from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, Workl
 from selfspec_cli.engine import clients, server
 from selfspec_cli.engine.clients import CHAT, COMPLETIONS, ClientsError, Job, Run, Sample
 from selfspec_cli.record import folder, tables
-from selfspec_cli.stages import load, load_url
+from selfspec_cli.record.load_columns import searched
+from selfspec_cli.stages import load, load_url, slo
 
 # Looked for and not imported: that would replace this process's sockets by gevent's.
 needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
@@ -259,7 +260,7 @@ def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_p
     cfg = config(tmp_path)
     both = [server.connect(slower), server.connect(toy.url)]
     try:
-        result = load_url.run([cfg], both, loader=loader, run_id=folder.new_run_id())
+        result = load_url.run([cfg], both, loader, loader.path, run_id=folder.new_run_id())
     finally:
         end()
     base, point = result.points
@@ -269,7 +270,7 @@ def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_p
     assert sum(len(repeat.requests) for repeat in point.repeats) == 16
     assert (row.failed_requests, row.clients, row.identical, row.outputs) == (0, 2, 4, 4)
     assert row.tpot_p99_ms >= row.tpot_ms > 0
-    assert set(point.engine["categories"]) == {"a", "b"} and point.engine["sent_again"] == 0
+    assert set(point.engine["categories"]) == {"a", "b", "all"} and point.engine["sent_again"] == 0
     assert row.cpu_own is None  # a server that ran already is one of the others
     # A baseline and an arm: two runs of eight requests each, and a warm-up in which each client asked once.
     assert sorted(json.dumps(body) for _, body in asked_of_slower) == sorted(json.dumps(body) for _, body in toy.asked)
@@ -294,6 +295,21 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
 
 @pytest.mark.slow
 @needs_locust
+def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path):
+    url, _, end = serve(step=0.02, shared=True)  # 3 of 7 steps are a TPOT: 8.6 ms for each request at once
+    search = slo.Search(load.Loader(tmp_path / "raw", knows_model=False))
+    (cfg, _) = slo.as_searches([config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], ["tpot_p50=30"])
+    try:
+        result = load_url.run([cfg], [server.connect(url)], search, COMPLETIONS, run_id=folder.new_run_id())
+    finally:
+        end()
+    row, facts = tables.row(result.points[0]), result.points[0].engine["slo"]
+    assert 1 <= row.clients <= 3 and facts["broken_at"] == row.clients + 1 and row.goodput > 0
+    assert "TPOT p50 ≤ 30 ms, and at" in searched(result.points[0], row)
+
+
+@pytest.mark.slow
+@needs_locust
 def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
     cfg = config(tmp_path, requests=None, seconds=600.0, repeats=3)
     loader, found = load.Loader(tmp_path / "raw", knows_model=False), server.connect(toy.url)
@@ -307,7 +323,7 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        load_url.run([cfg], [found], loader=loader, run_id=folder.new_run_id())
+        load_url.run([cfg], [found], loader, loader.path, run_id=folder.new_run_id())
     thread.join()
     (point,), _ = folder.read(tmp_path / "results")
     assert point.ok and point.engine["interrupted"]

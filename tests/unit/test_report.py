@@ -99,6 +99,15 @@ def test_the_table_has_the_figures_and_the_target_that_an_experiment_states():
     assert "Fastest verified arm: 1.50x (1.41x to 1.62x)" in text
 
 
+def test_how_many_outputs_plain_decoding_repeats_stands_beside_those_of_an_arm():
+    base = replace(BASE, identical=30, outputs=32)
+    text = printed([base, ARM])
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("baseline")]
+    assert "30/32" in line
+    assert "31 of 32 outputs identical; plain decoding with itself: 30 of 32" in text
+    assert "with itself" not in printed([BASE, ARM])
+
+
 def test_a_failed_arm_is_named_with_its_reason():
     assert "varH ≤ 6: failed: <no> memory" in printed([BASE, FAILED])
 

@@ -100,7 +100,10 @@ def test_a_planted_run_says_nothing_of_the_arm(given, tmp_path):
             ("--probabilistic", "method=vllm", "speculative=ngram", "speculative.draft_sample_method=greedy"),
             "--probabilistic and speculative.draft_sample_method=greedy: give one of them",
         ),
-        (("method=vllm", "speculative=ngram", "--plant", "kv_slot"), "method=layer_skip"),
+        (
+            ("method=vllm", "speculative=ngram", "--plant", "kv_slot"),
+            "method=layer_skip; allowed here: accept_one_more, biased_sampler, all",
+        ),
         (("layer=99",), "1..23"),
         (("--repeat", "0"), "--repeat"),
     ],
@@ -135,6 +138,14 @@ def test_drawn_drafts_are_an_arm_of_their_own_however_they_are_asked_for(given):
     assert asked.speculative == vllms.speculative | {"draft_sample_method": "probabilistic"}
     assert asked.draft_sample_method == "greedy"
     assert run.as_wanted(vllms, Wanted()) == vllms
+
+
+@pytest.mark.parametrize("plant", ["accept_one_more", "biased_sampler", "all"])
+def test_faults_of_the_verify_pass_can_be_planted_whatever_drafts(plant):
+    cfg = RunConfig(method=Method.vllm, speculative={"method": "ngram"})
+    run.check(cfg, Wanted(plant=plant))
+    planted = [asked.plant for _, asked in run._jobs(cfg, Wanted(plant=plant))]
+    assert planted == ([None, "accept_one_more", "biased_sampler"] if plant == "all" else [plant])
 
 
 def test_help():

@@ -5,8 +5,9 @@ import pytest
 from selfspec_cli.config.schema import ConfigError, EngineConfig, Method, ModelConfig, RunConfig, resolved
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine.requests import Answer, Request
-from selfspec_cli.stages.verify import greedy, run, verdict
+from selfspec_cli.stages.verify import greedy, run, sampling, verdict
 from selfspec_cli.stages.verify.greedy import Difference
+from selfspec_cli.stages.verify.sampling import Drawn
 
 CASES = ("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cache")
 
@@ -32,6 +33,17 @@ def test_a_clean_run_is_lossless():
 
 
 SAMPLED = [{"name": "temperature 1", "verdict": "differs"}]
+
+
+def test_an_engine_that_ends_over_a_request_is_a_fault_without_a_kind():
+    broken = sampling.judge("top-k 5", Drawn(None, ended="index out of bounds"), [Drawn(None)] * 2, None)
+    assert broken == {"name": "top-k 5", "verdict": verdict.ENDED, "note": "index out of bounds"}
+    found = document(sampling=[*document()["sampling"], broken], proof={"biased_sampler": {"caught": False}})
+    assert verdict.suspect(found) is None
+    assert verdict.decide(found) == (
+        "fault",
+        "the engine that drafts ended over requests with top-k 5: index out of bounds",
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli import load_patterns
+from selfspec_cli.record import categories as by_category
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
@@ -106,35 +107,36 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
 
 
 def categories(points: Sequence[Point]) -> list[Figure]:
-    """The speedup of each category of prompts: the baseline's median time per output token over the arm's."""
-    known = {point.id: point for point in points}
+    """The speedup of each category of prompts with its interval, and the tokens that a step yields."""
+    by_point: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in by_category.rows(points):
+        if line["speedup"] is not None:
+            shown = {name: sig(line[name]) for name in ("speedup", "low", "high", "tpot_ms", "tok_step")}
+            step = "" if line["tok_step"] is None else f", {line['tok_step']:.2f} tokens a step"
+            words = {"category": line["category"], "text": f"{line['speedup']:.2f}x{step}"}
+            by_point[line["point"]].append(words | shown | {"requests": line["requests"], "point": line["point"]})
     panels = []
     for point in points:
-        base = known.get(point.compared_with.baseline) if point.compared_with is not None else None
-        ours, theirs = (one.engine.get("categories") or {} for one in (point, base or point))
-        if base is None or not ours:
-            continue
-        row = tables.row(point)
-        data = [
-            {
-                "category": name,
-                "speedup": sig(theirs[name]["tpot_ms"] / ours[name]["tpot_ms"]),
-                "requests": ours[name]["requests"],
-                "tpot_ms": sig(ours[name]["tpot_ms"]),
-                "point": point.id,
-            }
-            for name in ours
-            if ours[name].get("tpot_ms") and theirs.get(name, {}).get("tpot_ms")
-        ]
-        panels.append(Panel(_where(row), f"{label(row)}, {asked(row)}", data, (point.id,)))
-    y = alt.Y("category:N", axis=alt.Axis(title=None, labelLimit=220))
-    x = alt.X("speedup:Q", axis=alt.Axis(title="times the baseline's"), scale=alt.Scale(zero=True))
-    tips = ["category:N", "speedup:Q", "requests:Q", "tpot_ms:Q"]
+        if data := by_point.get(point.id, []):
+            row = tables.row(point)
+            panels.append(Panel(_where(row), f"{label(row)}, {asked(row)}", data, (point.id,)))
+    y = alt.Y("category:N", sort=None, axis=alt.Axis(title=None, labelLimit=220))
+    x = alt.X("speedup:Q", axis=alt.Axis(title="times the baseline's", tickCount=8), scale=alt.Scale(zero=True))
+    tips = ["category:N", "speedup:Q", "low:Q", "high:Q", "tok_step:Q", "requests:Q", "tpot_ms:Q"]
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
     bars = rows_chart().mark_bar(size=13).encode(x=x, y=y, tooltip=tips)
-    chart = (bars + one).properties(width="container", height=alt.Step(24))
-    about = "Medians over the requests of a category; the file of prompts names the categories."
-    return figure("categories", "Speedup of a token by category", about, chart, panels)
+    ends = rows_chart().mark_rule().encode(x="low:Q", x2="high:Q", y=y)
+    named = rows_chart().transform_calculate(
+        end="isValid(datum.high) ? datum.high : datum.speedup", room="1.4 * datum.end"
+    )
+    words = named.mark_text(align="left", dx=6).encode(x=alt.X("end:Q"), y=y, text="text:N")
+    room = named.mark_point(opacity=0).encode(x="room:Q", y=y)  # the words end inside the axis
+    chart = (bars + one + ends + words + room).properties(width="container", height=alt.Step(24))
+    about = (
+        "Tokens a second of a category's requests over the baseline's, with the 95 % interval; the file of prompts has "
+        "the categories, and selfspec report --by category prints them."
+    )
+    return figure("categories", "Speedup by category", about, chart, panels)
 
 
 def _family(row: Record) -> tuple[Any, ...]:

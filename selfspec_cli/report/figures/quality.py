@@ -11,7 +11,7 @@ import altair as alt
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
-from selfspec_cli.record.point import OK, Point
+from selfspec_cli.record.point import OK, Point, control
 from selfspec_cli.report.figures.base import (
     LONGEST,
     STEP,
@@ -64,7 +64,8 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
     by_id = {point.id: point for point in points}
     panels = []
     for group in groups:
-        rows = [row for row in group.rows if row.status == OK and row.identical is not None and row.outputs][:LONGEST]
+        arms = [row for row in group.rows if row.status == OK and row.arm != "baseline"]
+        rows = [row for row in arms if row.identical is not None and row.outputs][:LONGEST]
         base = by_id.get(group.rows[0].point)
         found = [
             _equal(name, row.identical or 0, row.outputs or 1, row.point)
@@ -94,9 +95,8 @@ def controls(base: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]
     Of several measurements at one load the newest counts.
     """
     found: dict[str, tuple[int, int]] = {}
-    again = base.engine.get("unlike_answers")
-    if again is not None and base.outputs:
-        found["control: plain decoding, asked again"] = (len(base.outputs) - again, len(base.outputs))
+    if (again := control(base)) is not None:
+        found["control: plain decoding, asked again"] = again
     for other in points:
         if other is base or not other.outputs or _prompts(other) != _prompts(base):
             continue

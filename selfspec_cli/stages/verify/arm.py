@@ -9,6 +9,7 @@ from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, gate_threshold
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.early_exit.head_metadata import SUFFIX, read_metadata
 from selfspec_cli.engine import requests as asking
@@ -125,8 +126,17 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
     if early:
         _probe_cache(engine, arm)
         arm.alone = _alone(engine, arm)
+    ended = None
     for number, name in enumerate(wanted.settings):
-        arm.drawn[name] = draw(engine, arm, wanted, name, number)
+        try:
+            arm.drawn[name] = draw(engine, arm, wanted, name, number) if ended is None else Drawn(None, ended=ended)
+        except ConfigError:
+            raise
+        except Exception as error:  # vLLM's own methods end over some requests; what came before can still be judged
+            ended = on_one_line(error)[:200]
+            arm.drawn[name] = Drawn(None, ended=ended)
+    if ended is not None:
+        return arm
     engine.call("early_exit_mend")
     _restore(engine, cfg)
     return arm

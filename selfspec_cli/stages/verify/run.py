@@ -67,9 +67,11 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
             "--batch-invariant: vLLM has batch-invariant kernels on CUDA only; on the CPU use float32, "
             "whose rounding is too small to matter"
         )
-    if wanted.plant is not None and cfg.method is not Method.layer_skip:
+    kinds = verdict.kinds_of(cfg.method)
+    if wanted.plant not in (None, EVERY, *kinds):
         raise ConfigError(
-            f"--plant {wanted.plant}: faults are planted in drafting with the model's own layers; method=layer_skip"
+            f"--plant {wanted.plant} with method={cfg.method}: it is a fault of drafting with the model's own layers, "
+            f"method=layer_skip; allowed here: {', '.join(kinds)}, {EVERY}"
         )
 
 
@@ -150,6 +152,8 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
             for seed, asked in here:
                 arms.append((arm.perform(engine, drafting, asked, seed), asked))
                 progress("the arm", len(arms), len(jobs))
+                if any(drawn.ended is not None for drawn in arms[-1][0].drawn.values()):
+                    break  # nothing more can be asked of this engine
             layer = engine.layer
     found: list[tuple[Arm, dict[str, Any], list[Unsure]]] = []
     with open_engine(baseline_of(settings)) as engine:
@@ -176,7 +180,7 @@ def _jobs(cfg: RunConfig, wanted: Wanted) -> list[tuple[int, Wanted]]:
     if wanted.plant != EVERY:
         return [(seed, wanted) for seed in seeds]
     clean = [(seed, replace(wanted, plant=None)) for seed in seeds]
-    return clean + [(cfg.seed, telling(wanted, kind)) for kind in verdict.KINDS]
+    return clean + [(cfg.seed, telling(wanted, kind)) for kind in verdict.kinds_of(cfg.method)]
 
 
 def telling(wanted: Wanted, kind: str) -> Wanted:

@@ -16,6 +16,7 @@ from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Request
 from selfspec_cli.stages.verify import distribution
 from selfspec_cli.stages.verify.distribution import ALPHA, Sample
+from selfspec_cli.stages.verify.verdict import ENDED
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
@@ -39,10 +40,12 @@ EXACT_VOCABULARY, TRIPLES = 64, 40  # up to so many tokens pairs of tokens are e
 
 @dataclass(frozen=True)
 class Drawn:
-    """One setting's texts; refused: why vLLM takes no such request, in its own words."""
+    """One setting's texts; refused: why vLLM takes no such request, in its own words. ended: with what error the engine
+    ended over them, or before them."""
 
     sample: Sample | None
     refused: str | None = None
+    ended: str | None = None
 
 
 def draw(engine: Engine, prompt: list[int], name: str, count: int, tokens: int, first_seed: int) -> Drawn:
@@ -87,9 +90,11 @@ def judge(
     """One row of the document. plain: two samples of the plain engine. known: what `exact` found.
 
     verdict: "same", "differs", "refused" (vLLM takes no such request with drafts), "not shown" (the plain engine's own
-    samples differ).
+    samples differ), ENDED (the arm's engine did).
     """
     row: dict[str, Any] = {"name": name}
+    if ours.ended is not None:
+        return row | {"verdict": ENDED, "note": ours.ended}
     if ours.sample is None or plain[0].sample is None or plain[1].sample is None:
         return row | {"verdict": "refused", "note": ours.refused or plain[0].refused}
     one, other = plain[0].sample, plain[1].sample

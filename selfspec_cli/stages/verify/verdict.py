@@ -10,6 +10,8 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 
 LOSSLESS, NEAR_TIES, FAULT, NOT_SHOWN = "lossless", "near-ties only", "fault", "not shown"
 PASSING = (LOSSLESS, NEAR_TIES)
+ENDED = "engine ended"
+"""Of a way to sample: the engine that drafts ended with an error."""
 
 KINDS = {
     "kv_slot": "a draft corrupts keys or values of tokens that count",
@@ -27,9 +29,15 @@ KINDS = {
 PLAIN_DIFFERS = "plain vLLM does not repeat its own outputs"
 
 PLANTED_FOR_PROOF = ("accept_one_more", "biased_sampler")
-"""What every run plants in its engine first, one for greedy cases and one for sampled ones."""
+"""What every run plants in its engine first, one for greedy cases and one for sampled ones: faults of the verify pass,
+which is the same whatever drafts."""
 
 Row = Mapping[str, Any]
+
+
+def kinds_of(method: str) -> tuple[str, ...]:
+    """The kinds of fault that can be planted in an engine that drafts by a method."""
+    return tuple(KINDS) if method == "layer_skip" else PLANTED_FOR_PROOF
 
 
 def suspect(document: Mapping[str, Any]) -> str | None:
@@ -59,6 +67,8 @@ def decide(document: Mapping[str, Any]) -> tuple[str, str]:
     accepted, and that no case was left open."""
     missed = [name for name, proof in document["proof"].items() if not proof["caught"]]
     kind = suspect(document)
+    if ended := [row for row in document["sampling"] if row["verdict"] == ENDED]:
+        return FAULT, f"the engine that drafts ended over requests with {ended[0]['name']}: {ended[0]['note']}"
     if missed:
         return NOT_SHOWN, f"the run did not catch what it planted itself ({', '.join(missed)}), so it shows nothing"
     if kind is not None:

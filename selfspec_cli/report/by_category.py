@@ -1,0 +1,130 @@
+"""The report by category of prompts: a table for each group of arms, with a row for each category."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import categories
+from selfspec_cli.report import static
+from selfspec_cli.report.formats import Format
+from selfspec_cli.report.rows import groups, label
+from selfspec_cli.report.sources import Sources
+
+POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the formats for programs have all
+
+
+@dataclass
+class Matrix:
+    """A table of text. notes: which arm a letter stands for."""
+
+    title: str
+    head: list[str]
+    body: list[list[str]]
+    notes: list[str]
+
+
+def document(found: Sources) -> list[dict[str, Any]]:
+    """Every category of every point: what its row says of the arm and the load, and `categories.rows`.
+
+    Raises:
+        ConfigError: no point has categories.
+    """
+    by_point = {row.point: row for row in found.rows}
+    made = []
+    for line in categories.rows(found.points):
+        row = by_point[line["point"]]
+        about = {name: getattr(row, name) for name in ("model", "workload", "batch", "clients", "rate", "device")}
+        made.append({"arm": label(row)} | about | line)
+    if not made:
+        raise ConfigError(
+            "no point has categories; measure prompts that have some, such as: "
+            "selfspec sweep workload=spec_bench workload.path=question.jsonl"
+        )
+    return made
+
+
+def matrices(found: Sources) -> list[Matrix]:
+    """A table for each group of arms that were compared with one baseline, rows ALL last; raises ConfigError."""
+    lines: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in document(found):
+        lines.setdefault(line["point"], {})[line["category"]] = line
+    made = []
+    for group in groups(found.rows):
+        plain = next((lines[row.point] for row in group.rows if row.arm == "baseline" and row.point in lines), {})
+        arms = [row for row in group.rows if row.arm != "baseline" and row.point in lines]
+        names = [*plain] or [name for row in arms[:1] for name in lines[row.point]]
+        letters = ascii_uppercase if len(arms) > 1 else " "
+        head = ["category", "requests", "plain tok/s"]
+        body = [[name, _count(plain.get(name)), _speed(plain.get(name))] for name in names]
+        for letter, row in zip(letters, arms, strict=False):
+            head += [f"{letter} {word}".strip() for word in ("speedup", "tok/step", "accepted")]
+            for name, cells in zip(names, body, strict=True):
+                cells += _cells(lines[row.point].get(name))
+        if body:
+            notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in zip(letters, arms, strict=False)]
+            made.append(Matrix(f"{group.title}, {group.rows[0].device}", head, body, notes))
+    return made
+
+
+def _count(line: dict[str, Any] | None) -> str:
+    return "" if line is None else f"{line['requests']:,}"
+
+
+def _speed(line: dict[str, Any] | None) -> str:
+    return "" if line is None or line["tok_s"] is None else f"{line['tok_s']:,.0f}"
+
+
+def _cells(line: dict[str, Any] | None) -> list[str]:
+    """Speedup with its interval, tokens a step, and the share of steps that kept the first drafts."""
+    if line is None:
+        return ["", "", ""]
+    speedup = "" if line["speedup"] is None else f"{line['speedup']:.2f}x"
+    interval = "" if line["low"] is None else f" ({line['low']:.2f}–{line['high']:.2f})"
+    step = "" if line["tok_step"] is None else f"{line['tok_step']:.2f}"
+    return [speedup + interval, step, " ".join(f"{share:.0%}" for share in line["accepted"][:POSITIONS])]
+
+
+ABOUT = (
+    "tok/s: tokens of a category's requests over the sum of their times, so that of one request; speedup: over the "
+    "baseline's (95 % interval: bootstrap over repeats); tok/step: tokens that a step yields after the first output; "
+    "accepted: share of these steps that kept the first draft, the first two, …"
+)
+
+
+def text(found: Sources, form: Format) -> str:
+    """The report in a format that is text; raises ConfigError."""
+    if form is Format.json:
+        return json.dumps(document(found), ensure_ascii=False, indent=1) + "\n"
+    if form is Format.csv:
+        rows = document(found)
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | {"accepted": " ".join(f"{share:.4g}" for share in row["accepted"])} for row in rows)
+        return buffer.getvalue()
+    parts: list[str] = []
+    for one in matrices(found):
+        parts += static.titled(one.title, static.table(one.head, one.body, form), one.notes, form)
+    return "\n\n".join([*parts, ABOUT if form is Format.md else f"% {ABOUT}"]) + "\n"
+
+
+def show(found: Sources, console: Console) -> None:
+    """Print the tables; raises ConfigError."""
+    for one in matrices(found):
+        table = Table(title=one.title, title_justify="left", title_style="bold", header_style="bold", box=None)
+        for place, name in enumerate(one.head):
+            table.add_column(name, justify="right" if place else "left")
+        for cells in one.body:
+            table.add_row(*cells)
+        console.print(table, *(Text(f"  {note}") for note in one.notes), "", sep="\n")
+    console.print(Text(ABOUT, style="dim"))

@@ -1,0 +1,203 @@
+"""The greatest load at which a server keeps limits of latency (an SLO), found by bisection.
+
+A limit such as "99 % of requests have a TTFT of 200 ms at most" is kept at a load if the share of requests within it is
+at least 99 %. Each load is asked until the 95 % interval of that share (Clopper and Pearson, requests taken as
+independent) lies on one side of it, or for `load.repeats` runs; then the share itself decides, and the verdict is
+marked as not sure. A request that failed is within no limit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.engine.clients import Run
+from selfspec_cli.engine.server import Server
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import latency
+from selfspec_cli.record.intervals import LEVEL
+from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.load_columns import FACT
+from selfspec_cli.record.point import Measurement, median
+from selfspec_cli.stages.load import Loader
+
+VALUES: dict[str, Callable[[RequestTimes], float | None]] = {
+    "ttft": latency.ttft,
+    "tpot": latency.tpot,
+    "e2e": latency.end_to_end,
+}
+"""What a limit can be about, in seconds of a request."""
+PERCENTILES = (50, 90, 95, 99)
+NAMES = tuple(f"{name}_p{percent}" for name in VALUES for percent in PERCENTILES)
+NEAR = 0.05  # of a load, how far above it the least load that breaks a limit may lie
+HALVINGS = 10  # of the first load, before it is said that no load keeps the limits
+MOST = 4096.0  # times the first load
+
+
+@dataclass(frozen=True)
+class Limit:
+    """name: of VALUES. percent: of the requests that must keep it. ms: the limit itself."""
+
+    name: str
+    percent: int
+    ms: float
+
+    def __str__(self) -> str:
+        return f"{self.name.upper()} p{self.percent} ≤ {self.ms:g} ms"
+
+
+def parse(words: Sequence[str]) -> list[Limit]:
+    """Read limits such as ttft_p99=200 (milliseconds).
+
+    Raises:
+        ConfigError: naming the word and what is allowed.
+    """
+    limits = []
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in NAMES:
+            raise ConfigError(f"--slo {word}: {closest(key, NAMES, 'limit')}; such as --slo ttft_p99=200")
+        if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text) or float(text) <= 0:
+            raise ConfigError(f"--slo {word}: the limit is a number of milliseconds above 0, such as {key}=200")
+        name, _, percent = key.partition("_p")
+        limits.append(Limit(name, int(percent), float(text)))
+    return limits
+
+
+def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
+    """Two searches for each config that names limits, of a number of clients and of a rate; their goodput counts by the
+    same limits of TTFT and TPOT. words: limits of all configs, in place of their own.
+
+    Raises:
+        ConfigError: a limit cannot be read, or a config says how much is asked.
+    """
+    found = []
+    for cfg in cfgs:
+        named = list(words) or (cfg.load.slo or "").split()
+        limits = parse(named)
+        if not limits:
+            found.append(cfg)
+            continue
+        if cfg.load.kind:
+            raise ConfigError(
+                f"--slo with load.{'clients' if cfg.load.clients is not None else 'rate'}: it finds the load itself; "
+                "leave one of them out"
+            )
+        least: dict[str, Any] = {
+            f"{limit.name}_limit": limit.ms
+            for limit in sorted(limits, key=lambda limit: -limit.ms)
+            if hasattr(cfg.load, f"{limit.name}_limit")  # goodput counts by TTFT and TPOT
+        }
+        load = replace(cfg.load, **{name: ms for name, ms in least.items() if getattr(cfg.load, name) is None})
+        load = replace(load, slo=" ".join(named))
+        found += [replace(cfg, load=replace(load, clients=1)), replace(cfg, load=replace(load, rate=1.0))]
+    return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a load keeps all limits, and whether the intervals say so."""
+
+    kept: bool
+    sure: bool
+
+
+def judge(limits: Sequence[Limit], requests: Sequence[RequestTimes], failed: int) -> Verdict:
+    """Whether requests keep the limits. failed: others that failed."""
+    from scipy.stats import binomtest
+
+    kept, surely, broken = True, True, False
+    for limit in limits:
+        values = [value for one in requests if (value := VALUES[limit.name](one)) is not None]
+        within, asked, wanted = (
+            sum(1000 * value <= limit.ms for value in values),
+            len(values) + failed,
+            limit.percent / 100,
+        )
+        if not asked:
+            continue
+        interval = binomtest(within, asked).proportion_ci(LEVEL)
+        kept &= within / asked >= wanted
+        surely &= interval.low >= wanted
+        broken |= interval.high < wanted
+    return Verdict(kept, surely if kept else broken)
+
+
+def greatest(keeps: Callable[[float], bool], start: float, *, whole: bool) -> tuple[float | None, float | None]:
+    """The greatest load that keeps the limits, and the least that was tried and does not; within NEAR, or 1 of whole
+    numbers. None for a load that was not found. keeps: whether a load does, and less than that does if it does."""
+    low: float | None = None
+    high: float | None = None
+    load = start
+    while low is None or high is None:
+        if keeps(load):
+            low, load = load, 2 * load
+            if high is None and load > MOST * start:
+                return low, None
+        else:
+            high, load = load, load // 2 if whole else load / 2
+            if low is None and (load < 1 if whole else load < start / 2**HALVINGS):
+                return None, high
+    while high - low > (1 if whole else 0) and high > (1 + NEAR) * low:
+        middle = (low + high) // 2 if whole else math.sqrt(low * high)
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low, high
+
+
+@dataclass
+class Search:
+    """Finds the greatest load on a server where a config names limits; takes a `Loader`'s place as a sweep's bench.
+
+    served: requests a second that each server completed at its greatest number of clients, at which the search of its
+    rate begins.
+    """
+
+    loader: Loader
+    served: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
+        """Search the number of clients or the rate, whichever the config has, from its value on; return what was
+        measured at the greatest load that keeps the limits (at the least that was tried, where none does). A config
+        without limits is measured as it is.
+
+        Raises as `Loader`.
+        """
+        if cfg.load.slo is None:
+            return self.loader(cfg, server, progress)
+        limits, whole = parse(cfg.load.slo.split()), cfg.load.clients is not None
+        name, start = ("clients", 1.0) if whole else ("rate", self.served.get(server.url, cfg.load.rate or 1.0))
+        measured: dict[float, Measurement] = {}
+        verdicts: dict[float, Verdict] = {}
+
+        def decided(runs: Sequence[Run]) -> bool:
+            requests = [one for run in runs for one in run.times()]
+            return judge(limits, requests, sum(len(run.failed) for run in runs)).sure
+
+        def keeps(load: float) -> bool:
+            value: Any = int(load) if whole else load
+            asked = replace(cfg, load=replace(cfg.load, **{name: value}))
+            found = measured[load] = self.loader(asked, server, progress, decided)
+            if found.engine.get("interrupted"):
+                raise KeyboardInterrupt
+            requests = [one for repeat in found.repeats for one in repeat.requests]
+            verdicts[load] = judge(limits, requests, found.engine.get("failed_requests", 0))
+            return verdicts[load].kept
+
+        low, high = greatest(keeps, start, whole=whole)
+        chosen = min(measured) if low is None else low
+        found = measured[chosen]
+        if whole and low is not None:
+            self.served[server.url] = median([len(one.requests) / one.seconds for one in found.repeats])
+        facts = {
+            "limits": list(map(str, limits)),
+            "kept": low is not None,
+            "broken_at": high,
+            "sure": all(verdicts[load].sure for load in (low, high) if load is not None),
+            "tried": [[load, verdict.kept, verdict.sure] for load, verdict in verdicts.items()],
+        }
+        return replace(found, engine=found.engine | {name: int(chosen) if whole else chosen, FACT: facts})

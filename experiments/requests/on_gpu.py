@@ -108,14 +108,15 @@ def cases(name: str, llm: Any, paths: Mapping[str, str], few: bool) -> Iterator[
 
     chat, count, size = encoder(llm), 2 if few else 8, 16 if few else TOKENS
     prompts = [ids for kind in ("chat", "coding", "edits") for ids in asked(kind, count, 0, chat, 512)]
-    prompts = [ids[-1500:] for ids in prompts]
+    most = 100 if few else 1500
+    prompts = [ids[-most:] for ids in prompts]
     greedy = {"max_tokens": size}
     if name in ("gemma", "smollm2"):
         yield Case("greedy, one at a time", lambda ask: [ask([ids])[0] for ids in prompts[::2]], greedy)
         yield Case("greedy, together", lambda ask: ask(prompts), greedy)
         return
     if name == "yarn":
-        for length in (200, 400) if few else (2000, 40_000, 130_000):
+        for length in (200, 300) if few else (2000, 40_000, 130_000):
             ids = long_text(llm, length)
             yield Case(f"context of {len(ids)} tokens", lambda ask, ids=ids: ask([ids]), greedy)
         return
@@ -125,11 +126,11 @@ def cases(name: str, llm: Any, paths: Mapping[str, str], few: bool) -> Iterator[
         return
     bias = {"logit_bias": biases(llm)}
     yield Case("logit_bias", lambda ask: ask(prompts), greedy | bias, acted_on="greedy")
-    texts = [chat(question)[-400:] for question in QUESTIONS]
+    texts = [chat(question)[-most:] for question in QUESTIONS]
     yield Case("prefix caching over three turns", lambda ask: talk(ask, texts, chat), greedy)
     same = {"same_as": "greedy", "arms": ("rule",)}
     for level in (1, 2):
-        sleep = lambda llm, level=level: asleep(llm, level)  # noqa: E731 - the level of now
+        sleep = lambda llm, level=level: asleep(llm, level, paths["model"])  # noqa: E731 - the level of now
         yield Case(f"sleep at level {level}, and wake", lambda ask: ask(prompts), greedy, drafting_before=sleep, **same)
     new = lambda llm: replaced(llm, paths["other"])  # noqa: E731 - the folder is known here alone
     yield Case("weights replaced by reload_weights", lambda ask: ask(prompts), greedy, before=new, acted_on="greedy")
@@ -190,12 +191,12 @@ def drafter_of(llm: Any) -> Any:
     return getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
 
 
-def asleep(llm: Any, level: int) -> str | None:
-    """Sleep and wake; a level 2 sleep loads the weights again, as its users do."""
+def asleep(llm: Any, level: int, folder: str) -> str | None:
+    """Sleep and wake; after a sleep at level 2 the weights are loaded again, as its users do."""
     llm.sleep(level=level)
     llm.wake_up()
     if level == 2:
-        llm.collective_rpc("reload_weights")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
     return stale(llm)
 
 

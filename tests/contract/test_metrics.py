@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -190,3 +191,36 @@ def test_the_output_of_a_step_that_is_under_way_is_the_object_that_the_scheduler
     source = inspect.getsource(AsyncOutput.get_output)
     assert "return self.model_runner_output" in source
     assert "self.model_runner_output =" not in source
+
+
+def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(config, stats, monkeypatch):
+    """What a request's own text brought speaks for no copy, and early layers may be as weak as that."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX
+
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lambda text, *words: lines.append(text % words))
+
+    def found(spec, accepted, copied, steps):
+        manager = StatLoggerManager(config({"method": "layer_skip", "num_speculative_tokens": K, **spec}))
+        lines.clear()
+        for _ in range(steps):
+            numbers = {"position_histogram.0": 16, "free_accepted": copied}
+            verdicts = SpecDecodingStats.new(K)
+            verdicts.num_accepted_tokens = accepted
+            travelling = {PREFIX + name: number for name, number in numbers.items()}
+            manager.record(stats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
+        return [line for line in lines if "seem broken" in line]
+
+    copies = {"layer_skip": 4, "draft_weights": "fp8"}
+    assert not found(copies, accepted=0, copied=0, steps=7)
+    assert shown()["broken_drafts_total",] == 0
+    for steps in (8, 100):
+        (warning,) = found(copies, accepted=5, copied=5, steps=steps)
+        assert warning.startswith("only 0 tokens of the first 128 drafts")
+        assert shown()["broken_drafts_total",] == 1
+    assert not found(copies, accepted=6, copied=5, steps=100)
+    for weak in ({"layer_skip": 1}, {"layer_skip": 3, "draft_weights": "fp8"}):
+        assert not found(weak, accepted=0, copied=0, steps=100)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin.observe.transport import take_out
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import LOGGER
 from selfspec_cli.vllm_plugin.vllm_names import (
     AggregateStatLoggerBase,
     PrometheusStatLogger,
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 NAME = "vllm:selfspec_"
 """Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.
 """
+BROKEN = "broken"
+"""The only one of PLAIN that does not travel: it is found here."""
 PLAIN = (
     ("rounds", "draft_rounds", "Rounds in which any request was drafted for."),
     ("steps", "draft_steps", "Forward passes of the layers that draft."),
@@ -28,8 +34,35 @@ PLAIN = (
     ("free_drafted", "free_tokens_drafted", "Tokens drafted from what a request had before."),
     ("free_accepted", "free_tokens_accepted", "Of these, tokens that were accepted."),
     ("nan_logits", "nan_logits", "Drafted tokens whose logits were no numbers."),
+    (BROKEN, "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
 )
 """Name as it travels, name of the counter, what it counts."""
+FIRST_LOOK, LEAST_ACCEPTED = 128, 0.01
+"""Drafts by copies of all layers that are enough to judge the copies, and the mean number of accepted tokens a draft
+below which they are called broken. If a draft's first token stands with a chance of 0.1, as with requests that are
+sampled very hot, one engine in 50,000 gets a false warning; right copies of tiny random models have 0.3 and more."""
+WARNING = (
+    "only %d tokens of the first %d drafts by copies of the model's layers were accepted: the copies seem broken (a "
+    "wrong scale, a layer left out, old weights). The output stays the model's own. Under gate auto such drafts end by "
+    "themselves, for they do not pay; a fixed draft length goes on"
+)
+
+
+@dataclass
+class Copies:
+    """What became of drafts by copies of all layers, since the engine started. drafts: with a token of the copies.
+    accepted: tokens of theirs; more while tokens that were copied from a text are on their way, never fewer."""
+
+    drafts: int = 0
+    accepted: int = 0
+    warned: bool = False
+
+    def look(self, drafts: int, accepted: int) -> bool:
+        """Take in what is new; whether it has just become clear that the copies are broken."""
+        self.drafts, self.accepted = self.drafts + drafts, self.accepted + accepted
+        broken = self.drafts >= FIRST_LOOK and self.accepted < LEAST_ACCEPTED * self.drafts and not self.warned
+        self.warned |= broken
+        return broken
 
 
 def add_to(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
@@ -51,6 +84,9 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         assert settings is not None
         self._own, self._engines = own, {index: own.per_engine_labelvalues[index] for index in engine_indexes}
         self._counters: dict[str, dict[int, Any]] = {}
+        layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+        whole = DRAFT_WEIGHTS[settings.draft_weights].copies and settings.layer == layers and not settings.skipped
+        self._copies = {index: Copies() for index in engine_indexes} if whole else {}
         for travelling, name, what in PLAIN:
             self._counters[travelling] = create_metric_per_engine(self._counter(name, what), self._engines)
         self._labelled(
@@ -97,7 +133,6 @@ class DraftingStatLogger(AggregateStatLoggerBase):
             "real_us": (self._gauge("step_seconds", "Time that the last decode step took."), 1e-6),
             "step_cost_milli": (self._gauge("draft_cost", "Cost of one draft step, in plain decoding steps."), 1e-3),
         }
-        layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         for index in engine_indexes:
             self._gauges["in_force"][0][index].set(settings.k)
             self._gauges["step_cost_milli"][0][index].set(settings.assumed_draft_step(layers))
@@ -130,12 +165,20 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         """Called by vLLM for each step with statistics."""
         if scheduler_stats is None:
             return
-        for name, number in take_out(scheduler_stats).items():
+        numbers, copies = take_out(scheduler_stats), self._copies.get(engine_idx)
+        for name, number in numbers.items():
             if name in self._gauges:
                 gauge, unit = self._gauges[name]
                 gauge[engine_idx].set(number * unit)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(number)
+        if copies is not None:
+            verdicts = scheduler_stats.spec_decoding_stats
+            accepted = 0 if verdicts is None else verdicts.num_accepted_tokens
+            new = numbers.get("position_histogram.0", 0), accepted - numbers.get("free_accepted", 0)
+            if copies.look(*new):
+                self._counters[BROKEN][engine_idx].inc()
+                logging.getLogger(LOGGER).warning(WARNING, copies.accepted, copies.drafts)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -223,7 +223,11 @@ def loaded_past_vllm(llm: Any, folder: str) -> str | None:
     return f"before the next drafts {before}" if before else None
 
 
-def stale(llm: Any) -> str | None:
+_scratch: set[str] = set()
+"""Tensors of copies that are no weights: they differed when the engine had just started."""
+
+
+def stale(llm: Any, at_start: bool = False) -> str | None:
     """How many tensors of the copies are not what would be made of the target's weights of now; None without copies."""
     import torch
 
@@ -231,7 +235,7 @@ def stale(llm: Any) -> str | None:
     if not hasattr(drafter, "renew"):
         return None
     trunk, by_name = drafter.model, drafter.vllm_config.compilation_config.static_forward_context
-    known, compared, different = dict(by_name), 0, 0
+    known, compared, different = dict(by_name), 0, set()
     with torch.inference_mode():
         for place, layer in enumerate(trunk.drafting_layers):
             made = dict(trunk.remade_layer(place).named_modules())
@@ -243,8 +247,11 @@ def stale(llm: Any) -> str | None:
                         if tensor is None or mine is None or mine.data_ptr() == tensor.data_ptr():
                             continue
                         compared += 1
-                        different += not torch.equal(mine, tensor)
-    return f"{different} of {compared} tensors of copies" if compared else None
+                        if not torch.equal(mine, tensor):
+                            different.add(f"{place} {path} {key}")
+    if at_start:
+        _scratch.update(different)
+    return f"{len(different - _scratch)} of {compared - len(_scratch)} tensors of copies" if compared else None
 
 
 def other_weights(model: Path, folder: Path) -> None:
@@ -350,7 +357,8 @@ def drafted(name: str, model: str, folder: Path, paths: Mapping[str, str], few: 
             "layer": settings.layer,
             "method": str(llm.llm_engine.vllm_config.speculative_config.draft_sample_method),
             "chat_template": llm.get_tokenizer().chat_template is not None,
-            "copies": stale(llm),
+            "copies": stale(llm, at_start=True),
+            "scratch": len(_scratch),
             "with_others_seconds": round(time.perf_counter() - began, 1),
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT"),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -628,6 +636,7 @@ def run(args: argparse.Namespace, folder: Path) -> int:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
+                "OMP_NUM_THREADS": "2",
                 "VLLM_LOGGING_STREAM": "ext://sys.stderr",
                 "TRITON_CACHE_DIR": tempfile.gettempdir() + "/selfspec-triton",
                 "VLLM_BATCH_INVARIANT": "1" if name in INVARIANT and torch.cuda.is_available() else "0",

@@ -201,26 +201,34 @@ def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(confi
     from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX
 
     lines: list[str] = []
-    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lambda text, *words: lines.append(text % words))
+    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lines.append)
 
-    def found(spec, accepted, copied, steps):
+    def found(spec, *steps, v2=False):
+        """Warnings about copies. steps: of each number of steps, what was accepted in one, copied tokens included."""
         manager = StatLoggerManager(config({"method": "layer_skip", "num_speculative_tokens": K, **spec}))
+        manager.stat_loggers[0]._counts_by_position = v2
         lines.clear()
-        for _ in range(steps):
-            numbers = {"position_histogram.0": 16, "free_accepted": copied}
-            verdicts = SpecDecodingStats.new(K)
-            verdicts.num_accepted_tokens = accepted
-            travelling = {PREFIX + name: number for name, number in numbers.items()}
-            manager.record(stats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
+        for number, accepted in steps:
+            for _ in range(number):
+                numbers = {"position_histogram.0": 16, "free_accepted": 5}
+                verdicts = SpecDecodingStats.new(K)
+                verdicts.num_accepted_tokens = 999 if v2 else accepted  # V2's are of other steps than ours
+                numbers |= {"stood_at.0": accepted - 2, "stood_at.1": 2} if v2 else {}
+                travelling = {PREFIX + name: number for name, number in numbers.items()}
+                manager.record(stats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
         return [line for line in lines if "seem broken" in line]
 
     copies = {"layer_skip": 4, "draft_weights": "fp8"}
-    assert not found(copies, accepted=0, copied=0, steps=7)
+    assert not found(copies, (7, 5))
     assert shown()["broken_drafts_total",] == 0
-    for steps in (8, 100):
-        (warning,) = found(copies, accepted=5, copied=5, steps=steps)
-        assert warning.startswith("only 0 tokens of the first 128 drafts")
+    for steps in (8, 1000):
+        (warning,) = found(copies, (steps, 5))
+        assert warning.startswith("only 0 tokens of 128 drafts")
         assert shown()["broken_drafts_total",] == 1
-    assert not found(copies, accepted=6, copied=5, steps=100)
+    assert not found(copies, (1000, 6))
+    (warning,) = found(copies, (8 + 64, 6), (63, 5), (1, 6))  # it broke later
+    assert warning.startswith("only 1 tokens of 1024 drafts")
+    assert len(found(copies, (8, 5), v2=True)) == 1
+    assert not found(copies, (1000, 6), v2=True)
     for weak in ({"layer_skip": 1}, {"layer_skip": 3, "draft_weights": "fp8"}):
-        assert not found(weak, accepted=0, copied=0, steps=100)
+        assert not found(weak, (1000, 5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,32 +37,35 @@ PLAIN = (
     (BROKEN, "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
 )
 """Name as it travels, name of the counter, what it counts."""
-FIRST_LOOK, LEAST_ACCEPTED = 128, 0.01
-"""Drafts by copies of all layers that are enough to judge the copies, and the mean number of accepted tokens a draft
-below which they are called broken. If a draft's first token stands with a chance of 0.1, as with requests that are
-sampled very hot, one engine in 50,000 gets a false warning; right copies of tiny random models have 0.3 and more."""
+FIRST_LOOK, LATER_LOOKS, LEAST_ACCEPTED = 128, 1024, 0.01
+"""Drafts by copies of all layers after which the copies are judged, first and then again, and the mean number of
+accepted tokens a draft below which they are called broken. Right copies of tiny random models have 0.3 and more. If a
+draft's first token stands with a chance of 0.1, as with requests that are sampled very hot, one engine in 50,000 is
+warned of falsely at the first look, and none later."""
 WARNING = (
-    "only %d tokens of the first %d drafts by copies of the model's layers were accepted: the copies seem broken (a "
-    "wrong scale, a layer left out, old weights). The output stays the model's own. Under gate auto such drafts end by "
-    "themselves, for they do not pay; a fixed draft length goes on"
+    "only %d tokens of %d drafts by copies of the model's layers were accepted: the copies seem broken (a wrong scale, "
+    "a layer left out, old weights). The output stays the model's own. Under gate auto such drafts end by themselves, "
+    "for they do not pay; a fixed draft length goes on"
 )
 
 
 @dataclass
 class Copies:
-    """What became of drafts by copies of all layers, since the engine started. drafts: with a token of the copies.
-    accepted: tokens of theirs; more while tokens that were copied from a text are on their way, never fewer."""
+    """What became of drafts by copies of all layers since the last look."""
 
-    drafts: int = 0
-    accepted: int = 0
-    warned: bool = False
+    drafts: int = 0  # that have a token of the copies
+    accepted: int = 0  # tokens of the copies
+    enough: int = FIRST_LOOK
 
-    def look(self, drafts: int, accepted: int) -> bool:
-        """Take in what is new; whether it has just become clear that the copies are broken."""
+    def look(self, drafts: int, accepted: int) -> str | None:
+        """Take in what is new; the warning if it is clear now that the copies are broken."""
         self.drafts, self.accepted = self.drafts + drafts, self.accepted + accepted
-        broken = self.drafts >= FIRST_LOOK and self.accepted < LEAST_ACCEPTED * self.drafts and not self.warned
-        self.warned |= broken
-        return broken
+        if self.drafts < self.enough:
+            return None
+        broken = self.accepted < LEAST_ACCEPTED * self.drafts
+        warning = WARNING % (self.accepted, self.drafts) if broken else None
+        self.drafts, self.accepted, self.enough = 0, 0, LATER_LOOKS
+        return warning
 
 
 def add_to(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
@@ -86,6 +89,7 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         self._counters: dict[str, dict[int, Any]] = {}
         layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         whole = DRAFT_WEIGHTS[settings.draft_weights].copies and settings.layer == layers and not settings.skipped
+        self._counts_by_position = vllm_config.use_v2_model_runner and settings.measures
         self._copies = {index: Copies() for index in engine_indexes} if whole else {}
         for travelling, name, what in PLAIN:
             self._counters[travelling] = create_metric_per_engine(self._counter(name, what), self._engines)
@@ -172,13 +176,20 @@ class DraftingStatLogger(AggregateStatLoggerBase):
                 gauge[engine_idx].set(number * unit)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(number)
-        if copies is not None:
-            verdicts = scheduler_stats.spec_decoding_stats
-            accepted = 0 if verdicts is None else verdicts.num_accepted_tokens
-            new = numbers.get("position_histogram.0", 0), accepted - numbers.get("free_accepted", 0)
-            if copies.look(*new):
-                self._counters[BROKEN][engine_idx].inc()
-                logging.getLogger(LOGGER).warning(WARNING, copies.accepted, copies.drafts)
+        warning = None if copies is None else copies.look(*self._by_copies(numbers, scheduler_stats))
+        if warning is not None:
+            self._copies.pop(engine_idx)  # said once
+            self._counters[BROKEN][engine_idx].inc()
+            logging.getLogger(LOGGER).warning(warning)
+
+    def _by_copies(self, numbers: Mapping[str, int], stats: SchedulerStats) -> tuple[int, int]:
+        """New drafts with a token of the model's own, and such tokens that were accepted. vLLM's count is of the step;
+        ours come a moment later from a device, so the two are not mixed there."""
+        verdicts = stats.spec_decoding_stats
+        accepted = 0 if verdicts is None else verdicts.num_accepted_tokens
+        if self._counts_by_position:
+            accepted = sum(number for name, number in numbers.items() if name.startswith(STOOD))
+        return numbers.get("position_histogram.0", 0), accepted - numbers.get("free_accepted", 0)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

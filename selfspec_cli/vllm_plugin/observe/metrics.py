@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 NAME = "vllm:selfspec_"
 """Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.
 """
-BROKEN = "broken"
-"""The only one of PLAIN that does not travel: it is found here."""
 PLAIN = (
     ("rounds", "draft_rounds", "Rounds in which any request was drafted for."),
     ("steps", "draft_steps", "Forward passes of the layers that draft."),
@@ -34,9 +32,9 @@ PLAIN = (
     ("free_drafted", "free_tokens_drafted", "Tokens drafted from what a request had before."),
     ("free_accepted", "free_tokens_accepted", "Of these, tokens that were accepted."),
     ("nan_logits", "nan_logits", "Drafted tokens whose logits were no numbers."),
-    (BROKEN, "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
+    ("broken", "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
 )
-"""Name as it travels, name of the counter, what it counts."""
+"""Name as it travels, name of the counter, what it counts. The last one does not travel: it is found here."""
 FIRST_LOOK, LATER_LOOKS, LEAST_ACCEPTED = 128, 1024, 0.01
 """Drafts by copies of all layers after which the copies are judged, first and then again, and the mean number of
 accepted tokens a draft below which they are called broken. Right copies of tiny random models have 0.3 and more. If a
@@ -179,7 +177,7 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         warning = None if copies is None else copies.look(*self._by_copies(numbers, scheduler_stats))
         if warning is not None:
             self._copies.pop(engine_idx)  # said once
-            self._counters[BROKEN][engine_idx].inc()
+            self._counters["broken"][engine_idx].inc()
             logging.getLogger(LOGGER).warning(warning)
 
     def _by_copies(self, numbers: Mapping[str, int], stats: SchedulerStats) -> tuple[int, int]:

@@ -5,7 +5,7 @@
 Every engine is a process of its own, all at once: plain vLLM, and `{"method": "selfspec"}` with the same settings. A
 row for each case and arm goes into OUT.json as soon as it is known. An arm is `rule`, the one line as it is, or `k=N`,
 the same engine with N drafts in every step, so that drafts are made whatever the engine measures while others share
-its GPU. A row is `ok` only if drafts were made and some of them were accepted.
+its GPU. A row is `ok` only if drafts were made and some of them were accepted; under `k=N`, some by the model's own copies.
 
 `main`, `fp8` and `yarn` run batch-invariant kernels (VLLM_BATCH_INVARIANT=1), and no output may differ. The exception
 is `rule` with keys in fp8: FlashAttention 3 reads them in other blocks where a request has more than 64 query rows a KV
@@ -378,11 +378,23 @@ def drafted(name: str, model: str, folder: Path, paths: Mapping[str, str], few: 
                     failed(name, "min_p", arm, error)
 
 
+_worth: dict[str, Any] = {}
+"""What ends drafts of the V1 runner that do not pay, while an arm goes without."""
+
+
 def set_arm(llm: Any, arm: str) -> None:
-    """The rule, or a fixed draft length."""
+    """The rule, or a fixed draft length, which also drafts what does not pay."""
     llm.collective_rpc("early_exit_set_gate", args=("auto" if arm == "rule" else "none", None))
     table = None if arm == "rule" else f"1:{arm.removeprefix('k=')}"
     llm.collective_rpc("early_exit_set_length_table", args=(table,))
+    drafter = drafter_of(llm)
+    _worth.setdefault("V1", getattr(drafter, "worth", None))
+    if hasattr(drafter, "set_choice"):  # V2: a step is worth no tokens, whatever the rule says
+        drafter.__dict__.pop("set_choice", None)
+        if arm != "rule":
+            drafter.set_choice, drafter.state.step_value = (lambda _: None), 0.0
+    else:
+        drafter.worth = _worth["V1"] if arm == "rule" else None
 
 
 def counted(llm: Any) -> dict[str, int]:
@@ -392,6 +404,12 @@ def counted(llm: Any) -> dict[str, int]:
     found = {name.removeprefix("spec_decode_num_"): int(values[f"vllm:{name}"].value) for name in names}
     own = llm.collective_rpc("early_exit_counters")[0]
     return found | {"own_drafts": int(own["drafted"]), "copied_accepted": int(own["free_accepted"])}
+
+
+def drafts_were_made(counts: Mapping[str, int], arm: str) -> bool:
+    """Drafts were made and accepted; with a fixed length, those of the model's own copies among them."""
+    own = arm == "rule" or (counts["own_drafts"] > 0 and counts["accepted_tokens"] > counts["copied_accepted"])
+    return own and counts["draft_tokens"] > 0 and counts["accepted_tokens"] > 0
 
 
 def since(llm: Any, before: Mapping[str, int]) -> dict[str, int]:
@@ -416,7 +434,7 @@ def judge(name: str, llm: Any, case: Case, arm: str, folder: Path) -> None:
     if case.acted_on is not None:
         plain = read(folder / f"{name} {case.acted_on}.json")
         acted = sum(one["tokens"] != other["tokens"] for one, other in zip(wanted, plain, strict=True))
-    made = counts["draft_tokens"] > 0 and counts["accepted_tokens"] > 0
+    made = drafts_were_made(counts, arm)
     hits = counts["prefix_cache_hits"] > 0 or "turns" not in case.name
     fresh = after is None or after.startswith("0 of")
     row(
@@ -501,7 +519,7 @@ def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -
         for kind, places in exact.items()
     }
     outside = sum(str(text[place]) not in of for text in texts for place, of in enumerate(exact["with"]))
-    made = counts["draft_tokens"] > 0 and counts["accepted_tokens"] > 0
+    made = drafts_were_made(counts, arm)
     row(
         {
             "engine": name,

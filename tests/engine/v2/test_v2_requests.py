@@ -89,7 +89,7 @@ def test_a_grammar_begins_where_thinking_ends(drafting: Live, wanted, drafts):
     with in_mode(drafting, drafts):
         outputs = tokens(drafting.generate(THINKING, answering(drafts)))
     assert outputs == wanted["answering"]
-    assert sum(ENDS in output[:-4] for output in outputs) > len(outputs) // 2
+    assert sum(ENDS in output[:-4] for output in outputs) >= 4
 
 
 def test_what_is_refused_is_refused_alone(drafting: Live, wanted):

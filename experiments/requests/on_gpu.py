@@ -5,7 +5,7 @@
 Every engine is a process of its own, all at once: plain vLLM, and `{"method": "selfspec"}` with the same settings. A
 row for each case and arm goes into OUT.json as soon as it is known. An arm is `rule`, the one line as it is, or `k=N`,
 the same engine with N drafts in every step, so that drafts are made whatever the engine measures while others share
-its GPU. A row is `ok` only if drafts were made and some of them were accepted; under `k=N`, some by the model's own copies.
+its GPU. A row is `ok` only if drafts were made and some were accepted; under `k=N`, some that the copies made.
 
 `main`, `fp8` and `yarn` run batch-invariant kernels (VLLM_BATCH_INVARIANT=1), and no output may differ. The exception
 is `rule` with keys in fp8: FlashAttention 3 reads them in other blocks where a request has more than 64 query rows a KV

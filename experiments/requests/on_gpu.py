@@ -356,6 +356,8 @@ def drafted(name: str, model: str, folder: Path, paths: Mapping[str, str], few: 
             "draft_weights": settings.draft_weights,
             "layer": settings.layer,
             "method": str(llm.llm_engine.vllm_config.speculative_config.draft_sample_method),
+            "rope": str(getattr(llm.llm_engine.vllm_config.model_config.hf_text_config, "rope_parameters", None)),
+            "kv_cache_dtype": str(llm.llm_engine.vllm_config.cache_config.cache_dtype),
             "chat_template": llm.get_tokenizer().chat_template is not None,
             "copies": stale(llm, at_start=True),
             "scratch": len(_scratch),

@@ -219,16 +219,16 @@ def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(confi
         return [line for line in lines if "seem broken" in line]
 
     copies = {"layer_skip": 4, "draft_weights": "fp8"}
-    assert not found(copies, (7, 5))
+    assert not found(copies, (3, 5))
     assert shown()["broken_drafts_total",] == 0
-    for steps in (8, 1000):
+    for steps in (4, 1000):
         (warning,) = found(copies, (steps, 5))
-        assert warning.startswith("only 0 tokens of 128 drafts")
+        assert warning.startswith("only 0 tokens of 64 drafts")
         assert shown()["broken_drafts_total",] == 1
     assert not found(copies, (1000, 6))
-    (warning,) = found(copies, (8 + 64, 6), (63, 5), (1, 6))  # it broke later
+    (warning,) = found(copies, (4 + 64, 6), (63, 5), (1, 6))  # it broke later
     assert warning.startswith("only 1 tokens of 1024 drafts")
-    assert len(found(copies, (8, 5), v2=True)) == 1
+    assert len(found(copies, (4, 5), v2=True)) == 1
     assert not found(copies, (1000, 6), v2=True)
     for weak in ({"layer_skip": 1}, {"layer_skip": 3, "draft_weights": "fp8"}):
         assert not found(weak, (1000, 5))

@@ -35,11 +35,11 @@ PLAIN = (
     ("broken", "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
 )
 """Name as it travels, name of the counter, what it counts. The last one does not travel: it is found here."""
-FIRST_LOOK, LATER_LOOKS, LEAST_ACCEPTED = 128, 1024, 0.01
+FIRST_LOOK, LATER_LOOKS, LEAST_ACCEPTED = 64, 1024, 0.01
 """Drafts by copies of all layers after which the copies are judged, first and then again, and the mean number of
 accepted tokens a draft below which they are called broken. Right copies of tiny random models have 0.3 and more. If a
-draft's first token stands with a chance of 0.1, as with requests that are sampled very hot, one engine in 50,000 is
-warned of falsely at the first look, and none later."""
+draft's first token stands with a chance of 0.1, as with requests that are sampled very hot, one engine in 800 is warned
+of falsely at the first look, and none later."""
 WARNING = (
     "only %d tokens of %d drafts by copies of the model's layers were accepted: the copies seem broken (a wrong scale, "
     "a layer left out, old weights). The output stays the model's own. Under gate auto such drafts end by themselves, "

@@ -550,9 +550,12 @@ def p_value(tokens: list[int], exact: Mapping[str, float]) -> float:
     cells = [key for key, share in exact.items() if share * len(tokens) >= 5]
     pairs = [(counts.get(key, 0), exact[key] * len(tokens)) for key in cells]
     rest = len(tokens) - sum(have for have, _ in pairs), len(tokens) - sum(expect for _, expect in pairs)
-    pairs += [rest] if rest[1] > 1e-6 * len(tokens) else []
-    if len(pairs) < 2:
+    if len(pairs) + (rest[1] >= 5) < 2:
         raise AssertionError("too few tokens to choose from to tell anything")
+    if rest[1] < 5:  # too few for a cell of their own
+        have, expect = pairs.pop()
+        rest = rest[0] + have, rest[1] + expect
+    pairs.append(rest)
     square = sum((have - expect) ** 2 / expect for have, expect in pairs)
     half = torch.tensor([(len(pairs) - 1) / 2, square / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))

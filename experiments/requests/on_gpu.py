@@ -37,7 +37,7 @@ NEAR = 0.25
 TOKENS = 96
 TOP = 5
 """Log-probabilities of a plain engine's token that are kept, to see how level the two best were."""
-TEMPERATURE, MIN_P, PLACES = 1.2, 0.05, 3
+TEMPERATURE, MIN_P, PLACES = 1.2, 0.1, 3
 ACCEPT = 1e-4  # p-values of right engines are above it: six are looked at, with fixed seeds
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
 ON_GPU: dict[str, Any] = {
@@ -473,7 +473,8 @@ def gap(got: list[int], plain: Mapping[str, Any]) -> float | None:
 
 
 def sampled_prompt(llm: Any) -> list[int]:
-    return encoder(llm)("Tell me a short story about a town by the sea.")[-400:]
+    """A text that many tokens may follow."""
+    return list(llm.get_tokenizer().encode("Names drawn at random: Alice, Omar, Yuki, Pedro, Ingrid, Tariq,"))
 
 
 def exact_distribution(llm: Any, few: bool) -> dict[str, Any]:
@@ -482,6 +483,8 @@ def exact_distribution(llm: Any, few: bool) -> dict[str, Any]:
     start_of, texts = sampled_prompt(llm), {(): 1.0}
     found: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
     for _ in range(2 if few else PLACES):
+        if len(texts) > 1000:
+            break
         ask = asker(llm, {"max_tokens": 1, "logprobs": 200})
         answers = ask([start_of + list(text) for text in texts])
         places: dict[str, dict[str, float]] = {"with": {}, "without": {}}
@@ -522,12 +525,14 @@ def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -
     }
     outside = sum(str(text[place]) not in of for text in texts for place, of in enumerate(exact["with"]))
     made = drafts_were_made(counts, arm)
+    # The first token is the target's own; the others were drafted. A right p-value of 1 would tell nothing.
+    told = min(found["with"][1:]) < 1 and min(found["without"]) < ACCEPT
     row(
         {
             "engine": name,
             "case": "min_p",
             "arm": arm,
-            "ok": made and not outside and min(found["with"]) > ACCEPT and min(found["without"]) < ACCEPT,
+            "ok": made and told and not outside and min(found["with"]) > ACCEPT,
             **counts,
             "requests": requests,
             "p_values": found["with"],
@@ -551,7 +556,7 @@ def p_value(tokens: list[int], exact: Mapping[str, float]) -> float:
     pairs = [(counts.get(key, 0), exact[key] * len(tokens)) for key in cells]
     rest = len(tokens) - sum(have for have, _ in pairs), len(tokens) - sum(expect for _, expect in pairs)
     if len(pairs) + (rest[1] >= 5) < 2:
-        raise AssertionError("too few tokens to choose from to tell anything")
+        return 1.0  # one token is nearly certain, which tells nothing
     if rest[1] < 5:  # too few for a cell of their own
         have, expect = pairs.pop()
         rest = rest[0] + have, rest[1] + expect

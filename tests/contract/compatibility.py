@@ -590,22 +590,16 @@ NOT_TRIED = (
 
 HEAD = """
 Each row that works has been run in an engine of vLLM 0.32.0: tiny models, whose greedy output has to be that of the
-same engine without drafts, while some drafts are accepted and some are not. [The tests](#the-tests) are named at the
-end. What is refused is refused before the engine starts, with a message that says what to do instead.
+same engine without drafts, while some drafts are accepted and some are not. `tests/contract/compatibility.py` names the
+test of each row, and these tables are made of it (`python tests/contract/test_compatibility.py`); on a GPU the rows are
+cases of `tests/gpu/test_v2_lossless.py`. What is refused is refused before the engine starts, with a message that says
+what to do instead.
 
 "Tried" on a GPU means vLLM 0.32.0 on one NVIDIA H100 or H200 (tensor parallelism: two), in batch-invariant mode.
 """
 
 
 COLUMNS = "| with | works | what to know | on a CPU | on a GPU |"
-
-TESTS = """
-### The tests
-
-These tables are made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes them),
-and a test compares the two. On a GPU the rows are cases of `tests/gpu/test_v2_lossless.py`. On a CPU:
-
-"""
 
 
 def part() -> str:
@@ -619,8 +613,7 @@ def part() -> str:
         if title == "Requests":
             parts.append(field_table.section())
     parts.append("\n### Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
-    shown = [f"- {row.what}: `tests/{row.cpu}`\n" for rows in ROWS.values() for row in rows if row.cpu]
-    return "".join([*parts, TESTS, *shown])
+    return "".join(parts)
 
 
 def _line(row: Row) -> str:

@@ -2,7 +2,6 @@
 
 import runpy
 from pathlib import Path
-from typing import Any
 
 FILE = Path(__file__).parents[1] / "engine" / "request_fields.py"
 
@@ -26,8 +25,18 @@ def section() -> str:
     rows = dict.fromkeys(known["FIELDS"], ("yes", "yes"))
     rows |= dict.fromkeys(known["V2_FIELDS"], ("refused", "yes"))
     rows |= {name: ("refused", "refused") for name in known["REFUSED"] if name not in known["V2_FIELDS"]}
-    return HEAD + "".join(_line(name, *rows[name], known["NOTES"]) for name in sorted(rows))
+    notes: dict[str, str] = known["NOTES"]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name in sorted(rows):
+        alike.setdefault((*rows[name], notes.get(name, "")), []).append(name)
+    return HEAD + "".join(_line(names, *said) for said, names in alike.items())
 
 
-def _line(name: str, on_v1: str, on_v2: str, notes: dict[str, Any]) -> str:
-    return f"| {name} | " + " | ".join([*[on_v1] * 3, *[on_v2] * 3]) + f" | {notes.get(name, '')} |\n"
+def fields() -> set[str]:
+    """The fields that the section names."""
+    lines = section().splitlines()[HEAD.count("\n") :]
+    return {name for line in lines for name in line.split(" | ")[0].strip("| ").split(", ")}
+
+
+def _line(names: list[str], on_v1: str, on_v2: str, note: str) -> str:
+    return f"| {', '.join(names)} | " + " | ".join([*[on_v1] * 3, *[on_v2] * 3]) + f" | {note} |\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -190,3 +191,44 @@ def test_the_output_of_a_step_that_is_under_way_is_the_object_that_the_scheduler
     source = inspect.getsource(AsyncOutput.get_output)
     assert "return self.model_runner_output" in source
     assert "self.model_runner_output =" not in source
+
+
+def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(config, stats, monkeypatch):
+    """What a request's own text brought speaks for no copy, and early layers may be as weak as that."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX
+
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lines.append)
+
+    def found(spec, *steps, v2=False):
+        """Warnings about copies. steps: of each number of steps, what was accepted in one, copied tokens included."""
+        manager = StatLoggerManager(config({"method": "layer_skip", "num_speculative_tokens": K, **spec}))
+        manager.stat_loggers[0]._counts_by_position = v2
+        lines.clear()
+        for number, accepted in steps:
+            for _ in range(number):
+                numbers = {"position_histogram.0": 16, "free_accepted": 5}
+                verdicts = SpecDecodingStats.new(K)
+                verdicts.num_accepted_tokens = 999 if v2 else accepted  # V2's are of other steps than ours
+                numbers |= {"stood_at.0": accepted - 2, "stood_at.1": 2} if v2 else {}
+                travelling = {PREFIX + name: number for name, number in numbers.items()}
+                manager.record(stats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
+        return [line for line in lines if "seem broken" in line]
+
+    copies = {"layer_skip": 4, "draft_weights": "fp8"}
+    assert not found(copies, (3, 5))
+    assert shown()["broken_drafts_total",] == 0
+    for steps in (4, 1000):
+        (warning,) = found(copies, (steps, 5))
+        assert warning.startswith("only 0 tokens of 64 drafts")
+        assert shown()["broken_drafts_total",] == 1
+    assert not found(copies, (1000, 6))
+    (warning,) = found(copies, (4 + 64, 6), (63, 5), (1, 6))  # it broke later
+    assert warning.startswith("only 1 tokens of 1024 drafts")
+    assert len(found(copies, (4, 5), v2=True)) == 1
+    assert not found(copies, (1000, 6), v2=True)
+    for weak in ({"layer_skip": 1}, {"layer_skip": 3, "draft_weights": "fp8"}):
+        assert not found(weak, (1000, 5))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
-from harness import greedy, layer_skip, live, ragged_prompts, tokens
+from harness import draft_also_what_does_not_pay, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 
 from selfspec_cli.vllm_plugin.weights import renewed
@@ -40,3 +42,40 @@ def test_copies_follow_weights_that_are_replaced(model_dir, tmp_path, monkeypatc
     report(f"accepted of drafted: {old:.3f} before, {stale:.3f} on stale copies, {new:.3f} on new ones")
     assert outputs[0] != outputs[1] == outputs[2] == want
     assert new > 0.5 * old > 2 * stale
+
+
+def test_copies_that_are_broken_are_named_once_and_hardly_draft_any_more(model_dir, monkeypatch, report):
+    """The output stays right, so that nothing else shows it. The rule ends such drafts before a warning is certain."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lambda text, *words: lines.append(text))
+    prompts, params = ragged_prompts(8, VOCAB, seed=3), greedy(64)
+    with live(model_dir("llama"), {"method": "selfspec"}) as engine:
+        drafted, outputs = [], []
+
+        def generate():
+            before = engine.call("early_exit_counters")["drafted"]
+            outputs.append(tokens(engine.generate(prompts, params)))
+            drafted.append(engine.call("early_exit_counters")["drafted"] - before)
+
+        engine.llm.collective_rpc(negate_copies)
+        generate()
+        generate()
+        engine.llm.collective_rpc(draft_also_what_does_not_pay)
+        engine.set_gate("none", None)
+        for table in ("1:2", "1:0"):
+            engine.call("early_exit_set_length_table", table)
+            generate()
+    report(f"drafts by broken copies of {8 * 64} tokens: {drafted}")
+    assert outputs == outputs[-1:] * 4
+    assert drafted[0] > 0 == drafted[3]
+    assert drafted[1] < drafted[2] / 10
+    assert [line.split(" tokens of ")[0] for line in lines if "seem broken" in line] == ["only 0"]
+
+
+def negate_copies(worker):
+    """Called in the worker: what drafts has no weight that is not the target's, but with the other sign."""
+    shared = {tensor.data_ptr() for tensor in worker.model_runner.get_model().parameters()}
+    for layer in worker.model_runner.drafter.model.drafting_layers:
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            if tensor.is_floating_point() and tensor.data_ptr() not in shared:
+                tensor.data.neg_()

@@ -98,6 +98,28 @@ def thinking(drafts: str = MODES[0], bias: float = 0.0) -> list[Any]:
     return [greedy(40, thinking_token_budget=budget, **said) for budget in BUDGETS]
 
 
+GRAMMARS = ("[a-f]{3}-[0-9]{6,20}", "(yes|no), (a|b|c){2,9}", "[a-z ]{12}")
+
+
+def answering(drafts: str = MODES[0]) -> list[Any]:
+    """Requests whose answers obey a grammar once their thinking has ended: by itself, at a budget, or not at all."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    said: dict[str, Any] = NO_DRAFTS if drafts == MODES[2] else {}
+    return [
+        greedy(
+            28,
+            ignore_eos=False,
+            detokenize=True,
+            structured_outputs=StructuredOutputsParams(regex=GRAMMARS[number % 3]),
+            logit_bias={ENDS: (4.0, 2.5, 1.0)[number // 3 % 3]},
+            thinking_token_budget=budget,
+            **said,
+        )
+        for number, budget in enumerate(BUDGETS)
+    ]
+
+
 @pytest.fixture(scope="module")
 def wanted(talking) -> dict[str, Any]:
     """What a plain engine answers to each, one at a time."""
@@ -105,6 +127,7 @@ def wanted(talking) -> dict[str, Any]:
         found = {name: answer(engine.generate([PROMPTS[name]], request(name))[0]) for name in FIELDS}
         for bias in BIASES:
             found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thinking(bias=bias)))
+        found["answering"] = tokens(engine.generate(THINKING, answering()))
         found["avoiding"] = tokens(engine.generate([PROMPTS["n"]], greedy(TOKENS, **AVOIDING)))[0]
         return found
 
@@ -170,6 +193,15 @@ def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, 
         outputs = tokens(drafting.generate(THINKING, asked))
     assert outputs == wanted[f"thinking {bias}"]
     assert bias or outputs[4][BUDGETS[4]] == ENDS  # its prompt ends in <think>, and nothing else ends it sooner
+
+
+@pytest.mark.parametrize("drafts", MODES)
+def test_a_grammar_begins_where_thinking_ends(drafting: Live, wanted, drafts):
+    """Also inside drafts (vllm 36138): tokens behind the end of thinking are bound from the first one on."""
+    with in_mode(drafting, drafts):
+        outputs = tokens(drafting.generate(THINKING, answering(drafts)))
+    assert outputs == wanted["answering"]
+    assert sum(ENDS in output[:-4] for output in outputs) >= 4
 
 
 def test_a_custom_logits_processor_acts_on_its_requests_and_the_others_draft(drafting: Live, wanted):

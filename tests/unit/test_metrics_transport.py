@@ -162,7 +162,7 @@ def our_metrics() -> set[str]:
     plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
     labelled = re.findall(r'_labelled\(\s*(?:"\w+"|[A-Z]+),\s*"(\w+)"', source)
     gauges = re.findall(r'_gauge\("(\w+)"', source)
-    assert len(plain) == 6 and len(labelled) == 6 and len(gauges) == 4
+    assert len(plain) == 7 and len(labelled) == 6 and len(gauges) == 4
     return {f"vllm:selfspec_{name}_total" for name in plain + labelled} | {f"vllm:selfspec_{name}" for name in gauges}
 
 

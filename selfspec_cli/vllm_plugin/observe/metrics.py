@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin.observe.transport import take_out
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import LOGGER
 from selfspec_cli.vllm_plugin.vllm_names import (
     AggregateStatLoggerBase,
     PrometheusStatLogger,
@@ -28,8 +32,38 @@ PLAIN = (
     ("free_drafted", "free_tokens_drafted", "Tokens drafted from what a request had before."),
     ("free_accepted", "free_tokens_accepted", "Of these, tokens that were accepted."),
     ("nan_logits", "nan_logits", "Drafted tokens whose logits were no numbers."),
+    ("broken", "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
 )
-"""Name as it travels, name of the counter, what it counts."""
+"""Name as it travels, name of the counter, what it counts. The last one does not travel: it is found here."""
+FIRST_LOOK, LATER_LOOKS, LEAST_ACCEPTED = 64, 1024, 0.01
+"""Drafts by copies of all layers after which the copies are judged, first and then again, and the mean number of
+accepted tokens a draft below which they are called broken. Right copies of tiny random models have 0.3 and more. If a
+draft's first token stands with a chance of 0.1, as with requests that are sampled very hot, one engine in 800 is warned
+of falsely at the first look, and none later."""
+WARNING = (
+    "only %d tokens of %d drafts by copies of the model's layers were accepted: the copies seem broken (a wrong scale, "
+    "a layer left out, old weights). The output stays the model's own. Under gate auto such drafts end by themselves, "
+    "for they do not pay; a fixed draft length goes on"
+)
+
+
+@dataclass
+class Copies:
+    """What became of drafts by copies of all layers since the last look."""
+
+    drafts: int = 0  # that have a token of the copies
+    accepted: int = 0  # tokens of the copies
+    enough: int = FIRST_LOOK
+
+    def look(self, drafts: int, accepted: int) -> str | None:
+        """Take in what is new; the warning if it is clear now that the copies are broken."""
+        self.drafts, self.accepted = self.drafts + drafts, self.accepted + accepted
+        if self.drafts < self.enough:
+            return None
+        broken = self.accepted < LEAST_ACCEPTED * self.drafts
+        warning = WARNING % (self.accepted, self.drafts) if broken else None
+        self.drafts, self.accepted, self.enough = 0, 0, LATER_LOOKS
+        return warning
 
 
 def add_to(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
@@ -51,6 +85,10 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         assert settings is not None
         self._own, self._engines = own, {index: own.per_engine_labelvalues[index] for index in engine_indexes}
         self._counters: dict[str, dict[int, Any]] = {}
+        layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+        whole = DRAFT_WEIGHTS[settings.draft_weights].copies and settings.layer == layers and not settings.skipped
+        self._counts_by_position = vllm_config.use_v2_model_runner and settings.measures
+        self._copies = {index: Copies() for index in engine_indexes} if whole else {}
         for travelling, name, what in PLAIN:
             self._counters[travelling] = create_metric_per_engine(self._counter(name, what), self._engines)
         self._labelled(
@@ -97,7 +135,6 @@ class DraftingStatLogger(AggregateStatLoggerBase):
             "real_us": (self._gauge("step_seconds", "Time that the last decode step took."), 1e-6),
             "step_cost_milli": (self._gauge("draft_cost", "Cost of one draft step, in plain decoding steps."), 1e-3),
         }
-        layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         for index in engine_indexes:
             self._gauges["in_force"][0][index].set(settings.k)
             self._gauges["step_cost_milli"][0][index].set(settings.assumed_draft_step(layers))
@@ -130,12 +167,27 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         """Called by vLLM for each step with statistics."""
         if scheduler_stats is None:
             return
-        for name, number in take_out(scheduler_stats).items():
+        numbers, copies = take_out(scheduler_stats), self._copies.get(engine_idx)
+        for name, number in numbers.items():
             if name in self._gauges:
                 gauge, unit = self._gauges[name]
                 gauge[engine_idx].set(number * unit)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(number)
+        warning = None if copies is None else copies.look(*self._by_copies(numbers, scheduler_stats))
+        if warning is not None:
+            self._copies.pop(engine_idx)  # said once
+            self._counters["broken"][engine_idx].inc()
+            logging.getLogger(LOGGER).warning(warning)
+
+    def _by_copies(self, numbers: Mapping[str, int], stats: SchedulerStats) -> tuple[int, int]:
+        """New drafts with a token of the model's own, and such tokens that were accepted. vLLM's count is of the step;
+        ours come a moment later from a device, so the two are not mixed there."""
+        verdicts = stats.spec_decoding_stats
+        accepted = 0 if verdicts is None else verdicts.num_accepted_tokens
+        if self._counts_by_position:
+            accepted = sum(number for name, number in numbers.items() if name.startswith(STOOD))
+        return numbers.get("position_histogram.0", 0), accepted - numbers.get("free_accepted", 0)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

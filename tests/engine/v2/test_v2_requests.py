@@ -7,7 +7,20 @@ import pytest
 from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
 from request_fields import FIELDS, REFUSED, V2_FIELDS
-from test_request_faults import BIASES, ENGINE, MODES, PROMPTS, THINKING, answer, in_mode, request, same, thinking
+from test_request_faults import (
+    BIASES,
+    ENDS,
+    ENGINE,
+    MODES,
+    PROMPTS,
+    THINKING,
+    answer,
+    answering,
+    in_mode,
+    request,
+    same,
+    thinking,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -42,6 +55,7 @@ def wanted(talking) -> dict[str, Any]:
         found["scores"] = prompt_scores(outputs)
         for bias in BIASES:
             found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thinking(bias=bias)))
+        found["answering"] = tokens(engine.generate(THINKING, answering()))
         return found
 
 
@@ -66,6 +80,14 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
 def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
     with in_mode(drafting, drafts):
         assert tokens(drafting.generate(THINKING, thinking(drafts, bias))) == wanted[f"thinking {bias}"]
+
+
+@pytest.mark.parametrize("drafts", MODES)
+def test_a_grammar_begins_where_thinking_ends(drafting: Live, wanted, drafts):
+    with in_mode(drafting, drafts):
+        outputs = tokens(drafting.generate(THINKING, answering(drafts)))
+    assert outputs == wanted["answering"]
+    assert sum(ENDS in output[:-4] for output in outputs) >= 4
 
 
 def test_what_is_refused_is_refused_alone(drafting: Live, wanted):

@@ -34,6 +34,7 @@ from aiohttp import web
 
 MODEL, TOKENS = "toy", 24
 GAP_SECONDS = 0.04  # between two tokens
+LONG_SECONDS = 6.0  # for an answer in one piece of a backend that is slow
 GOOD, EVIL = {"Authorization": "Bearer good"}, {"Authorization": "Bearer evil"}
 FAULTS = ("well", "dies", "pings", "garbage", "error", "refuses", "killed", "stopped")
 CALM_SECONDS = 70.0  # at the end, in which connections that are kept are closed
@@ -58,9 +59,11 @@ def expected(prompt: str) -> str:
 
 
 class Answers:
-    """What a server sends, as vLLM does. fault: what it does to requests now, in the middle of a stream."""
+    """What a server sends, as vLLM does. fault: what it does to requests now, in the middle of a stream. asked:
+    requests that it got. running: those that it answers now."""
 
     fault = "well"
+    asked = running = 0
 
     def application(self) -> web.Application:
         """Of aiohttp; `POST /fault/NAME` sets the fault."""
@@ -68,7 +71,8 @@ class Answers:
         app.router.add_get("/v1/models", lambda request: self._json({"data": [{"id": MODEL}]}))
         app.router.add_get("/{page:health|metrics}", lambda request: self._json({}))
         app.router.add_post("/fault/{name}", self._set)
-        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/seen", lambda request: self._json({"asked": self.asked, "running": self.running}))
+        app.router.add_post("/v1/completions", self.counted)
         return app
 
     async def _set(self, request: web.Request) -> web.Response:
@@ -77,6 +81,14 @@ class Answers:
 
     async def _json(self, found: dict[str, Any], status: int = 200) -> web.Response:
         return web.json_response(found, status=status)
+
+    async def counted(self, request: web.Request) -> web.StreamResponse:
+        """Answer, and count it."""
+        self.asked, self.running = self.asked + 1, self.running + 1
+        try:
+            return await self.complete(request)
+        finally:
+            self.running -= 1
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer, or fail as `fault` says."""
@@ -89,7 +101,7 @@ class Answers:
         count, begin = body.get("max_tokens") or 16, len(ids)
         at = random.randrange(1, TOKENS)
         if not body.get("stream"):
-            await asyncio.sleep(GAP_SECONDS)
+            await asyncio.sleep(LONG_SECONDS if fault == "slow" else GAP_SECONDS)
             if fault in ("dies", "pings"):
                 request.transport.abort()  # type: ignore[union-attr]
             for _ in range(count):
@@ -178,10 +190,15 @@ class Backend:
 
 
 async def chaos(
-    session: aiohttp.ClientSession, url: str, backends: list[Backend], until: float, seen: Counter[str]
+    session: aiohttp.ClientSession,
+    url: str,
+    backends: list[Backend],
+    until: float,
+    under_way: set[str],
+    seen: Counter[str],
 ) -> None:
-    """Change what all backends but one do, several times; then all are well until the gateway has seen it, and another
-    one is spared."""
+    """Change what all backends but one do, several times; then all are well until the gateway has seen it and no answer
+    is under way that one of them broke, and another one is spared."""
     draw = random.Random(0)
     while time.monotonic() < until:
         spared = draw.choice(backends)
@@ -194,8 +211,10 @@ async def chaos(
             await asyncio.sleep(draw.uniform(0.5, 2.0))
         for backend in backends:
             await backend.do(session, "well")
+        broken = set(under_way)
         await all_up(session, url, len(backends))
-        await asyncio.sleep(2 * TOKENS * GAP_SECONDS)  # the answers that were broken end
+        while broken & under_way:
+            await asyncio.sleep(0.1)
 
 
 async def all_up(session: aiohttp.ClientSession, url: str, count: int) -> None:
@@ -223,7 +242,13 @@ async def read_all(response: aiohttp.ClientResponse, slowly: bool) -> str:
 
 
 async def good(
-    session: aiohttp.ClientSession, url: str, until: float, number: int, pause: float, found: Counter[str]
+    session: aiohttp.ClientSession,
+    url: str,
+    until: float,
+    number: int,
+    pause: float,
+    under_way: set[str],
+    found: Counter[str],
 ) -> None:
     """Ask again and again, with pauses of so many seconds on average, and check what comes."""
     draw, turn = random.Random(number), 0
@@ -232,17 +257,21 @@ async def good(
         await asyncio.sleep(draw.uniform(0.0, 2 * pause))
         prompt, stream = f"client {number} turn {turn}", draw.random() < 0.8
         body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": stream}
+        under_way.add(prompt)
         try:
             async with session.post(url, json=body, headers=GOOD) as response:
                 raw = await read_all(response, number % 8 == 0)
         except (aiohttp.ClientError, TimeoutError) as error:
             found[f"lost: {type(error).__name__}"] += 1
             continue
-        lines = [line[6:] for line in raw.split("\n\n") if line.startswith("data: {")] if stream else [raw]
+        finally:
+            under_way.remove(prompt)
+        streamed = stream and response.status == 200
+        lines = [line[6:] for line in raw.split("\n\n") if line.startswith("data: {")] if streamed else [raw]
         answers = [json.loads(line) for line in lines]
-        if response.status != 200 or any("error" in one for one in answers):
-            message = next(str(one["error"]["message"]) for one in answers if "error" in one)
-            found[f"lost: HTTP {response.status} {message[:90]}"] += 1
+        errors = [str(one["error"]["message"]) for one in answers if "error" in one]
+        if response.status != 200 or errors:
+            found[f"lost: HTTP {response.status} {errors}"[:120]] += 1
             continue
         text = "".join(choice["text"] for one in answers for choice in one["choices"])
         found["right" if text == expected(prompt) else "wrong"] += 1
@@ -301,7 +330,7 @@ async def gateway(backends: list[Backend], folder: Path) -> tuple[asyncio.subpro
         "policy": "round_robin",
         "keys": keys,
         "ledger": {"plain_share": 0.0},
-        "limits": {"first_byte_seconds": 10.0, "stall_seconds": 4.0},
+        "limits": {"first_byte_seconds": 20.0, "stall_seconds": 5.0},
         "backends": [
             {"name": f"b{place}", "kind": "local", "url": f"http://127.0.0.1:{one.port}"}
             for place, one in enumerate(backends)
@@ -339,12 +368,13 @@ async def measured(
     harm: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     over_time: list[tuple[float, int]] = []
-    limits, pause = aiohttp.ClientTimeout(total=120), max(0.0, given.clients / given.rate - TOKENS * GAP_SECONDS)
+    under_way: set[str] = set()
+    limits, pause = aiohttp.ClientTimeout(total=300), max(0.0, given.clients / given.rate - TOKENS * GAP_SECONDS)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
         await all_up(session, url, len(backends))
         until, path = time.monotonic() + 60 * given.minutes, f"{url}/v1/completions"
-        tasks = [chaos(session, url, backends, until, faults)]
-        tasks += [good(session, path, until, number, pause, answers) for number in range(given.clients)]
+        tasks = [chaos(session, url, backends, until, under_way, faults)]
+        tasks += [good(session, path, until, number, pause, under_way, answers) for number in range(given.clients)]
         tasks += [hostile(session, path, until, number, harm) for number in range(given.clients // 4)]
         running = asyncio.gather(*tasks)
         while not running.done():
@@ -361,8 +391,9 @@ async def measured(
     process.send_signal(signal.SIGTERM)
     code = await process.wait()
     third = len(over_time) // 3
+    words = f"--minutes {given.minutes:g} --clients {given.clients} --rate {given.rate:g}"
     return {
-        "command": f"python experiments/gateway/soak.py --minutes {given.minutes:g} --clients {given.clients}",
+        "command": f"python experiments/gateway/soak.py {words}",
         "minutes": given.minutes,
         "load_average": os.getloadavg()[1],
         "good_clients": given.clients,
@@ -385,7 +416,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=256, help="good ones; a quarter as many hostile ones are added")
-    parser.add_argument("--rate", type=float, default=50.0, help="good requests a second, all clients together")
+    parser.add_argument("--rate", type=float, default=20.0, help="good requests a second, all clients together")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the JSON, as well as the output")
     given = parser.parse_args()

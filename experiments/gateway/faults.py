@@ -1,4 +1,4 @@
-"""What happens in each of several gateways in each of twelve faults; `overhead.py --faults` runs it.
+"""What happens in each of several gateways in each of fifteen faults; `overhead.py --faults` runs it.
 
 Two backends without a model (soak.py's) are behind each gateway, and good clients check every answer. Each fault begins with
 both backends well. A gateway gets SECONDS for a backend to begin to answer, where that can be set: the gateway's own
@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import aiohttp
 import overhead
 import soak
 
-SECONDS, LATE = 3.0, 12.0
+SECONDS, LATE, AGAIN = 5.0, 30.0, 45.0
 COUNT = 12  # good requests of each fault
 PATH = "/v1/completions"
 
@@ -89,12 +89,19 @@ class Bench:
         finally:
             writer.close()
 
-    async def asked(self) -> int:
-        """Requests that both backends have got."""
+    async def asked(self, *backends: soak.Backend) -> int:
+        """Requests that these backends (all, where none is named) have got."""
+        return await self._seen("asked", backends)
+
+    async def running(self) -> int:
+        """Requests that the backends answer now."""
+        return await self._seen("running", ())
+
+    async def _seen(self, name: str, backends: Sequence[soak.Backend]) -> int:
         total = 0
-        for backend in self.backends:
+        for backend in backends or self.backends:
             async with self.session.get(f"http://127.0.0.1:{backend.port}/seen") as response:
-                total += (await response.json())["asked"]
+                total += (await response.json())[name]
         return total
 
 
@@ -199,11 +206,7 @@ async def vanished(bench: Bench) -> str:
         ):
             await response.read()
     await asyncio.sleep(2.0)
-    running = 0
-    for backend in bench.backends:
-        async with bench.session.get(f"http://127.0.0.1:{backend.port}/seen") as response:
-            running += (await response.json())["running"]
-    return "the backend goes on" if running else "the backend stops"
+    return "the backend goes on" if await bench.running() else "the backend stops"
 
 
 FAULTS: dict[str, Callable[[Bench], Awaitable[str]]] = {
@@ -225,21 +228,48 @@ FAULTS: dict[str, Callable[[Bench], Awaitable[str]]] = {
 }
 
 
-async def _try_all(url: str, process: int, backends: list[soak.Backend]) -> dict[str, str]:
-    """By fault, what became of it."""
-    found = {}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        bench = Bench(url, process, backends, session)
-        for name, fault in FAULTS.items():
-            for backend in backends:
-                await backend.do(session, "well")
-            until = time.monotonic() + 60
-            while time.monotonic() < until:  # breakers and health checks see that all are well again
-                if await bench.good(4) == "4 right":
+@asynccontextmanager
+async def _bench(program: overhead.Program, log: Path, backends: list[soak.Backend]) -> AsyncIterator[Bench]:
+    """A gateway, for as long as the block lasts."""
+    context = overhead.started(program, log, PATH, soak.MODEL)
+    url, process = await asyncio.to_thread(context.__enter__)
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            yield Bench(url, process, backends, session)
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+async def _all_used(bench: Bench) -> bool:
+    """Whether, within AGAIN seconds, good requests are all right and both backends get some."""
+    until = time.monotonic() + AGAIN
+    while time.monotonic() < until:
+        before = [await bench.asked(backend) for backend in bench.backends]
+        fine = await bench.good(6) == "6 right"
+        after = [await bench.asked(backend) for backend in bench.backends]
+        if fine and all(now > then for then, now in zip(before, after, strict=True)):
+            return True
+        await asyncio.sleep(1.0)
+    return False
+
+
+async def _try_all(program: overhead.Program, log: Path, backends: list[soak.Backend]) -> dict[str, str]:
+    """By fault, what became of it. A gateway that does not use a backend again after a fault is started anew."""
+    found: dict[str, str] = {}
+    left = list(FAULTS)
+    while left:
+        async with _bench(program, log, backends) as bench:
+            while left:
+                for backend in backends:
+                    await backend.do(bench.session, "well")
+                if not await _all_used(bench):
+                    if not found:
+                        sys.exit(f"{program.command[0]} does not use both backends")
+                    found[next(reversed(found))] += f"; later the backend gets nothing for {AGAIN:g} s"
                     break
-                await asyncio.sleep(1.0)
-            found[name] = await fault(bench)
-            print(f"  {name}: {found[name]}", file=sys.stderr)
+                name = left.pop(0)
+                found[name] = await FAULTS[name](bench)
+                print(f"  {name}: {found[name]}", file=sys.stderr)
     return found
 
 
@@ -247,21 +277,14 @@ async def _with_backends(options: argparse.Namespace, folder: Path) -> dict[str,
     found: dict[str, dict[str, str]] = {name: {} for name in FAULTS}
     backends = [soak.Backend() for _ in range(2)]
     try:
-        for backend in backends:
-            await backend.start()
-        urls = [f"http://127.0.0.1:{backend.port}" for backend in backends]
         async with aiohttp.ClientSession() as session:
             for backend in backends:
                 await backend.do(session, "well")
+        urls = [f"http://127.0.0.1:{backend.port}" for backend in backends]
         for name, program in overhead.gateways(options, urls, soak.MODEL, folder, SECONDS).items():
-            context = overhead.started(program, folder / f"{name}.log", PATH, soak.MODEL)
-            url, process = await asyncio.to_thread(context.__enter__)
-            try:
-                print(f"{name}:", file=sys.stderr)
-                for fault, became in (await _try_all(url, process, backends)).items():
-                    found[fault][name] = became
-            finally:
-                await asyncio.to_thread(context.__exit__, None, None, None)
+            print(f"{name}:", file=sys.stderr)
+            for fault, became in (await _try_all(program, folder / f"{name}.log", backends)).items():
+                found[fault][name] = became
     finally:
         for backend in backends:
             await backend.kill()

@@ -177,10 +177,15 @@ async def answers(url: str, model: str) -> bool:
 
 
 def gateways(
-    options: argparse.Namespace, backends: Sequence[str], model: str, folder: Path, seconds: float = 120.0
+    options: argparse.Namespace,
+    backends: Sequence[str],
+    model: str,
+    folder: Path,
+    seconds: float = 120.0,
+    policy: str = "round_robin",
 ) -> dict[str, Program]:
     """Every gateway that is to be measured, by name. seconds: in which a backend has to begin to answer, where that can
-    be set."""
+    be set. policy: of those that have one by that name."""
     found: dict[str, Program] = {}
 
     def add(name: str, make: Callable[[int], list[Any]], where: str | None = None) -> None:
@@ -192,7 +197,7 @@ def gateways(
         config.write_text(
             json.dumps(
                 {
-                    "policy": "round_robin",
+                    "policy": policy,
                     "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
                     "results_dir": str(folder / name),
                     "ledger": {"plain_share": 0.0},
@@ -205,7 +210,7 @@ def gateways(
         )
         command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
         add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
-    listen = ["--policy", "round_robin", "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
+    listen = ["--policy", policy, "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
         add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
     if options.smg:

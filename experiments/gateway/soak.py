@@ -34,7 +34,7 @@ from aiohttp import web
 
 MODEL, TOKENS = "toy", 24
 GAP_SECONDS = 0.04  # between two tokens
-LONG_SECONDS = 6.0  # for an answer in one piece of a backend that is slow
+LONG_SECONDS = 8.0  # for an answer in one piece of a backend that is slow
 GOOD, EVIL = {"Authorization": "Bearer good"}, {"Authorization": "Bearer evil"}
 FAULTS = ("well", "dies", "pings", "garbage", "error", "refuses", "killed", "stopped")
 CALM_SECONDS = 70.0  # at the end, in which connections that are kept are closed
@@ -111,6 +111,7 @@ class Answers:
             return await self._json({"choices": None if fault in ("garbage", "error") else choices})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        port = request.transport.get_extra_info("sockname")[1]  # type: ignore[union-attr]
         for place in range(count):
             if place == at and fault != "well":
                 return await self._break(request, response, fault)
@@ -122,7 +123,8 @@ class Answers:
                 "prompt_token_ids": None if place else ids[:begin],
                 "finish_reason": "length" if place + 1 == count else None,
             }
-            await response.write(b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\n")
+            event = {"id": f"port-{port}", "choices": [choice]}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(GAP_SECONDS)
         usage = {"prompt_tokens": begin, "completion_tokens": count}
         await response.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")

@@ -47,8 +47,9 @@ class _Sticky(Chooser):
                 return False
             return rate is None or waiting(replica) > rate * self.seconds  # no rate yet: one prompt at a time
 
-        def cold(replica: Replica) -> tuple[bool, float, float, float]:
-            return replica.name != home, -replica.cached_share(request), replica.ahead(), replica.running()
+        def cold(replica: Replica) -> tuple[float, ...]:
+            load = (replica.ahead(), replica.running(), replica.begun)  # of idle ones, that with the fewest so far
+            return (replica.name != home, -replica.cached_share(request), *load)
 
         warm = sorted(replicas, key=cold)
         free = [one for one in warm if not saturated(one)]

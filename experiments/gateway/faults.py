@@ -3,7 +3,7 @@
 Two backends without a model (soak.py's) are behind each gateway, and good clients check every answer. Each fault begins with
 both backends well. A gateway gets SECONDS for a backend to begin to answer, where that can be set: the gateway's own
 `first_byte_seconds` and `stall_seconds`, LiteLLM's `stream_timeout`; vllm-router has a limit for whole requests alone.
-Good requests are counted as right (the whole text, once), told (an error status, or an error in the stream), cut (the text ends
+Good requests are counted as right (the whole text, once), failed (an error status, or an error in the stream), cut (the text ends
 early, and nothing says so), wrong (another text, or something that is no answer), and late (no end after LATE seconds).
 """  # noqa: E501
 
@@ -51,9 +51,9 @@ class Bench:
         except TimeoutError:
             return "late"
         except aiohttp.ClientError:
-            return "told"  # the connection breaks off
+            return "failed"  # the connection breaks off
         if response.status != 200:
-            return "told"
+            return "failed"
         return judged(raw, stream, soak.expected(prompt))
 
     async def good(self, count: int = COUNT, stream: bool = True) -> str:
@@ -106,7 +106,7 @@ class Bench:
 
 
 def judged(raw: str, stream: bool, wanted: str) -> str:
-    """right, told, cut or wrong."""
+    """right, failed, cut or wrong."""
     parts = (
         [one[5:].strip() for one in raw.replace("\r", "").split("\n") if one.startswith("data:")] if stream else [raw]
     )
@@ -117,7 +117,7 @@ def judged(raw: str, stream: bool, wanted: str) -> str:
         try:
             document = json.loads(part)
             if document.get("error") or document.get("object") == "error" or "message" in document:
-                return "told"
+                return "failed"
             text += "".join(choice.get("text") or "" for choice in document["choices"])
         except (ValueError, KeyError, TypeError, AttributeError):
             return "wrong"

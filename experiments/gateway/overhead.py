@@ -1,7 +1,7 @@
 """What a gateway adds to the time to first token, and what it takes from the rate of tokens: one command, JSON out.
 
-    python experiments/gateway/overhead.py --minutes 5 --vllm-router R/bin/vllm-router --smg R/bin/smg --litellm L/bin/litellm \
-        --out results/published/gateway_overhead.json
+    python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --faults \
+        --out beside.json
 
 A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
 each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
@@ -11,12 +11,14 @@ over asking directly, tokens a second as a share of direct, and the CPU time of 
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
 step is what clients and server take. --checkout NAME=FOLDER measures another checkout of this repository as well. With
 --minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
+--faults also tries what each gateway does in each fault of faults.py.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import random
@@ -33,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "toy"
-KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; the others ignore it
+KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router and smg ignore it
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
 CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
@@ -98,7 +100,16 @@ def serve(port: int, step: float) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools", backlog=4096)
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="error",
+        loop="uvloop",
+        http="httptools",
+        backlog=4096,
+        timeout_keep_alive=600,
+    )
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -153,6 +164,16 @@ def cpu_seconds(session: int) -> float:
     return taken
 
 
+def memory_mib(session: int) -> float:
+    """Resident memory of all living processes of a session; 0.0 for session 0."""
+    pages = 0
+    for place in Path("/proc").glob("[0-9]*") if session else ():
+        with suppress(OSError):
+            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                pages += int((place / "statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 async def answers(url: str, model: str) -> bool:
     """Whether a short stream comes."""
     import aiohttp
@@ -164,8 +185,16 @@ async def answers(url: str, model: str) -> bool:
         return False
 
 
-def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path) -> dict[str, Program]:
-    """Every gateway that is to be measured, by name."""
+def gateways(
+    options: argparse.Namespace,
+    backends: Sequence[str],
+    model: str,
+    folder: Path,
+    seconds: float = 120.0,
+    policy: str = "round_robin",
+) -> dict[str, Program]:
+    """Every gateway that is to be measured, by name. seconds: in which a backend has to begin to answer, where that can
+    be set. policy: of those that have one by that name."""
     found: dict[str, Program] = {}
 
     def add(name: str, make: Callable[[int], list[Any]], where: str | None = None) -> None:
@@ -175,27 +204,42 @@ def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path
     for name, checkout in [("selfspec", None), *(one.split("=", 1) for one in options.checkout)]:
         config = folder / f"{name}.yaml"
         config.write_text(
-            f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\nresults_dir: {folder / name}\n"
+            json.dumps(
+                {
+                    "policy": policy,
+                    "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
+                    "results_dir": str(folder / name),
+                    "ledger": {"plain_share": 0.0},
+                    "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
+                    "backends": [
+                        {"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)
+                    ],
+                }
+            )
         )
         command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
         add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
-    listen = ["--worker-urls", backend, "--host", "127.0.0.1", "--prometheus-port"]
+    listen = ["--policy", policy, "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
         add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
     if options.smg:
         add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
     if options.litellm:
         lite = folder / "litellm.yaml"
-        where = {
-            "model": f"{'openai' if options.chat else 'text-completion-openai'}/{model}",
-            "api_base": f"{backend}/v1",
-            "api_key": "none",
-        }
+        kind = "openai" if options.chat else "text-completion-openai"
+        models = [
+            {
+                "model_name": model,
+                "litellm_params": {"model": f"{kind}/{model}", "api_base": f"{one}/v1", "api_key": "none"},
+            }
+            for one in backends
+        ]
         lite.write_text(
             json.dumps(
                 {
-                    "model_list": [{"model_name": model, "litellm_params": where}],
+                    "model_list": models,
                     "general_settings": {"master_key": KEY},
+                    "router_settings": {"num_retries": 2, "timeout": 120, "stream_timeout": seconds},
                 }
             )
         )
@@ -229,8 +273,10 @@ async def stream(session: Any, url: str, model: str, tokens: int, apart: float =
     return first, events, time.perf_counter() - began
 
 
-async def measured(url: str, options: argparse.Namespace, streams: int, repeats: int, spread: bool) -> dict[str, Any]:
-    """Each of `streams` clients asks once, which is thrown away, and then `repeats` times."""
+async def measured(
+    url: str, options: argparse.Namespace, streams: int, repeats: int, spread: bool, thrown_away: int
+) -> dict[str, Any]:
+    """Each of `streams` clients asks `thrown_away` times, and then `repeats` times."""
     import aiohttp
 
     firsts: list[float] = []
@@ -240,9 +286,12 @@ async def measured(url: str, options: argparse.Namespace, streams: int, repeats:
 
     async def client() -> None:
         nonlocal events, lasted
-        for repeat in range(repeats + 1):
-            first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
-            if repeat:
+        for repeat in range(repeats + thrown_away):
+            try:
+                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # it was kept, and closed meanwhile
+                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+            if repeat >= thrown_away:
                 firsts.append(first)
                 events, lasted = events + made, lasted + seconds
             if not spread:
@@ -267,7 +316,7 @@ def main() -> None:
     parser.add_argument("--url", help="a real server to measure in front of, instead of the one without a model")
     parser.add_argument("--model", default=MODEL, help="the name of its model")
     parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument(
         "--step", type=float, default=0.005, help="seconds between tokens of the server without a model"
@@ -276,7 +325,8 @@ def main() -> None:
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
     parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER", help="measured like selfspec")
-    parser.add_argument("--rounds", type=int, default=6, help="most times that all are measured in turn")
+    parser.add_argument("--faults", action="store_true", help="also try what happens in each fault")
+    parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
     parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
     for name in ("--vllm-router", "--smg", "--litellm"):
@@ -297,18 +347,27 @@ def main() -> None:
             program = Program(command, port)
             backend, _ = stack.enter_context(started(program, folder / "server.log", path, options.model))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, backend, options.model, folder).items():
+        for name, program in gateways(options, [backend], options.model, folder).items():
             running[name] = stack.enter_context(started(program, folder / f"{name}.log", path, options.model))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
         found = rounds(options, {name: (url + path, pid) for name, (url, pid) in running.items()}, until)
-        text = json.dumps(described(options) | {"rows": table(found)}, indent=1)
-        if options.out:
-            options.out.write_text(text + "\n", encoding="utf-8")
-        print(text)
+        document = described(options) | {"rows": table(found)}
+    if options.faults:
+        import faults
+
+        document["faults"] = faults.tried(options)
+    text = json.dumps(document, indent=1)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 Found = dict[tuple[int, bool, str], list[dict[str, Any]]]
-LITELLM_SHARE = 4  # it takes so long for a request that it gets a fourth of them, and no 256 at once
+MOST_OF_LITELLM = 256  # streams; a thousand would take it five minutes
+AT_ONCE = (16,)  # numbers of streams that also begin at once
+LITELLM_SHARE = (
+    4  # it takes so long for a request that it gets a fourth of them, and of many streams none to begin with
+)
 
 
 def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], until: float) -> Found:
@@ -319,20 +378,23 @@ def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], unt
     found: Found = {}
     lasted: dict[tuple[int, bool], float] = {}
     for number in range(options.rounds):
-        for streams, spread in [(one, spread) for one in options.streams for spread in (True, False)[: 1 + (one > 1)]]:
+        for streams, spread in [
+            (one, one_way) for one in options.streams for one_way in (True, False)[: 1 + (one in AT_ONCE)]
+        ]:
             began = time.monotonic()
             if began + lasted.get((streams, spread), 0.0) > until:
                 continue
             for name in list(running) if number % 2 == 0 else list(running)[::-1]:
                 url, pid = running[name]
-                repeats = max(2, options.requests // streams)
+                repeats, thrown_away = max(1 + (streams < 256), options.requests // streams), 1
                 if name == "litellm":
-                    if streams > 16:
+                    if streams > MOST_OF_LITELLM:
                         continue
-                    repeats = max(1, repeats // LITELLM_SHARE)
+                    repeats, thrown_away = max(1, repeats // LITELLM_SHARE), int(streams <= 16)
                 before = cpu_seconds(pid)
-                part = uvloop.run(measured(url, options, streams, repeats, spread))
-                part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + 1))
+                part = uvloop.run(measured(url, options, streams, repeats, spread, thrown_away))
+                part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + thrown_away))
+                part["mib"] = memory_mib(pid)
                 found.setdefault((streams, spread, name), []).append(part)
                 print(
                     f"round {number + 1}, {streams} streams, spread {spread}: {name}, {time.monotonic() - began:.1f} s",
@@ -361,6 +423,7 @@ def table(found: Found) -> list[dict[str, Any]]:
         row["tokens_s"] = round(rate(parts), 1)
         row["share_of_direct"] = round(rate(parts) / rate(beside), 4)
         if name != "direct":
+            row["memory_mib"] = round(max(one["mib"] for one in parts), 1)
             row["cpu_ms_request"] = round(1000 * sum(one["cpu"] for one in parts) / len(parts), 3)
         rows.append(row)
     return rows

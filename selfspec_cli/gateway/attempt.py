@@ -9,7 +9,7 @@ from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 
-FEWEST = 4  # tokens of an answer from which the time per token is learnt
+FEWEST = 4  # tokens of an answer from which the tokens of an event are learnt
 
 
 @dataclass
@@ -36,7 +36,9 @@ class Attempt:
             self.first = self.last
             self.replica.first_token(self.number, self.first - self.began)
             self.replica.breaker.succeeded()
-        self.replica.came(self.number, events)
+            events -= 1
+        if events:
+            self.replica.came(self.number, events)
 
     def end(self, out: Outcome, counted: bool, alone: bool) -> None:
         """It has done with it, well or not: count the time of its machine and the money.
@@ -44,11 +46,11 @@ class Attempt:
         counted: the tokens of `out` are those of the whole answer so far. alone: the whole answer came from here, as
         one text, and has ended.
         """
-        tpot = None
+        tokens = None
         if alone and out.tokens and out.tokens > 1 and self.first is not None and self.last is not None:
             out.tpot = (self.last - self.first) / (out.tokens - 1)
-            tpot = out.tpot if out.tokens >= FEWEST else None
-        seconds = self.replica.end(self.number, tpot)
+            tokens = out.tokens if out.tokens >= FEWEST else None
+        seconds = self.replica.end(self.number, tokens)
         out.machine_seconds = (out.machine_seconds or 0.0) + seconds
         own = self.replica.settings
         price = own.price_hour / 3600 * seconds

@@ -14,7 +14,9 @@ _NAMES = {
     "vllm:selfspec_draft_rounds_total": "draft_rounds",
     "vllm:selfspec_draft_steps_total": "draft_steps",
     "vllm:selfspec_draft_cost": "draft_cost",
+    "vllm:selfspec_expected_step_seconds": "step",
 }
+STATES = ("draft_cost", "step")
 _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
 
 
@@ -30,14 +32,15 @@ class Counts:
     draft_rounds: float | None = None
     draft_steps: float | None = None
     draft_cost: float | None = None
+    step: float | None = None
 
 
 def read(text: str) -> Counts:
-    """The counts of Prometheus's text format; several engines of a server are added up, but not the draft cost."""
+    """The counts of Prometheus's text format: the sum over the engines of a server, of STATES the largest."""
     found: dict[str, float] = {}
     for name, value in _LINE.findall(text):
         key, number = _NAMES[name], float(value)
-        found[key] = max(found.get(key, 0.0), number) if key == "draft_cost" else found.get(key, 0.0) + number
+        found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
     return Counts(**found)
 
 
@@ -45,6 +48,7 @@ def read(text: str) -> Counts:
 class Load:
     """The state of a server: requests, and what a round of drafting costs (work, in plain steps) and brings (tokens).
 
+    step: seconds that the server expects its next step to take; None where it does not say.
     known: whether it says anything at all. drafts: whether it can draft. caches: whether its prefix cache is used.
     """
 
@@ -55,6 +59,7 @@ class Load:
     drafts: bool = False
     caches: bool = True
     known: bool = False
+    step: float | None = None
 
 
 def between(before: Counts | None, now: Counts, last: Load) -> Load:
@@ -67,9 +72,8 @@ def between(before: Counts | None, now: Counts, last: Load) -> Load:
         if ours and steps is not None and now.draft_cost is not None:
             work = 1.0 + now.draft_cost * steps / ours
     caches = now.prefix_queries is None or now.prefix_queries > 0
-    return Load(
-        now.running or 0.0, now.waiting or 0.0, work, tokens, now.drafts is not None, caches, now.running is not None
-    )
+    drafts, known = now.drafts is not None, now.running is not None
+    return Load(now.running or 0.0, now.waiting or 0.0, work, tokens, drafts, caches, known, now.step or None)
 
 
 def _more(before: Counts | None, now: Counts, name: str) -> float | None:

@@ -257,9 +257,10 @@ class Relay:
             self.out.lost = (self.out.lost or 0.0) + at - self._broke_at
             self.gateway.telemetry.survived.labels(attempt.replica.name).inc()
         self.state = State.sending
+        attempt.came(len(made))
         if not done:  # its end is sent with it: each write is a system call
             await self.client.part(b"".join(made))
-        attempt.came(len(made))
+            attempt.replica.held(attempt.number, time.monotonic() - at)
 
     async def _finish(self, last: bytes) -> None:
         if self.state is State.continuing:  # all that was missing is the end

@@ -12,8 +12,9 @@ from selfspec_cli.gateway.breaker import Breaker
 from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings
-from selfspec_cli.gateway.timing import Prediction, Timing
+from selfspec_cli.gateway.timing import NEW, Prediction, Timing
 
+SAMPLE = 8  # events of answers under way, of which the mean time is learnt as one
 PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
 
 
@@ -29,7 +30,8 @@ class State(StrEnum):
 @dataclass
 class Flight:
     """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began;
-    answers: how many it has; first, last: when its first and its newest events came."""
+    answers: how many it has; first, last: when its first and its newest events came; held: seconds since then in which
+    the client had no room for more."""
 
     own: float
     ahead: float
@@ -38,6 +40,7 @@ class Flight:
     answers: int
     first: float | None = None
     last: float = 0.0
+    held: float = 0.0
     events: int = 0
 
 
@@ -46,8 +49,9 @@ class Replica:
     """A backend.
 
     breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
-    it takes no new requests. clock: seconds of the machine that one request got since the beginning, if it was there
-    all the time: the time is shared by all that are there.
+    it takes no new requests. per_event: tokens of an event of a stream; None before any answer was counted. clock:
+    seconds of the machine that one request got since the beginning, if it was there all the time: the time is shared by
+    all that are there.
     """
 
     settings: BackendSettings
@@ -65,9 +69,11 @@ class Replica:
     flights: dict[int, Flight] = field(default_factory=dict)
     begun: int = 0
     in_flight_at_look: int = 0
+    per_event: float | None = None
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _clock: float = 0.0
     _clock_at: float = 0.0
+    _sample: tuple[float, float, float] = (0.0, 0.0, 0.0)  # events, seconds before them, and requests that ran
 
     def __post_init__(self) -> None:
         self.breaker = Breaker(self.now)
@@ -124,6 +130,8 @@ class Replica:
         """It has answered. Those that were sent meanwhile may be in what it says, as a busy server takes its time: they
         are ours, and not others'."""
         self.load, self.in_flight_at_look = load, before[0] + self.begun - before[1]
+        if load.step is not None and load.running:
+            self.timing.steps.learn(load.running, load.step / load.work)
 
     # ---- tokens to prefill -------------------------------------------------------------------------------------------
 
@@ -155,10 +163,6 @@ class Replica:
             return None
         token = step * self.load.work / self.load.tokens
         return Prediction(first, token, first + token * max(0.0, request.expected_tokens - 1))
-
-    def late(self) -> float:
-        """By how much answers under way there are slower than they were, 1 or more."""
-        return self.timing.late.factor(self.now())
 
     def slows(self, request: Request) -> float:
         """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
@@ -197,26 +201,39 @@ class Replica:
         """Its first token has come; seconds: since it was sent."""
         flight = self.flights[number]
         flight.first = flight.last = self.now()
-        self.timing.late.begin(flight.running, flight.first)
+        flight.events = 1
         self.timing.learn_ttft(flight.own, flight.ahead, seconds)
 
     def came(self, number: int, events: int) -> None:
-        """So many events of its stream have come, the first one among them."""
-        flight = self.flights[number]
-        flight.events, flight.last = flight.events + events, self.now()
-        self.timing.late.came(flight.running, events / flight.answers)
+        """So many more events of its stream have come, after the first."""
+        flight, at = self.flights[number], self.now()
+        each, seconds = events / flight.answers, at - flight.last - flight.held
+        flight.events, flight.last, flight.held = flight.events + events, at, 0.0
+        count, sum_seconds, running = self._sample
+        count, sum_seconds, running = count + each, sum_seconds + seconds, running + each * self.running()
+        if count >= SAMPLE:
+            event = self.load.tokens if self.per_event is None else self.per_event
+            self.learn_tpot(running / count, sum_seconds / count / event)
+            count = sum_seconds = running = 0.0
+        self._sample = count, sum_seconds, running
 
-    def end(self, number: int, tpot: float | None) -> float:
-        """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
-        took, which is shared by the requests that are there at once."""
+    def held(self, number: int, seconds: float) -> None:
+        """Its client had no room for an event for so long: what it takes is not the backend's time."""
+        self.flights[number].held += seconds
+
+    def learn_tpot(self, running: float, seconds: float) -> None:
+        """A token of each of so many requests took so many seconds."""
+        self.timing.steps.learn(running, seconds * self.load.tokens / self.load.work)
+
+    def end(self, number: int, tokens: int | None) -> float:
+        """It is there no longer. tokens: of its answer, where that is one text that came from here alone. Returns the
+        seconds of the machine that it took, which is shared by the requests that are there at once."""
         self._advance()
         flight = self.flights.pop(number)
         self.breaker.probing = max(0, self.breaker.probing - 1)
-        if flight.first is not None:
-            each = flight.events / flight.answers
-            self.timing.late.end(flight.running, flight.first, each, flight.last - flight.first)
-        if tpot is not None:
-            self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
+        if tokens is not None and flight.events:
+            each = tokens / flight.events
+            self.per_event = each if self.per_event is None else self.per_event + NEW * (each - self.per_event)
         return self._clock - flight.clock
 
     def _advance(self) -> None:

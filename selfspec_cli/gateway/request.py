@@ -34,6 +34,7 @@ OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
 WISH_HEADER = "x-selfspec-"
 LONGEST_WAIT = 86_400_000  # milliseconds: a day
+LONGEST_SESSION = 256  # characters of its name that count
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
 
@@ -42,12 +43,14 @@ EXPECTED = 128  # tokens of an answer before any was seen
 class Request:
     """A request. body: without what is meant for the gateway. prompt_tokens: an estimate from the characters, exact
     for token ids. blocks: hashes of the prompt's beginnings, BLOCK characters further each. expected_tokens: of the
-    answer. deadline: monotonic seconds, of class batch. text: what was asked, for hashes and logs."""
+    answer. session: what the client calls it, empty if it has none. deadline: monotonic seconds, of class batch. text:
+    what was asked, for hashes and logs."""
 
     endpoint: str
     body: dict[str, Any]
     id: str = ""
     tenant: str = ""
+    session: str = ""
     prompt_tokens: float = 0.0
     prompt_chars: int = 0
     blocks: tuple[int, ...] = ()
@@ -113,7 +116,8 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     if needed is None:
         raise bad_request(f"{NEEDED[endpoint][0]} is missing", NEEDED[endpoint][0])
     own = body.pop(OWN, None) or {}
-    request = Request(endpoint, body, id=headers.get("x-request-id", ""))
+    session = str(headers.get("x-session-id") or body.get("user") or "")[:LONGEST_SESSION]
+    request = Request(endpoint, body, id=headers.get("x-request-id", ""), session=session)
     _wishes(request, own, headers)
     try:
         _measure(request, body[needed])

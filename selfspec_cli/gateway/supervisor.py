@@ -214,7 +214,7 @@ class Supervisor:
         for count, tokens, ttft, tpot in times:
             if count == 1:
                 replica.timing.learn_ttft(tokens, 0.0, ttft)
-            replica.timing.learn_tpot(count, replica.load.work, replica.load.tokens, tpot)
+            replica.learn_tpot(count, tpot)
 
     async def _timed(self, replica: Replica, prompt: str) -> tuple[float, float]:
         """Seconds to the first token of a stream, and for each further one."""

@@ -1,26 +1,25 @@
 """What the times of one backend are expected to be, learnt from those that were measured.
 
     TTFT = a + b * (prompt tokens not in its prefix cache) + c * (the same of requests that have no token yet)
-    TPOT = (d + e * requests running when it began) * work / yield
+    TPOT = step(requests that run) * work / yield
 
 work is what a round costs in plain steps (1 for the verify pass, plus the draft steps by their cost), yield the tokens
 that a round brings; both are read from the server's /metrics and are 1 where it does not draft. So a change of the
-acceptance changes the prediction at once, while a to e are fitted by recursive least squares with forgetting. That
-others end and come while a request runs is learnt with them: what is known when it is sent is how many are there.
-
-An answer teaches when it has ended, and many may be sent before that. So the events of answers under way are counted,
-and what they take is compared with what so many took before (`Late`).
+acceptance changes the prediction at once. a to c are fitted by recursive least squares with forgetting. step is a curve
+through what was measured: the time between two events of answers under way, and what a server that drafts says its next
+step will take.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 FORGET = 0.98  # weight of all that came before, with each new time
 FEW = 3  # times below which nothing is predicted
-ENOUGH = 8  # events under way below which they say nothing
-MOST_LATE = 4.0
+NEW = 0.1  # least weight of a new time in the mean of its point of a curve
 
 
 class Line:
@@ -62,42 +61,50 @@ class Line:
 
 
 @dataclass
-class Late:
-    """By how much the answers under way are slower than others were, from the number of their events.
+class Point:
+    """Means of what was measured near one number of requests. count: of the measurements."""
 
-    interval: seconds between two events, by the requests that were there when the answer began. The sums are over the
-    answers under way that have a token; each is half an interval behind its last event on average.
-    """
+    running: float = 0.0
+    seconds: float = 0.0
+    count: int = 0
 
-    interval: Line = field(default_factory=lambda: Line((100.0, 1.0)))
-    answers: int = 0
-    _since: float = 0.0  # sum of the moments of their first tokens
-    _events: float = 0.0
-    _by_running: float = 0.0
+    def learn(self, running: float, seconds: float) -> None:
+        """One more; it weighs as much as any other at first, and at least NEW later."""
+        self.count += 1
+        weight = max(1 / self.count, NEW)
+        self.running += weight * (running - self.running)
+        self.seconds += weight * (seconds - self.seconds)
 
-    def begin(self, running: float, at: float) -> None:
-        """The first token of an answer has come; running: requests there when it began, itself among them."""
-        self.answers += 1
-        self._since += at
-        self.came(running, -0.5)
 
-    def came(self, running: float, events: float) -> None:
-        """So many more events of it have come."""
-        self._events += events
-        self._by_running += running * events
+class Curve:
+    """Seconds of a step by the requests that run, never less for more of them. Straight lines in logarithms, between
+    points that are a factor of sqrt(2) apart; beyond the last one its line goes on."""
 
-    def end(self, running: float, at: float, events: float, seconds: float) -> None:
-        """It has ended. at: when its first token came. events: of it. seconds: from its first one to its last one."""
-        self.answers -= 1
-        self._since -= at
-        self.came(running, 0.5 - events)
-        if events > FEW:
-            self.interval.learn((1.0, running), seconds / (events - 1))
+    def __init__(self) -> None:
+        self._points: dict[int, Point] = {}
+        self.seen = 0
 
-    def factor(self, at: float) -> float:
-        """1 to MOST_LATE: seconds that they have taken over seconds that so many events took before."""
-        expected = self.interval.value((self._events, self._by_running)) if self._events >= ENOUGH else None
-        return min(max((self.answers * at - self._since) / expected, 1.0), MOST_LATE) if expected else 1.0
+    def learn(self, running: float, seconds: float) -> None:
+        """One time that was measured. A point that contradicts it (more requests in less time) is out of date, and
+        takes the new value."""
+        place = round(2 * math.log2(max(running, 1.0)))
+        point = self._points.setdefault(place, Point())
+        point.learn(max(running, 1.0), seconds)
+        for other, old in self._points.items():
+            if (old.seconds - point.seconds) * (other - place) < 0:
+                old.seconds = point.seconds
+        self.seen += 1
+
+    def value(self, running: float) -> float | None:
+        """The expected seconds; None before FEW were measured."""
+        if self.seen < FEW:
+            return None
+        points = [self._points[place] for place in sorted(self._points)]
+        if len(points) == 1 or running <= points[0].running:
+            return points[0].seconds
+        low, high = next((pair for pair in pairwise(points) if running <= pair[1].running), points[-2:])
+        share = math.log(running / low.running) / math.log(high.running / low.running)
+        return low.seconds * (high.seconds / low.seconds) ** share if low.seconds > 0 else high.seconds
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,10 @@ class Prediction:
 
 @dataclass
 class Timing:
-    """The two lines of one backend, in seconds, what is under way there, and the greatest rate of prefill that was
-    seen, in tokens a second."""
+    """The times of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second."""
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))
-    tpot: Line = field(default_factory=lambda: Line((1.0, 1e-2)))
-    late: Late = field(default_factory=Late)
+    steps: Curve = field(default_factory=Curve)
     prefill_rate: float | None = None
 
     def learn_ttft(self, own: float, ahead: float, seconds: float) -> None:
@@ -125,13 +130,9 @@ class Timing:
         if own >= 16 and seconds > 0:
             self.prefill_rate = max(self.prefill_rate or 0.0, (own + ahead) / seconds)
 
-    def learn_tpot(self, running: float, work: float, tokens: float, seconds: float) -> None:
-        """running: requests when it began, itself among them. work, tokens: of a round, as above."""
-        self.tpot.learn((1.0, running), seconds * tokens / work)
-
     def step(self, running: float) -> float | None:
         """Seconds of a plain step with so many requests; None where too little was seen."""
-        return self.tpot.value((1.0, running))
+        return self.steps.value(running)
 
     def first(self, own: float, ahead: float) -> float | None:
         """Seconds to the first token; None where too little was seen."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec_cli.gateway.load import Load
@@ -19,6 +19,9 @@ from selfspec_cli.gateway.policies.base import Chooser, Ended
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
+
+TICK = 0.05  # seconds; events of streams come at most so late
+LOOK = 1.0  # seconds between two looks at a server's /metrics
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Server:
     work: float = 1.0
     tokens: float = 1.0
     extra: Callable[[float], float] = lambda at: 0.0
+    says: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     replica: Replica = field(init=False)
@@ -59,6 +63,12 @@ class Server:
     def token_seconds(self, at: float) -> float:
         running = sum(job.prefill <= 0 for job in self.jobs)
         return (self.step + self.slope * running) * self.work / self.tokens + self.extra(at)
+
+    def tell(self, at: float) -> None:
+        """The gateway looks at its /metrics; `says`: what a server that drafts expects its next step to take."""
+        step = self.token_seconds(at) * self.tokens if self.says else None
+        running = float(sum(job.prefill <= 0 for job in self.jobs))
+        self.replica.looked(self.replica.look(), replace(self.replica.load, running=running, known=True, step=step))
 
     def until_next(self, at: float) -> float:
         """Seconds to the next end of a prefill or of an answer."""
@@ -139,8 +149,13 @@ def simulate(
     done: list[tuple[Job, Server]] = []
     routes = {server.name: 0 for server in servers}
     cost, qualities = 0.0, []
+    looked = 0.0
     while arrivals or any(server.jobs for server in servers):
-        ahead = min([server.until_next(clock["at"]) for server in servers])
+        if clock["at"] >= looked + LOOK:
+            looked = clock["at"]
+            for server in servers:
+                server.tell(looked)
+        ahead = min([TICK, *(server.until_next(clock["at"]) for server in servers)])
         ahead = min(ahead, arrivals[0][0] - clock["at"]) if arrivals else ahead
         for server in servers:
             server.advance(clock["at"], ahead)
@@ -185,11 +200,12 @@ def _step(server: Server, job: Job, at: float) -> bool:
     if job.first is None:
         return False
     flight = server.replica.flights[job.number]
-    server.replica.came(job.number, int(job.tokens - job.left + 1e-6) + 1 - flight.events)
+    rounds = 1 + int((job.tokens - job.left + 1e-6) / server.tokens)  # each of them is one event of the stream
+    if rounds > flight.events:
+        server.replica.came(job.number, rounds - flight.events)
     if job.left > 1e-6:
         return False
-    tpot = (at - job.first) / (job.tokens - 1) if job.tokens > 1 else None
-    server.replica.end(job.number, tpot)
+    server.replica.end(job.number, job.tokens)
     job.ended = at
     return True
 

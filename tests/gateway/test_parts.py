@@ -19,7 +19,7 @@ from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, LedgerSettings
-from selfspec_cli.gateway.timing import FEW, MOST_LATE, Late, Timing
+from selfspec_cli.gateway.timing import FEW, Curve, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
@@ -242,22 +242,35 @@ def test_times_are_learnt_and_followed_when_they_change():
     assert timing.step(1) is None and timing.first(10, 0) is None
     for _ in range(300):
         running_now, own, ahead = draw.randint(1, 16), draw.randint(10, 2000), draw.choice([0, 0, 500])
-        timing.learn_tpot(running_now, 1.5, 3.0, (0.010 + 0.001 * running_now) * 1.5 / 3.0)
+        timing.steps.learn(running_now, 0.010 + 0.001 * running_now)
         timing.learn_ttft(own, ahead, 0.02 + (own + ahead) / 4000)
-    assert timing.step(8) == pytest.approx(0.018, rel=0.02)
+    assert timing.step(8) == pytest.approx(0.018, rel=0.03)
     assert timing.first(1000, 500) == pytest.approx(0.02 + 1500 / 4000, rel=0.02)
     assert timing.prefill_rate == pytest.approx(4000, rel=0.2)
     for _ in range(200):
         running_now = draw.randint(1, 16)
-        timing.learn_tpot(running_now, 1.0, 1.0, 0.020 + 0.002 * running_now)
+        timing.steps.learn(running_now, 0.020 + 0.002 * running_now)
     assert timing.step(8) == pytest.approx(0.036, rel=0.05)
+
+
+def test_a_curve_goes_through_what_was_measured_and_never_falls():
+    curve = Curve()
+    for running_now, seconds in ((1, 0.01), (4, 0.02), (4, 0.02)):
+        curve.learn(running_now, seconds)
+    assert [curve.value(one) for one in (0, 1, 4)] == pytest.approx([0.01, 0.01, 0.02])
+    assert curve.value(2) == pytest.approx(0.02 * 2**-0.5)
+    assert curve.value(16) == pytest.approx(0.04)  # its line goes on
+    curve.learn(8, 0.015)  # less for more requests: the point at four is out of date
+    assert curve.value(4) == pytest.approx(0.015)
+    curve.learn(2, 0.05)
+    assert min(curve.value(one) for one in (2, 4, 8, 20)) == pytest.approx(0.05)
 
 
 def test_a_load_that_never_varies_does_not_make_predictions_explode():
     timing = Timing()
     for _ in range(5000):
-        timing.learn_tpot(1, 1.0, 1.0, 0.01)
-    timing.learn_tpot(1, 1.0, 1.0, 0.0101)
+        timing.steps.learn(1, 0.01)
+    timing.steps.learn(1, 0.0101)
     assert timing.step(1) == pytest.approx(0.01, rel=0.05)
     assert 0 < timing.step(2) < 0.1
 
@@ -278,6 +291,17 @@ def test_what_a_server_says_of_itself():
     anew = between(Counts(drafts=100, accepted=250), Counts(running=0, drafts=10, accepted=0), load)
     assert anew.tokens == 1.0  # the server was started anew
     assert not between(None, read("nothing\n"), Load()).known
+
+
+def test_what_a_server_expects_of_its_next_step_is_learnt():
+    """It says what a round takes; a plain step takes as much less as a round costs more."""
+    one = Replica(BackendSettings(name="a"), state=State.up)
+    text = 'vllm:num_requests_running{engine="0"} 4\nvllm:selfspec_expected_step_seconds{engine="0"} 0.03\n'
+    for _ in range(FEW):
+        one.looked(one.look(), between(None, read(text), Load(work=1.5, tokens=2.0)))
+    assert one.timing.step(4) == pytest.approx(0.02)
+    one.looked(one.look(), between(None, read(text.replace("} 4", "} 0")), Load()))  # idle: it is the step before
+    assert one.timing.step(4) == pytest.approx(0.02)
 
 
 def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others():
@@ -308,23 +332,24 @@ def test_the_time_of_a_machine_is_shared_by_the_requests_on_it():
     assert one.end(first, None) == pytest.approx(2.0 + 2.0 + 1.0)
 
 
-def test_answers_of_several_choices_do_not_make_others_look_late():
-    """Four choices send four times as many events in the same time."""
+def test_the_time_between_events_is_learnt_while_answers_are_under_way():
+    """Four choices send four times as many events; what a client has no room for is not the backend's time."""
     clock = {"at": 0.0}
     one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
-
-    def stream(n, end=True):
-        number = one.begin(Request("/v1/completions", {"prompt": "x", "n": n}))
+    single, several = (one.begin(Request("/v1/completions", {"prompt": "x", "n": n})) for n in (1, 4))
+    for number in (single, several):
         one.first_token(number, 0.1)
+    for _ in range(20):
+        clock["at"] += 0.1
+        one.came(single, 1)
+        one.came(several, 4)
+    assert one.timing.step(2) == pytest.approx(0.1)
+    one.end(several, None)
+    for _ in range(20):
+        one.held(single, 0.95)
         clock["at"] += 1.0
-        one.came(number, 11 * n)
-        if end:
-            one.end(number, None)
-
-    for _ in range(FEW):
-        stream(4)
-    stream(1, end=False)
-    assert one.late() == pytest.approx(1.0, abs=0.1)
+        one.came(single, 1)
+    assert one.timing.step(1) == pytest.approx(0.05)
 
 
 async def test_the_gateway_learns_from_what_it_measures(tmp_path):
@@ -403,25 +428,3 @@ async def test_the_log_is_written_while_requests_come(tmp_path):
             await asyncio.sleep(0.05)
         rows = [json.loads(line) for line in on.log.read_text().splitlines()]
         assert len({row["id"] for row in rows}) == 50
-
-
-def test_answers_under_way_are_late_by_what_so_many_events_took_before():
-    late = Late()
-    for _ in range(FEW):
-        late.begin(2, 0.0)
-        late.came(2, 11)
-        late.end(2, 0.0, 11, 1.0)  # an event in a tenth of a second
-    assert late.factor(5.0) == 1.0  # nothing is under way
-    late.begin(2, 10.0)
-    late.came(2, 5)
-    assert late.factor(12.0) == 1.0  # too few events to say anything
-    late.came(2, 6)
-    assert late.factor(11.05) == pytest.approx(1.0, abs=0.01)  # half an interval behind the last of eleven
-    assert late.factor(12.1) == pytest.approx(2.0, abs=0.01)
-    assert late.factor(90.0) == MOST_LATE
-    late.begin(2, 12.0)
-    late.came(2, 11)  # as many, at once: together they are about as fast as others were
-    assert late.factor(12.1) == pytest.approx(1.05, abs=0.01)
-    late.end(2, 10.0, 11, 2.1)
-    late.end(2, 12.0, 11, 0.1)
-    assert late.factor(12.1) == 1.0 and late.answers == 0

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -215,3 +216,33 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatc
     log = tmp_path / "gateway" / "backend-one.log"
     assert "no luck" in log.read_text()
     assert said[1:] == [f"one: its server ended with exit code 1; its log {log} ends with: no luck"]  # and said once
+
+
+FRAGMENTS = """
+import os
+from pathlib import Path
+from selfspec_cli.gateway import server
+{call}
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+large, small, before = [], [], resident()
+for _ in range(200):
+    large.append(bytearray(300_000))
+    small.append(bytearray(700))  # lives on above the large one
+    del large[:-100]
+large.clear()
+print(resident() - before)
+"""
+
+
+def test_memory_of_long_bodies_goes_back_to_the_system():
+    """Of a process in which a small block above each large one lives on."""
+    left = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", FRAGMENTS.format(call=call)], stdout=subprocess.PIPE, check=True
+            ).stdout
+        )
+        for call in ("", "server.give_back_large_blocks()")
+    ]
+    assert left[1] < 5 < left[0]

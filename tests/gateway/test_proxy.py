@@ -272,4 +272,4 @@ async def test_the_log_holds_hashes_unless_text_is_wanted(tmp_path, text):
 async def test_the_warm_up_teaches_what_a_token_takes_alone_and_beside_others(tmp_path):
     async with running([Fake("a")], tmp_path) as on:
         timing = on.gateway.replicas[0].timing
-        assert (timing.ttft.seen, timing.tpot.seen) == (FEW, FEW + WARM_TOGETHER)
+        assert (timing.ttft.seen, timing.steps.seen) == (FEW, FEW + WARM_TOGETHER)

@@ -9,10 +9,9 @@ A request that looked at its own time alone would fill the fast backend until it
 that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
 the half of their answers that they have before them on average.
 
-Nobody is sent to a slower backend for the good of the others alone, since a few such requests are the whole p99. The
+Nobody is sent to a slower backend for the good of the others alone, since a few such requests are the whole p99: the
 backend that is fastest when idle is left only for one where the request itself is expected to end sooner, by MARGIN of
-the share by which that one is slower when idle: predictions are not exact, and a mistake costs as much as that. If the
-answers under way at that one are slower than others were, the request is expected to be as much slower.
+the share by which that one is slower when idle: the load of a moment is expected to last, and often it does not.
 
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.
@@ -27,7 +26,7 @@ from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import FEW
 
-MARGIN = 0.2
+MARGIN = 0.1
 EXPLORE = 500  # one request in so many goes to the backend that was asked longest ago
 
 
@@ -51,10 +50,9 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
         if own is None or best is None:
             return True, float("inf")
         slower = 1.0 - idle[fastest.name] / idle[replica.name] if idle[replica.name] else 0.0
-        e2e = own.e2e if replica is fastest else own.e2e * replica.late()
-        if e2e > best.e2e * (1.0 - MARGIN * slower):
-            return replica is not fastest, e2e
-        return False, e2e + replica.slows(request)
+        if own.e2e > best.e2e * (1.0 - MARGIN * slower):
+            return replica is not fastest, own.e2e
+        return False, own.e2e + replica.slows(request)
 
     ordered = sorted(replicas, key=order)
     return Choice(tuple(ordered), "least_time")

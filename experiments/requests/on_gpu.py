@@ -525,14 +525,14 @@ def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -
     }
     outside = sum(str(text[place]) not in of for text in texts for place, of in enumerate(exact["with"]))
     made = drafts_were_made(counts, arm)
-    # The first token is the target's own; the others were drafted. A right p-value of 1 would tell nothing.
-    told = min(found["with"][1:]) < 1 and min(found["without"]) < ACCEPT
+    # The first token is the target's own; the others were drafted. A right p-value of 1 would say nothing.
+    rejected = min(found["with"][1:]) < 1 and min(found["without"]) < ACCEPT
     row(
         {
             "engine": name,
             "case": "min_p",
             "arm": arm,
-            "ok": made and told and not outside and min(found["with"]) > ACCEPT,
+            "ok": made and rejected and not outside and min(found["with"]) > ACCEPT,
             **counts,
             "requests": requests,
             "p_values": found["with"],

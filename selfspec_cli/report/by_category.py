@@ -25,7 +25,7 @@ POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the f
 
 @dataclass
 class Matrix:
-    """A table of text. notes: which arm a letter stands for."""
+    """A table of text. notes: the arm of each letter."""
 
     title: str
     head: list[str]

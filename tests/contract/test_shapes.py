@@ -1,4 +1,4 @@
-"""The packaged shapes without weights are configs that vLLM reads as the models that they stand for."""
+"""The packaged shapes without weights are configs that vLLM reads as the models that they represent."""
 
 import pytest
 

@@ -21,8 +21,8 @@ RARE = frozenset(
         "runner",
     }
 )
-"""Settings that no user needs: other names of threshold, draft_context, layer and k, and what experiments set. They are
-shown by `selfspec options --all`, or for a word that they hold."""
+"""Settings that experiments and tests set, and no user needs. They are shown by `selfspec options --all`, or for a word
+that they hold."""
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "text"}
 

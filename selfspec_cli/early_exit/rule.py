@@ -4,10 +4,10 @@ A speculation step of width w verifies w draft slots of each of n requests and t
 T(n, w) seconds and brings each request 1 + s_1 + ... + s_w tokens, where s_j is the probability that the first j drafts
 of a request all stand. Before a step the rule takes the width, 0 included, with the greatest n (1 + sum s) / T.
 
-Both sides are estimates: T by number of requests, context and width, s by position. Each is drawn from what is known of
-it before it is compared (W. R. Thompson, "On the likelihood that one unknown probability exceeds another", Biometrika
-1933), and what has not been seen for a while is known less, so widths that may have become better are tried again,
-seldom. A width that is far behind is never drawn.
+Both sides are estimates: T by number of requests, context and width, s by position. Most choices compare the means, and
+hold for a few steps. Every fourth compares values that are drawn from what is known (W. R. Thompson, "On the likelihood
+that one unknown probability exceeds another", Biometrika 1933). What has not been seen for a while is known less, so
+widths that may have become better are tried again, seldom, and one that is far behind hardly ever.
 
 Inside a step the device makes another draft step while the tokens that it is expected to bring are worth its time at
 the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens.

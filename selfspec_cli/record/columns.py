@@ -62,9 +62,7 @@ class Summary:
     ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
     tpot_ms: float | None = None  # time for each output token after the first, median over requests
     ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
-    delta_ppl: float | None = (
-        None  # minus the baseline's; an arm that verifies: 0 if all outputs are equal, else that of greedy
-    )
+    delta_ppl: float | None = None  # minus the baseline's; of a verified arm, 0 if all outputs are equal
     identical: int | None = None  # outputs equal to the baseline's; of a baseline, to its own in another batch order
     outputs: int | None = None  # outputs compared
     weights_mib: float | None = None

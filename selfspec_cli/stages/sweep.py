@@ -85,7 +85,7 @@ class _Run:
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
 
     def save(self, point: Point) -> None:
-        """Write a point; from then on it is finished."""
+        """Write a point, measured or failed; a later run skips it only if it was measured."""
         if self.keep is not None:
             self.keep(point)
             self.result.points.append(point)

@@ -60,8 +60,8 @@ class Policy:
     options: type = NoOptions
 
     def settings(self, given: Mapping[str, Any]) -> Any:
-        """Its options, of those of all policies by name. Raises ConfigError for one that it has not, or a value out of
-        its range."""
+        """This policy's options. given: those of all policies, by name. Raises ConfigError for one that it has not, or
+        a value out of its range."""
         return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
 
 

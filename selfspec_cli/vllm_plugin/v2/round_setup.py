@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """What a verify pass left on the device: tokens of each row with keys and values (before any is rejected), tokens
-    that each row gained and places without one, int32 [rows]; the newest token, [requests]."""
+    """What a verify pass left on the device. seq_lens: tokens in the KV cache, rejected drafts included; num_sampled:
+    tokens that each row gained; num_rejected: draft slots that gave none, int32 [rows]; last_sampled: the newest token,
+    [requests]."""
 
     seq_lens: Tensor
     num_sampled: Tensor
@@ -195,7 +196,7 @@ def _begin_round(
     )
     own = tl.minimum(own, tl.load(progress.limit))
     allowed = tl.minimum(by_table, tl.minimum(own, steps))
-    # What allows a request less than k allows it no longer a free draft; but the table does while few requests run.
+    # A request that is held below k gets no longer a free draft. With few requests the table bounds none, but by a 0.
     bound = tl.where((by_table > 0) & (num_reqs <= free_requests), own, tl.minimum(by_table, own))
     room = tl.where(bound >= k, tl.minimum(free, steps), tl.minimum(free, tl.minimum(bound, steps)))
     if MEASURES:
@@ -226,7 +227,7 @@ def begin_round(
     """Inputs of the first draft step, from what the verify pass left on the device, and free drafts if there are any.
 
     verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
-    own_limits: whether thresholds of the table and of requests count, which are for the gate that they were given for.
+    own_limits: whether thresholds of requests count; they are for the gate that the engine was started with.
     Rows that do not draft get the request -1. Every row starts without a drafted token.
     """
     rows, places = state.draft_tokens.shape

@@ -60,7 +60,7 @@ class WidthPlanner:
         self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its requests
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
-        """Draft slots a request in the step after `output`, which was just scheduled.
+        """Draft slots that each request gets in the step that follows `output`, which was just scheduled.
 
         output: vLLM's SchedulerOutput. requests: the scheduler's, by name, not advanced by this step yet.
         """
@@ -81,7 +81,7 @@ class WidthPlanner:
             if len(scheduled) <= self._free_requests and not self.settings.chooses_width:
                 width = max(width, self._free_width)
             if self.settings.free_drafts:
-                self._chosen(scheduled, requests, width)  # for the value of a step alone
+                self._chosen(scheduled, requests, width)  # sets `choice`, whose step_value ends drafts; not the width
         for reason, number in off.items():
             self.off[reason] += number
         self.steps[width] += 1

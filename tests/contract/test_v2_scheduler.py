@@ -63,7 +63,8 @@ def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchro
     runner, done = serve(scheduler, requests)
     assert done == {name: most for name, _, most, _ in requests}
     seen = {width for _, widths in runner.lengths for width in widths}
-    assert seen <= {K, 3, 2, 1, 0} and K in seen
+    assert seen <= {K, 3, 2, 1, 0}
+    assert max(seen) > 0 if "gate" in spec else K in seen  # what the rule chooses, the real times of the stub decide
     assert scheduler.requests == {}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
@@ -28,7 +29,6 @@ from selfspec_cli.config.schema import (
     gate_threshold,
     head_spec,
 )
-from selfspec_cli.config.words import Word
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
@@ -38,6 +38,9 @@ from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 from selfspec_cli.early_exit.view import DraftView
+
+if TYPE_CHECKING:
+    from selfspec_cli.config.words import Word
 
 
 def validate(cfg: RunConfig) -> None:

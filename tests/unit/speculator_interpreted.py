@@ -248,7 +248,7 @@ def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monke
     spec = config(free_drafts=free, draft_sample_method="probabilistic")
     assert spec.speculative_config.num_speculative_tokens == max(free, K)
     speculator = captured(spec, monkeypatch)
-    speculator.set_choice(Choice(width=max(free, K), step_value=0.0, step_cost=0.3, expected=1.0, seconds=1.0))
+    speculator.set_choice(Choice(width=max(free, K), step_value=0.0, step_cost=0.6, expected=1.0, seconds=1.0))
     text = speculator.state.matches.text
     text[0, :11], text[1, :11] = torch.tensor([1, 2, 3] * 4)[:11], torch.arange(11) + 20
     assert speculator.draft_length == K

@@ -92,7 +92,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("roc", "layer=8"), "1..7"),
         (("tune", "layer=8"), "1..7"),
         (("bench", "k=0"), "k=0"),
-        (("bench", "tau=1.5"), "from 0 to 1"),
+        (("bench", "gate=maxp", "tau=1.5"), "from 0 to 1"),
         (("bench", "tau_v=-1"), "tau_v=-1"),
         (("bench", "layer=0"), "layer=0"),
         (("bench", "layer=8"), "1..7"),

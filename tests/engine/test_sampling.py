@@ -208,6 +208,7 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
     spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
         engine.llm.collective_rpc(draft_also_what_does_not_pay)
+        engine.llm.collective_rpc(copy_as_if_alone)
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()
         counted = engine.call("early_exit_counters")
@@ -219,6 +220,13 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
             wrong = p_exact(sample(engine), exact)
             report(f"free drafts that the verifier takes for drawn: p = {wrong:.2g} against exact")
             assert wrong < ACCEPT
+
+
+def copy_as_if_alone(worker: Any) -> None:
+    """A draft step counts whole for each request, so that copies are made which do not pay for many."""
+    free = worker.model_runner.drafter.free
+    begin = free.begin
+    free.begin = lambda *given: begin(*given[:-1], given[-1] * len(given[2]))
 
 
 def doubt_copies(worker: Any) -> None:

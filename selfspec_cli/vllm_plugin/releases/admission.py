@@ -29,11 +29,11 @@ def admit() -> str | None:
     if not missing:
         return None
     more = f"; and {len(missing) - SHOWN} more (selfspec doctor)" if len(missing) > SHOWN else ""
-    return f"{versions.unknown(*found)}. Unlike {SUPPORTED[-1].release}: {'; '.join(missing[:SHOWN])}{more}"
+    return f"{versions.unknown(*found)}. Unlike the nearest supported release: {'; '.join(missing[:SHOWN])}{more}"
 
 
 def differences(version: str) -> list[str]:
-    """What moved in the installed vLLM since the newest supported release, a line each. Admits it if nothing did."""
+    """What moved in the installed vLLM since the nearest supported release, a line each. Admits it if nothing did."""
     agrees, missing = compared(version.partition("+")[0], SUPPORTED)
     if agrees is not None:
         versions.admit(version, agrees)
@@ -75,7 +75,7 @@ def _parts(source: Source) -> Iterator[str]:
 
 
 def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | None, list[str]]:
-    """The supported release that the installed vLLM agrees with, and what is missing for the newest one where there is
+    """The supported release that the installed vLLM agrees with, and what is missing for the nearest one where there is
     none. Reads some hundred files the first time, and what was found from then on."""
     kept = cache_dir() / "vllm" / f"{version}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -89,7 +89,7 @@ def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | No
     source = Source(Path(found.origin).parents[1])
     differences = [(each, moved(source, each)) for each in reversed(supported)]  # the newest first
     agrees = next((each for each, lines in differences if not lines), None)
-    missing = [] if agrees else differences[0][1]
+    missing = min((lines for _, lines in differences), key=len)
     with suppress(OSError), written(kept) as part:
         document = {"asked": asked(supported), "agrees": agrees and agrees.release, "moved": missing}
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -55,11 +55,15 @@ def start(model: str, port: int, more: list[str], log: Path) -> subprocess.Popen
 
 
 class Client:
-    """Asks the servers. ports: of plain vLLM and of the one line. prompts: the kind of questions of texts/chat.py."""
+    """Asks the servers. ports: of plain vLLM and of the one line. prompts: a kind of questions of texts/chat.py."""
 
     def __init__(self, session: aiohttp.ClientSession, ports: dict[str, int]) -> None:
         self._session, self._ports = session, ports
-        self.prompts = "chat"
+        self.take("chat")
+
+    def take(self, prompts: str) -> None:
+        """Ask these questions from now on."""
+        self.prompts, self._questions = prompts, chosen(QUESTIONS, 0, prompts)
 
     async def ready(self, name: str, server: subprocess.Popen[bytes]) -> float:
         """Wait until a server answers; the seconds that took."""
@@ -98,10 +102,9 @@ class Client:
 
     async def ask(self, port: int, number: int) -> Request:
         """One question, streamed."""
-        questions = chosen(QUESTIONS, 0, self.prompts)
         body = {
             "model": "model",
-            "messages": [{"role": "user", "content": questions[number % QUESTIONS]}],
+            "messages": [{"role": "user", "content": self._questions[number % QUESTIONS]}],
             "max_tokens": TOKENS,
             "temperature": 0,
             "stream": True,
@@ -170,7 +173,8 @@ async def measure(
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         client = Client(session, ports)
-        document["started_s"] = {name: round(await client.ready(name, server), 1) for name, server in servers.items()}
+        started = await asyncio.gather(*(client.ready(name, server) for name, server in servers.items()))
+        document["started_s"] = {name: round(seconds, 1) for name, seconds in zip(servers, started, strict=True)}
         for port in ports.values():
             await client.closed(port, 8, 3)
 
@@ -204,12 +208,12 @@ async def measure(
 
         best, each = 0.0, args.seconds_each
         for prompts, clients in (words.split(":") for words in args.closed):
-            client.prompts = prompts
+            client.take(prompts)
             for number in map(int, clients.split(",")):
                 arms = [PLAIN, RULE, *fixed]
                 rows = await level(f"closed {number}", arms, lambda port, n=number: client.closed(port, n, each))
                 best = max(best, rows[PLAIN]["tok_s"])
-        client.prompts = "chat"
+        client.take("chat")
         for share in (float(share) for share in args.shares.split(",") if share):
             rate = share * best / TOKENS
             await level(f"poisson {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each))

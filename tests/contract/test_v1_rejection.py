@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from v1_metadata import metadata_of
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
@@ -24,36 +25,6 @@ def kernels():
     current_platform.import_kernels()
     register_kernels_once()
     current_platform.register_triton_kernel_overrides()
-
-
-def metadata_of(**changes):
-    """What vLLM's sampler is given of sampled requests without any parameter but a temperature."""
-    from vllm.v1.sample.logits_processor.state import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-
-    unused = (
-        "top_p",
-        "top_k",
-        "max_num_logprobs",
-        "prompt_token_ids",
-        "frequency_penalties",
-        "presence_penalties",
-        "repetition_penalties",
-        "allowed_token_ids_mask",
-    )
-    fields = {
-        "temperature": torch.tensor([0.8, 0.8]),
-        "all_greedy": False,
-        "all_random": True,
-        "no_penalties": True,
-        "generators": {},
-        "bad_words_token_ids": {},
-        "output_token_ids": [[7], [7]],
-        "spec_token_ids": [[], []],
-        "logitsprocs": LogitsProcessors(),
-        **dict.fromkeys(unused),
-    }
-    return SamplingMetadata(**fields | changes)
 
 
 def original(method):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from v1_metadata import metadata_of
 
 pytestmark = pytest.mark.contract
 
@@ -17,7 +18,6 @@ def metadata(drafts, written=(5, 2, 9, 3), least=6):
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
     from vllm.v1.sample.logits_processor.state import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
 
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     added = [
@@ -30,27 +30,13 @@ def metadata(drafts, written=(5, 2, 9, 3), least=6):
         for row, stops in STOPS.items()
     ]
     processor.update_state(BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
-    unused = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_num_logprobs",
-        "prompt_token_ids",
-        "frequency_penalties",
-        "presence_penalties",
-        "repetition_penalties",
-        "allowed_token_ids_mask",
-    )
-    return processor, SamplingMetadata(
+    return processor, metadata_of(
+        temperature=None,
         all_greedy=True,
         all_random=False,
-        no_penalties=True,
-        generators={},
-        bad_words_token_ids={},
         output_token_ids=[[7] * count for count in written],
         spec_token_ids=drafts,
         logitsprocs=LogitsProcessors([processor]),
-        **dict.fromkeys(unused),
     )
 
 

@@ -76,7 +76,7 @@ def _clients(level: dict[str, Any]) -> int:
 
 
 def _speedup(arms: dict[str, Any]) -> str:
-    """Return the median speedup, and those of the repeats one after the other."""
+    """Return the ratio of the median speeds, with the least and the greatest ratio of the repeats."""
     plain, ours = arms[PLAIN], arms[SERVED]
     each = sorted(one / other for one, other in zip(ours["all"], plain["all"], strict=True))
     return f"**{ratio(ours['tok_s'] / plain['tok_s'])}** ({each[0]:.2f}, {each[-1]:.2f})"

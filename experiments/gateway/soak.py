@@ -252,7 +252,7 @@ async def good(
     under_way: set[str],
     found: Counter[str],
 ) -> None:
-    """Ask again and again, with pauses of so many seconds on average, and check what comes."""
+    """Ask in a loop, with `pause` seconds in between on average, and check every answer."""
     draw, turn = random.Random(number), 0
     while time.monotonic() < until:
         turn += 1

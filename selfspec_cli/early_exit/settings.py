@@ -97,7 +97,7 @@ class DraftSettings:
     )
     k: int | None = knob(
         None,
-        help="draft length: at most so many tokens a round",
+        help="draft length: most tokens that are drafted in a speculation step",
         unit="tokens",
         low=1,
         high=256,

@@ -11,7 +11,7 @@ class Window(DraftContext):
     """The first block of the KV cache, and the blocks that hold at least so many of the last tokens."""
 
     name = "window"
-    help = "the first block of the context and at least so many of its last tokens: also draft_window=TOKENS"
+    help = "the first block of the context and at least that number of its last tokens: also draft_window=TOKENS"
     numbers = MappingProxyType({"TOKENS": 16})
     key = "draft_window"
     kernels = "selfspec_cli.vllm_plugin.contexts.window"

@@ -59,7 +59,10 @@ ENGINES: dict[str, dict[str, Any]] = {
         "kv_cache_memory_bytes": 6 << 30,
         "max_model_len": 131072,
         "max_num_batched_tokens": 8192,
-        "hf_overrides": {"rope_parameters": YARN},
+        "hf_overrides": {
+            "rope_parameters": YARN,
+            "max_position_embeddings": 131072,
+        },  # vLLM does not multiply it itself
     },
     "gemma": {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 4096},
     "smollm2": {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 2048},
@@ -320,7 +323,8 @@ def reference(name: str, model: str, folder: Path, paths: Mapping[str, str], few
             continue
         write(folder / f"{name} {case.name}.json", answered(llm, case))
         if case.name == "logit_bias":
-            write(folder / f"{name} min_p.json", exact_distribution(llm, few))
+            exact = exact_distribution(llm, few)
+            write(folder / f"{name} min_p.json", exact | {"plain": p_values(first_tokens(llm, few), exact["with"])})
 
 
 def answered(llm: Any, case: Case) -> list[dict[str, Any]] | dict[str, str]:
@@ -507,22 +511,29 @@ def exact_distribution(llm: Any, few: bool) -> dict[str, Any]:
     return found
 
 
-def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -> None:
-    """Many seeded requests with min_p, their first tokens compared with the exact distribution."""
+def first_tokens(llm: Any, few: bool) -> list[Any]:
+    """The first tokens of many seeded requests with min_p."""
     from vllm import SamplingParams
 
-    set_arm(llm, arm)
-    exact, requests = read(folder / f"{name} min_p.json"), 64 if few else 1536
-    before = counted(llm)
     common = {"temperature": TEMPERATURE, "min_p": MIN_P, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
-    params = [SamplingParams(seed=seed, **common) for seed in range(requests)]
-    prompts = [{"prompt_token_ids": sampled_prompt(llm)}] * requests
-    texts = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+    params = [SamplingParams(seed=seed, **common) for seed in range(64 if few else 4096)]
+    prompts = [{"prompt_token_ids": sampled_prompt(llm)}] * len(params)
+    return [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def p_values(texts: list[Any], places: list[dict[str, float]]) -> list[float]:
+    """Of each place, by `p_value`."""
+    return [p_value([text[place] for text in texts], of) for place, of in enumerate(places)]
+
+
+def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -> None:
+    """Many seeded requests with min_p, their first tokens compared with the exact distribution."""
+    set_arm(llm, arm)
+    exact = read(folder / f"{name} min_p.json")
+    before = counted(llm)
+    texts = first_tokens(llm, few)
     counts = since(llm, before)
-    found = {
-        kind: [p_value([text[place] for text in texts], of) for place, of in enumerate(places)]
-        for kind, places in exact.items()
-    }
+    found = {kind: p_values(texts, exact[kind]) for kind in ("with", "without")}
     outside = sum(str(text[place]) not in of for text in texts for place, of in enumerate(exact["with"]))
     made = drafts_were_made(counts, arm)
     # The first token is the target's own; the others were drafted. A right p-value of 1 would say nothing.
@@ -534,8 +545,9 @@ def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -
             "arm": arm,
             "ok": made and rejected and not outside and min(found["with"]) > ACCEPT,
             **counts,
-            "requests": requests,
+            "requests": len(texts),
             "p_values": found["with"],
+            "p_values_of_the_plain_engine": exact["plain"],
             "p_values_of_the_distribution_without_min_p": found["without"],
             "tokens_that_min_p_forbids": outside,
             "tokens_that_it_allows": [len(of) for of in exact["with"]],
@@ -576,7 +588,9 @@ def row(found: dict[str, Any]) -> None:
 def failed(name: str, case: str, arm: str, error: Exception) -> None:
     traceback.print_exc()
     words = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    row({"engine": name, "case": case, "arm": arm, "ok": False, "error": words})
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    row({"engine": name, "case": case, "arm": arm, "ok": False, "error": words, "where": where})
 
 
 def write(path: Path, what: Any) -> None:
@@ -615,8 +629,10 @@ def follow(
             print("ok  " if found["ok"] else "FAIL", json.dumps(found)[:400], flush=True)
     if process.wait():
         (folder / f"{name} has ended").touch()
-        error = f"ended with {process.returncode}, see {name.replace(' ', '_')}.log"
-        rows.append({"engine": name, "case": "the whole process", "ok": False, "error": error})
+        log = (folder / f"{name.replace(' ', '_')}.log").read_text(encoding="utf-8", errors="replace")
+        said = [line[-300:] for line in log.splitlines() if "Error" in line][-4:]
+        error = f"ended with {process.returncode}"
+        rows.append({"engine": name, "case": "the whole process", "ok": False, "error": error, "said": said})
         save()
 
 

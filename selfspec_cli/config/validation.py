@@ -14,18 +14,15 @@ from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
-from selfspec_cli.config.paths import prompts_file
 from selfspec_cli.config.schema import (
     LAUNCHERS_WITH,
     PROMPT_TABLES,
-    PROMPTS,
     ConfigError,
     GateConfig,
     LauncherConfig,
     Method,
     RunConfig,
     Runner,
-    WorkloadConfig,
     gate_threshold,
     head_spec,
 )
@@ -68,23 +65,6 @@ def validate(cfg: RunConfig) -> None:
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
-    _validate_prompts(cfg.workload)
-
-
-def _validate_prompts(work: WorkloadConfig) -> None:
-    """Refuse a file that is not there (of a benchmark, preflight.py does) or that the workload does not read."""
-    prompts = work.prompts
-    if work.path and prompts in PROMPTS:
-        raise ConfigError(
-            f"workload.path={work.path} with workload={work.name}: it is read by workload=spec_bench and gsm8k alone; "
-            f"choose one of them, or write workload.prompts={work.path}"
-        )
-    if prompts not in PROMPTS and not work.path and not prompts_file(prompts).is_file():
-        words = ", ".join(f'"{word}"' for word in PROMPTS)
-        raise ConfigError(
-            f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
-            f"({', '.join(PROMPT_TABLES)}) that exists"
-        )
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:

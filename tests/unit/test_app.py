@@ -426,8 +426,9 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
         seconds: float
         warnings: list
 
-    def run(cfg, *, layers, pairs, ridge, corpus, open_engine, progress):
-        asked.update(layers=layers, pairs=pairs, ridge=ridge, corpus=corpus, path=cfg.model.path)
+    def run(cfg, *, layers, heads, vocabularies, pairs, ridge, corpus, open_engine, progress):
+        assert (heads, vocabularies) == (("lens", "lsq"), ("full",))
+        asked.update(layers=[*layers], pairs=pairs, ridge=ridge, corpus=corpus, path=cfg.model.path)
         return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], 1.25, ["a chat model"])
 
     stand_in(monkeypatch, "selfspec_cli.stages.fit", run)

@@ -70,7 +70,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(runner=Runner.v1, engine=GPU), "runner=v1 with method=layer_skip"),
         (RunConfig(workload=WorkloadConfig(output_len=0)), "workload.output_len=0"),
         (RunConfig(workload=WorkloadConfig(temperature=-0.1)), "workload.temperature=-0.1"),
-        (RunConfig(workload=WorkloadConfig(prompts="/not/there")), "workload.prompts=/not/there"),
         (RunConfig(workload=WorkloadConfig(batch=64)), "engine.max_num_seqs=32"),
         (RunConfig(engine=EngineConfig(extra={"pipeline_parallel_size": 2})), "pipeline parallelism"),
         (RunConfig(engine=EngineConfig(gpu_memory_utilization=1.5)), "engine.gpu_memory_utilization=1.5"),

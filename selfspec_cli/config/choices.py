@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from selfspec_cli.config import paths
 from selfspec_cli.config.schema import GROUPS, ConfigError, GateConfig, HeadConfig, ModelConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError, closest
@@ -139,13 +137,7 @@ def unread_files() -> list[str]:
 
 def _read(file: Path) -> dict[str, Any]:
     """An experiment file: title, overrides, grids, targets."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
+    content = paths.read_yaml(file, _EXPERIMENT_KEYS)
+    if not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
-    for key in content:
-        if key not in _EXPERIMENT_KEYS:
-            raise ConfigError(f"{file}: {closest(key, _EXPERIMENT_KEYS, 'key')}")
     return content

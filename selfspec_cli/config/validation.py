@@ -30,7 +30,6 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
 from selfspec_cli.early_exit.knobs import out_of_range, refusal
-from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
@@ -162,22 +161,12 @@ def _validate_method(cfg: RunConfig) -> None:
 
 def _validate_view(cfg: RunConfig) -> None:
     """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
-    weights, method = cfg.draft_weights, cfg.method
-    if cfg.draft_weights_path is not None and method is Method.layer_skip:
+    if cfg.method is not Method.layer_skip:
+        return
+    if cfg.draft_weights_path is not None:
         path = Path(cfg.draft_weights_path).expanduser()
         if not path.is_file():
             raise ConfigError(f"draft_weights_path={path}: there is no such file; make it with: selfspec fit-weights")
-    if method is Method.baseline:
-        return
-    if method is not Method.layer_skip:
-        skipped = bool(skipped_layers(cfg.skip_layers))
-        for name, given in (("draft_weights", weights != "shared"), ("skip_layers", skipped)):
-            if given:
-                raise ConfigError(
-                    f"{name}={getattr(cfg, name)} with method={method}: it has no "
-                    "early-exit draft; use method=layer_skip, or leave it out"
-                )
-        return
     DraftView.of(cfg).check()
     check_weights(cfg, WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
 
@@ -190,17 +179,13 @@ def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
 
 
 def _validate_draft_sample_method(cfg: RunConfig) -> None:
-    """Of several methods, one that would take the likeliest tokens whatever was asked is refused, not passed over."""
-    given = f"draft_sample_method={cfg.draft_sample_method}"
-    if cfg.draft_sample_method == RunConfig.draft_sample_method:
-        return
-    if cfg.method is Method.vllm:
+    """Of several methods, vLLM's own would take the likeliest tokens whatever was asked: refused, not passed over."""
+    if cfg.draft_sample_method != RunConfig.draft_sample_method and cfg.method is Method.vllm:
+        given = f"draft_sample_method={cfg.draft_sample_method}"
         raise ConfigError(
             f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
             f"{speculative.KEY}.{given}"
         )
-    if cfg.method is Method.skip:
-        raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
 
 
 def _validate_runner(cfg: RunConfig) -> None:

@@ -74,12 +74,8 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(engine=EngineConfig(extra={"pipeline_parallel_size": 2})), "pipeline parallelism"),
         (RunConfig(engine=EngineConfig(gpu_memory_utilization=1.5)), "engine.gpu_memory_utilization=1.5"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=0.0)), "engine.kv_cache_gib=0.0"),
-        (replace(FP8, method=Method.skip), "draft_weights=fp8 with method=skip"),
-        (replace(FP8, method=Method.draft_model, model=DUMMY, **RANDOM), "draft_weights=fp8 with method=draft_model"),
-        (replace(FP8, **NGRAM), "draft_weights=fp8 with method=vllm"),
         (RunConfig(draft_sample_method="gredy"), "draft_sample_method 'gredy' is not known; allowed: greedy, probabil"),
         (RunConfig(draft_sample_method="gredy"), "did you mean 'greedy'?"),
-        (replace(DRAWN, method=Method.skip), "draft_sample_method=probabilistic with method=skip: it drafts nothing"),
         (replace(DRAWN, **NGRAM), "use speculative.draft_sample_method=probabilistic"),
     ],
 )

@@ -1,11 +1,12 @@
 """The GPUs and the processor cores of this host, handed to workers so that no two of them share one."""
 
 import os
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from selfspec_cli.config import machine
 
 CORES = "SELFSPEC_CORES"
 """Environment variable of a worker: the cores that it may use, separated by commas."""
@@ -61,11 +62,10 @@ def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
 def near_cores(gpu: str) -> list[int]:
     """Those of this process' cores that are on the side of the memory (the NUMA node) to which a GPU is attached; empty
     where nothing says or this process has none of them."""
-    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
     try:
-        bus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
-        words = Path(f"/sys/bus/pci/devices/{bus[-12:]}/local_cpulist").read_text(encoding="utf-8").strip()
-    except (OSError, subprocess.SubprocessError):
+        ((bus,),) = machine.asked_of_gpus("pci.bus_id", f"--id={gpu}")
+        words = Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/local_cpulist").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
         return []
     own = set(own_cores())  # taskset or a batch system may have given this process fewer
     return [core for part in words.split(",") if part for core in _range(part) if core in own]

@@ -131,9 +131,3 @@ def test_faults_of_the_verify_pass_can_be_planted_whatever_drafts(plant):
     run.check(cfg, Wanted(plant=plant))
     planted = [asked.plant for _, asked in run._jobs(cfg, Wanted(plant=plant))]
     assert planted == ([None, "accept_one_more", "biased_sampler"] if plant == "all" else [plant])
-
-
-def test_help():
-    shown = call("verify", "--help").stdout
-    assert "selfspec verify" in shown.split("Example")[-1]
-    assert "--dry-run" in shown and "--json" in shown

@@ -5,7 +5,6 @@ A user's ./conf and ./experiments add names and take the place of packaged ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,6 @@ EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
-FORMER = {("engine", "h100"): "gpu"}
-"""Names that choices had, by group: the words of published commands go on meaning what they meant."""
-
-
-def renamed(words: Sequence[str]) -> list[str]:
-    """What is said of choices that are typed by a name that they had."""
-    typed = [word.partition("=") for word in words]
-    return [
-        f"{group}={old} is called {group}={now} now"
-        for (group, old), now in FORMER.items()
-        if any(key == group and old in value.split(",") for key, _, value in typed)
-    ]
-
-
 _SUFFIX = ".yaml"
 _EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
 

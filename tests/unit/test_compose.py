@@ -599,12 +599,6 @@ def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(
         load_config(tmp_path / "trained.yaml")
 
 
-def test_the_engine_of_gpus_is_found_by_the_name_that_it_had():
-    assert one("engine=h100").engine == one("engine=gpu").engine
-    assert "did you mean 'gpu'" in refusal("engine=gpuu")
-    assert [cfg.engine.device for cfg in compose_runs(None, ["engine=cpu,h100"])] == ["cpu", "cuda"]
-
-
 def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp_path):
     cfg = one("layer=3")
     old = to_plain(cfg)

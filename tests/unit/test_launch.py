@@ -100,7 +100,7 @@ def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
 
 
 def test_no_device_is_held_twice_and_who_wants_many_is_not_passed_by():
-    pool, held, order = devices.Devices(range(2)), [], []
+    pool, held, order = devices.Devices(["0", "1"]), [], []
 
     def worker(name, count):
         with pool.taken(count) as mine:

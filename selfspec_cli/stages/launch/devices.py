@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from selfspec_cli.config import machine
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.schema import RunConfig
 
 CORES = "SELFSPEC_CORES"
 """Environment variable of a worker: the cores that it may use, separated by commas."""
@@ -14,14 +16,14 @@ A_WORKER = 2  # cores that an engine on the CPU needs
 
 
 class Devices:
-    """A pool of numbered devices. Several can be taken at once; who waits for many does not starve."""
+    """A pool of devices. Several can be taken at once; who waits for many does not starve."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._free, self._all = list(numbers), len(numbers)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._free, self._all = list(names), len(names)
         self._changed, self._turn = threading.Condition(), threading.Lock()
 
     @contextmanager
-    def taken(self, count: int) -> Iterator[list[int]]:
+    def taken(self, count: int) -> Iterator[list[str]]:
         """Hold `count` devices. Raises ValueError where there are never that many."""
         if count > self._all:
             raise ValueError(f"{count} of {self._all} devices are wanted")
@@ -34,6 +36,21 @@ class Devices:
             with self._changed:
                 self._free = sorted([*self._free, *mine])
                 self._changed.notify_all()
+
+
+def free(cfg: RunConfig) -> list[str]:
+    """What workers on this host can be given: its idle pairs of cores, such as "0,1", or its GPUs."""
+    if device_of(cfg) == "cpu":
+        return [",".join(map(str, pair)) for pair in free_pairs(own_cores(), os.getloadavg()[0])]
+    return gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
+
+
+def environment(cfg: RunConfig, held: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that holds some of `free`; of one that has what Slurm gives it, without any."""
+    if device_of(cfg) != "cpu":
+        return of_gpus(held) if held else {}
+    cores = held[0].split(",") if held else []
+    return ({CORES: held[0]} if held else {}) | {"OMP_NUM_THREADS": str(len(cores) or A_WORKER)}
 
 
 def free_pairs(cores: Sequence[int], load: float) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,7 +37,6 @@ def verify(
         float | None,
         typer.Option("--near-tie", min=0, help="Gap in nats up to which two tokens count as equally likely."),
     ] = None,
-    no_sampling: Annotated[bool, typer.Option("--no-sampling", help="Leave out sampled requests.")] = False,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant this fault, or all of them in turn: each must be named.")
     ] = None,
@@ -46,7 +44,7 @@ def verify(
 ) -> None:
     """Show that an arm is lossless here: compare greedy and sampled outputs with those of an engine without drafts."""
     cfg = configs.one(overrides, config)
-    wanted = _wanted(thorough, only, batch_invariant, near_tie, no_sampling, plant, repeat)
+    wanted = _wanted(thorough, only, batch_invariant, near_tie, plant, repeat)
     document = _document(cfg, wanted, out)
     out.answer(document, lambda: show(document))
     raise typer.Exit(_exit_code(document))
@@ -57,7 +55,6 @@ def _wanted(
     only: str,
     batch_invariant: bool,
     near_tie: float | None,
-    no_sampling: bool,
     plant: str | None,
     repeat: int,
 ) -> Wanted:
@@ -75,8 +72,6 @@ def _wanted(
         for name in names:
             if name not in allowed:
                 raise ConfigError(closest(name, allowed, option))
-    if no_sampling:
-        size = replace(size, samples=0)
     return Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
 
 

@@ -209,10 +209,10 @@ def finalist(layer, plain):
 
 
 def test_a_machine_that_changed_its_pace_between_two_exits_is_a_warning():
-    (warning,) = tune.doubts([finalist(4, 210.0), finalist(3, 149.0), finalist(4, 210.0)])
+    (warning,) = tune.pace_warnings([finalist(4, 210.0), finalist(3, 149.0), finalist(4, 210.0)])
     assert "149 tok/s beside E3-lens and 210 tok/s beside E4-lens" in warning
     assert "41%" in warning
-    assert tune.doubts([finalist(3, 100.0), finalist(4, 114.0)]) == []
+    assert tune.pace_warnings([finalist(3, 100.0), finalist(4, 114.0)]) == []
 
 
 def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch):

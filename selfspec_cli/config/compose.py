@@ -138,7 +138,9 @@ def _points(words: Sequence[Word], sweep: bool, files: Files) -> Iterator[RunCon
         axes.pop(word.key, None)
         axes[word.key] = _axis(word)
     for point in itertools.product(*axes.values()):
-        cfg = files.compose(tuple(itertools.chain.from_iterable(choice.files for choice in point))).config
+        made = files.compose(tuple(itertools.chain.from_iterable(choice.files for choice in point)))
+        referred = {choice.key: choice.values[choice.key] for choice in point if choice.key in made.refers_to}
+        cfg = made.config(referred)
         groups = [choice.values for choice in point if choice.key in GROUPS]
         settings = [choice.values for choice in point if choice.key not in GROUPS]
         yield _with(cfg, [*groups, *settings])
@@ -154,6 +156,8 @@ def _axis(word: Word) -> list[_Choice]:
     for value, text in zip(word.values, word.texts, strict=True):
         if is_free_form(word.key):  # a key that is not there yet is no mistake, and a dict joins the one that is
             found.append(_Choice(word.key, files=(f"++{word.key}={text}",)))
+        elif isinstance(value, str) and "${" in value:
+            found.append(_Choice(word.key, files=(f"{word.key}={text}",)))
         else:
             found.append(_Choice(word.key, values={word.key: _converted(word, value)}))
     return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, lru_cache
@@ -37,22 +38,33 @@ class _Root(RunConfig):
 
 
 class Composed:
-    """What Hydra made of files."""
+    """What Hydra made of files, and the config that it is with values set in it."""
 
     def __init__(self, made: DictConfig, overrides: tuple[str, ...]) -> None:
         self._made, self._overrides = made, overrides
+        self._known: dict[tuple[Any, ...], RunConfig] = {}
 
     @cached_property
-    def config(self) -> RunConfig:
-        """The config in the schema's types; raises ConfigError."""
-        plain = OmegaConf.to_container(self._made, resolve=False)
-        _refuse_references(plain)
-        try:
-            cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
-        except OmegaConfBaseException as error:
-            raise ConfigError(_explain(error, self._overrides)) from error
-        assert isinstance(cfg, RunConfig)
-        return cfg
+    def refers_to(self) -> frozenset[str]:
+        """The keys to which interpolations in the files refer."""
+        return frozenset(_references(OmegaConf.to_container(self._made, resolve=False), ()))
+
+    def config(self, values: Mapping[str, Any]) -> RunConfig:
+        """The config in the schema's types, interpolations resolved with `values` (by dotted key); raises ConfigError.
+        The same values give the same object."""
+        key = tuple(values.items())
+        if key not in self._known:
+            made = copy.deepcopy(self._made) if values else self._made
+            for name, value in values.items():
+                OmegaConf.update(made, name, value)
+            try:
+                plain = _escaped(OmegaConf.to_container(made, resolve=True))
+                cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
+            except OmegaConfBaseException as error:
+                raise ConfigError(_explain(error, self._overrides)) from error
+            assert isinstance(cfg, RunConfig)
+            self._known[key] = cfg
+        return self._known[key]
 
 
 class Files:
@@ -110,13 +122,23 @@ def _register(base: RunConfig | None, overridden: set[str]) -> None:
     ConfigStore.instance().store(name=_ROOT, node=_Root(**values, defaults=["_self_", *defaults]))
 
 
-def _refuse_references(value: Any, key: str = "") -> None:
-    """Raise ConfigError for a value such as ${k}: files are composed before a point's own settings are known."""
+def _escaped(value: Any) -> Any:
+    """The same values with every `${` in a text as it stands: OmegaConf takes no interpolation for one."""
+    if isinstance(value, dict):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [*map(_escaped, value)]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _references(value: Any, place: tuple[str, ...]) -> Iterator[str]:
+    """The keys to which the interpolations below `value` refer: ${workload.batch}, or ${.batch} from beside it."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            _refuse_references(inner, f"{key}.{name}" if key else str(name))
+            yield from _references(inner, (*place, str(name)))
     elif isinstance(value, str) and "${" in value:
-        raise ConfigError(f"{key}={value}: a reference to another setting is not followed here; write the value")
+        for dots, name in re.findall(r"\$\{\s*(\.*)([\w.]+)\s*\}", value):
+            yield ".".join([*place[: len(place) - len(dots)], name] if dots else [name])
 
 
 def _file_of(overrides: Sequence[str]) -> str:

@@ -32,8 +32,8 @@ from selfspec_cli.early_exit.view import own_names
 
 _FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)\(.*\)\s*")
 _SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
-_PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.S)
-"""Of a value: an escaped sign, quoted text, or any other sign."""
+_PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.S)
+"""Of a value: an escaped sign, quoted text, the beginning of an interpolation, or any other sign."""
 
 _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
 
@@ -169,6 +169,9 @@ def _parse(text: str) -> Word:
         found = [*override.sweep_iterator()] if sweep else [value]
         values = tuple(map(_plain, found))
         texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
+        # Of an interpolation without quotes Hydra would escape the braces.
+        refers = [isinstance(one, str) and "${" in one for one in values]
+        texts = [_in_quotes(one) if it else text for one, text, it in zip(values, texts, refers, strict=True)]
     if key not in (EXPERIMENT, TUNED, *other_names()):
         type_of(key)
         option = option_of(key)
@@ -258,10 +261,10 @@ def _quoted(text: str) -> str:
 
 
 def _parts(value: str) -> list[str]:
-    """A value split at its commas, but not at those of quoted text, and of a list or a mapping."""
+    """A value split at its commas, but not at those of quoted text, of interpolations, and of a list or a mapping."""
     parts, depth = [""], 0
     for piece in _PIECES.findall(value):
-        begins = piece in "[{" and bool(depth or not parts[-1].strip())
+        begins = piece == "${" or (piece in "[{" and (depth or not parts[-1].strip()))
         depth += begins - (piece in "]}" and depth > 0)
         if piece == "," and not depth:
             parts.append("")
@@ -273,7 +276,12 @@ def _parts(value: str) -> list[str]:
 def _quote(part: str) -> str:
     if re.fullmatch(r"""'.*'|".*"|[\[{].*|null""", part, re.S | re.I):
         return part
-    return QuotedString(_SPECIAL.sub(r"\1", part), Quote.single).with_quotes()
+    return _in_quotes(_SPECIAL.sub(r"\1", part))
+
+
+def _in_quotes(text: str) -> str:
+    """`text` in quotes; an interpolation may hold single ones of its own."""
+    return QuotedString(text, Quote.double if "${" in text and "'" in text else Quote.single).with_quotes()
 
 
 def _takes_text(key: str) -> bool:

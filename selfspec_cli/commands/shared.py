@@ -19,7 +19,7 @@ Overrides = Annotated[
 ]
 OUTPUT = {
     "as_json": typer.Option("--json", help="End stdout with one line of JSON."),
-    "dry_run": typer.Option("--dry-run", help="Show what would run; start no engine."),
+    "dry_run": typer.Option("--dry-run", help="Show what would be done, and do nothing."),
     "debug": typer.Option("--debug", help="Show tracebacks, and all that vLLM and its libraries print."),
 }
 """The options of every command, by the fields of `Output`."""

@@ -1,7 +1,7 @@
 """Record how two engines write the same text, for `streams.py` to draw.
 
     python experiments/blog/record.py --out streams.json --title "..." \
-        model=./qwen2.5-coder-1.5b draft_weights=int4 k=12 workload=coding workload.output_len=256 engine=h100
+        model=./qwen2.5-coder-1.5b draft_weights=int4 k=12 workload=coding workload.output_len=256 engine=gpu
     python experiments/blog/streams.py streams.json --out docs/blog/streams_qwen.svg
 
 The settings describe one point of `selfspec sweep`. Its engine, then the baseline's, continue one prompt of the

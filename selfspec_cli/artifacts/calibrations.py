@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.keys import step_options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.calibration import Calibration
@@ -48,7 +47,8 @@ def exit_name(cfg: RunConfig) -> str:
     view = DraftView.of(cfg)
     options = replace(view, context=Context()).options()
     weights = {name: options.pop(name) for name in ("draft_weights",) if name in options}
-    parts += [_named(name, str(value)) for name, value in (weights | step_options(cfg) | options).items()]
+    drawn = {} if cfg.draft_sample_method == RunConfig.draft_sample_method else {"drawn": cfg.draft_sample_method}
+    parts += [_named(name, str(value)) for name, value in (weights | drawn | options).items()]
     parts += [] if view.context.is_full else [str(view.context).replace(":", "")]
     parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
     parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []

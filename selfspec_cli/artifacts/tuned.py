@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.config.keys import step_options
 from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import GateConfig, RunConfig, gate_threshold
 from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.early_exit.settings import arm_settings
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.whole import written
 
-_BY_LOAD = ("length_table", "free_drafts")
 _MORE = ("head_dir", "runner")
-"""Written down only if not the default, as those by load are."""
+"""Written down only if not the default, as the settings of an arm are."""
 
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
@@ -32,9 +31,8 @@ def overrides(cfg: RunConfig) -> list[str]:
     threshold, default = gate_threshold(cfg), RunConfig()
     layer, *view = DraftView.of(cfg).overrides()
     words = [layer, f"k={cfg.k}", *view]
-    words += [f"{name}={value}" for name, value in step_options(cfg).items()]
     words += [f"{name}={value}" for name in _MORE if (value := getattr(cfg, name)) != getattr(default, name)]
-    words += [f"{name}={value}" for name in _BY_LOAD if (value := getattr(cfg, name)) != getattr(default, name)]
+    words += [f"{name}={value}" for name, value in arm_settings(replace(cfg, acceptance_length=None)).items()]
     words += [f"gate={cfg.gate.kind}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
     return words
 

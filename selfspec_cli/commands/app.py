@@ -14,8 +14,7 @@ from selfspec_cli.commands.bench import bench
 from selfspec_cli.commands.check import check
 from selfspec_cli.commands.doctor import doctor
 from selfspec_cli.commands.eval import evaluate
-from selfspec_cli.commands.fit import fit_heads
-from selfspec_cli.commands.fit_lsq import fit_lsq
+from selfspec_cli.commands.fit import fit_heads, fit_lsq
 from selfspec_cli.commands.fit_weights import fit_draft_weights
 from selfspec_cli.commands.gateway import gateway
 from selfspec_cli.commands.help import Commands

@@ -6,14 +6,12 @@ from typing import Annotated, Any
 from xml.etree import ElementTree
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands import load as load_command
-from selfspec_cli.commands.measuring import ENGINES, Means
-from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, emit, guard, say, warn
-from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.measuring import ENGINES, Backend
+from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, warn
+from selfspec_cli.commands.shared import Overrides, command
 from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import Keys
@@ -29,7 +27,6 @@ from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
 STYLES = {GREEN: "green", RED: "bold red", UNSURE: "yellow"}
-WIDTH = 160  # of a table that no terminal shows
 PLANTS = "planted"  # folder of runs with a fault, below the results folder
 
 
@@ -37,39 +34,37 @@ PLANTS = "planted"  # folder of runs with a fault, below the results folder
     epilog="Examples: selfspec check experiments/checks/cpu_micro.yaml   ·   selfspec check "
     "experiments/checks/h100_8b.yaml results_dir=results/h100 --junit checks.xml",
     settings=False,
+    then=ROWS_KEPT,
 )
 def check(
+    out: Output,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/checks/; docs/verify.md.")],
     overrides: Overrides = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdict as JUnit XML, too.")] = None,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant a fault that costs speed: the verdict must be red.")
     ] = None,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Performance check: is the speed still what FILE asks for? Exit code 0: green; 1: red, or not measurable, which
     the last line says; 2: bad input, or its micro check was not green yet."""
-    with guard(as_json, debug, ROWS_KEPT):
-        asked = check_file.with_words(check_file.read(file), overrides or [])
-        cfgs = _configs(asked, file, plant)
-        folder = Path(plan.results_dir(cfgs))
-        if dry_run:
-            return _show_plan(asked, cfgs, folder, as_json)
-        preflight.check_device(cfgs[0])
-        means: Means = load_command.servers(cfgs, []) if asked.served else ENGINES
-        run_id = results_folder.new_run_id()
-        with tracked("check", cfgs[0]), at_work("check", folder, debug) as shown:
-            open_engine, bench = means.opened(shown, run_id)
-            document = stage.run(
-                asked, cfgs, open_engine=open_engine, bench=bench, progress=shown, plant=plant, run_id=run_id
-            )
-        if junit is not None:
-            with written(junit) as part:
-                part.write_bytes(as_junit(document))
-        emit(document) if as_json else show(document)
-        raise typer.Exit(0 if document["outcome"] == GREEN else RUN_FAILED)
+    asked = check_file.with_words(check_file.read(file), overrides or [])
+    cfgs = _configs(asked, file, plant)
+    folder = Path(plan.results_dir(cfgs))
+    if out.dry_run:
+        return _show_plan(asked, cfgs, folder, out)
+    preflight.check_device(cfgs[0])
+    backend: Backend = load_command.servers(cfgs, []) if asked.served else ENGINES
+    run_id = results_folder.new_run_id()
+    with tracked("check", cfgs[0]), at_work("check", folder, out.debug) as shown:
+        open_engine, bench = backend.opened(shown, run_id)
+        document = stage.run(
+            asked, cfgs, open_engine=open_engine, bench=bench, progress=shown, plant=plant, run_id=run_id
+        )
+    if junit is not None:
+        with written(junit) as part:
+            part.write_bytes(as_junit(document))
+    out.answer(document, lambda: show(document))
+    raise typer.Exit(0 if document["outcome"] == GREEN else RUN_FAILED)
 
 
 def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]:
@@ -95,30 +90,28 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
     return found
 
 
-def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, as_json: bool) -> None:
+def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Output) -> None:
     """What would be measured, and what each case asks for."""
     points = plan.plan(cfgs, results_folder.heads(folder), again=True)
-    refused = stage.refusal(asked, folder, Keys().device(cfgs[0]))
     limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
-    if as_json:
-        return emit(screen.plan_document(points) | {"refused": refused} | limits)
-    screen.show_plan(points)
-    screen.show_facts({"refused": refused} | limits)
+    facts = {"refused": stage.refusal(asked, folder, Keys().device(cfgs[0]))} | limits
+    if not out.as_json:
+        screen.show_plan(points)
+    out.answer(screen.plan_document(points) | facts, lambda: screen.show_facts(facts))
 
 
 def show(document: dict[str, Any]) -> None:
     """A table for each case, and the verdict in one line."""
-    results, console = [Result(**one) for one in document["results"]], Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=WIDTH)
+    results = [Result(**one) for one in document["results"]]
     for name in dict.fromkeys(result.case for result in results):
-        table = Table(title=name, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for column in ("asked for", "measured", "outcome"):
-            table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
-        for result in (result for result in results if result.case == name and result.outcome != ABSENT):
-            said = result.outcome + (f": {result.note}" if result.note else "")
-            table.add_row(result.asked, result.measured, said, style=STYLES[result.outcome])
-        console.print(table)
+        of_case = [result for result in results if result.case == name and result.outcome != ABSENT]
+        say(name, "bold")
+        screen.table(
+            ("asked for", "measured", "outcome"),
+            [(one.asked, one.measured, ": ".join(filter(None, (one.outcome, one.note)))) for one in of_case],
+            text=(0, 2),
+            styles=[STYLES[result.outcome] for result in of_case],
+        )
     absent = [result for result in results if result.outcome == ABSENT]
     for note in dict.fromkeys(result.note for result in absent):
         names = dict.fromkeys(result.asked.partition(" ")[0] for result in absent if result.note == note)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from selfspec_cli.commands import screen
+from selfspec_cli.commands.screen import Output, say
 from selfspec_cli.config.paths import data_dir
 from selfspec_cli.config.schema import ConfigError, RunConfig
 
@@ -46,18 +46,15 @@ def command(cfg: RunConfig, words: Sequence[str], options: Sequence[str] = ()) -
     return made
 
 
-def launch(cfg: RunConfig, words: Sequence[str], options: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
+def launch(cfg: RunConfig, words: Sequence[str], options: Sequence[str], out: Output) -> None:
     """Show the command, and unless `dry_run` run it; its exit code is this command's.
 
     Raises:
         ConfigError: SkyPilot is not installed.
     """
     made = command(cfg, words, options)
-    if as_json:
-        screen.emit({"command": made})
-    else:
-        screen.say(shlex.join(made))
-    if dry_run:
+    out.answer({"command": made}, lambda: say(shlex.join(made)))
+    if out.dry_run:
         return
     if shutil.which("sky") is None:
         raise ConfigError(

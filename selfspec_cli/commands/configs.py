@@ -23,12 +23,12 @@ def results_dir(overrides: list[str] | None) -> Path:
 
 
 def several(overrides: list[str] | None, *, sweep: bool = True, config: Path | None = None) -> list[RunConfig]:
-    """The points that a user's words span, and warnings for old names and for what in ./conf nobody reads."""
-    from selfspec_cli.config.choices import renamed, unread_files
+    """The points that a user's words span, and warnings for what in ./conf nobody reads."""
+    from selfspec_cli.config.choices import unread_files
     from selfspec_cli.config.compose import compose_runs
 
     runs = compose_runs(None, overrides or [], sweep=sweep, config=config)
-    warn([*unread_files(), *renamed(overrides or [])])
+    warn(unread_files())
     return runs
 
 

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from selfspec_cli.commands.screen import emit, guard, note, say
-from selfspec_cli.commands.shared import Debug, DryRun, Json, command
+from selfspec_cli.commands import screen
+from selfspec_cli.commands.screen import Output, note, say
+from selfspec_cli.commands.shared import command
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.engine.server import listening_error
 from selfspec_cli.record.gateway_log import ALL
@@ -28,20 +27,17 @@ DEMO = "demo"
     settings=False,
 )
 def gateway(
+    out: Output,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME|FILE.yaml [KEY=VALUE]", help="One of conf/gateway/, or a file; docs/gateway.md."),
     ] = None,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Route requests to several servers: the best one for each, streams that survive, and the gain. See `demo`."""
-    with guard(as_json, debug):
-        route(words or [], as_json=as_json, dry_run=dry_run)
+    route(words or [], out)
 
 
-def route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
+def route(words: Sequence[str], out: Output) -> None:
     """words: the name or file of a gateway, if any, and overrides KEY=VALUE."""
     from selfspec_cli.gateway import files
 
@@ -53,35 +49,39 @@ def route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
             f"name a gateway or a file; allowed: {', '.join(files.choices())}, NAME.yaml; "
             "selfspec gateway demo shows one on a CPU"
         )
-    made = files.load(named[0] if named else None, [word for word in words if "=" in word])
-    if dry_run:
-        return emit({"dry_run": True, "gateway": asdict(made)}) if as_json else say(_text(made))
+
+    def load() -> GatewaySettings:
+        return files.load(named[0] if named else None, [word for word in words if "=" in word])
+
+    settings = load()
+    if out.dry_run:
+        return out.answer({"dry_run": True, "gateway": asdict(settings)}, lambda: say(_text(settings)))
     if named == [DEMO]:
-        return _demo(made, as_json)
+        return _demo(settings, out)
     from selfspec_cli.gateway.server import serve
 
-    if (error := listening_error(made.host, made.port)) is not None:  # before servers load their models
+    if (error := listening_error(settings.host, settings.port)) is not None:  # before servers load their models
         raise ConfigError(
-            f"port={made.port}: it cannot listen on {made.host}:{made.port} ({error.strerror})"
+            f"port={settings.port}: it cannot listen on {settings.host}:{settings.port} ({error.strerror})"
         ) from error
-    serve(made, note, lambda: files.load(named[0] if named else None, [word for word in words if "=" in word]))
+    serve(settings, note, load)
 
 
-def _text(made: GatewaySettings) -> str:
+def _text(settings: GatewaySettings) -> str:
     import yaml
 
-    return str(yaml.safe_dump(asdict(made), sort_keys=False)).rstrip()
+    return str(yaml.safe_dump(asdict(settings), sort_keys=False)).rstrip()
 
 
-def _demo(made: GatewaySettings, as_json: bool) -> None:
+def _demo(settings: GatewaySettings, out: Output) -> None:
     from selfspec_cli.gateway import demo
 
     try:
-        found = demo.run(made, note)
+        found = demo.run(settings, note)
     except demo.DemoFailed as error:
         note(f"failed: {error}")
         raise typer.Exit(1) from error
-    emit(found) if as_json else _show(found)
+    out.answer(found, lambda: _show(found))
 
 
 ROUTES = {
@@ -107,32 +107,25 @@ BASELINE = "baseline: requests drawn at random that went to the first backend, w
 
 
 def _show(found: dict[str, Any]) -> None:
-    console = Console(width=None if Console().is_terminal else 160)
-    title = "What requests took, by backend: times are medians, the rest are sums; prices are made up"
-    table = Table(*ROUTES, title=title)
-    for row in found["routes"]:
-        shown = row | {"plain": "baseline" if row["plain"] else "by policy"}
-        table.add_row(*(_cell(shown[field]) for field in ROUTES.values()))
-    console.print(table)
-    title = "What routing gained: baseline over routed, for one token of the answer; above 1 routing is better"
-    table = Table(*GAINS, title=title)
-    for gain in found["gains"]:
-        interval = "" if gain["low"] is None else f"{gain['low']:.2f} to {gain['high']:.2f}"
-        backend = "all together" if gain["route"] == ALL else gain["route"]
-        table.add_row(
+    say("What requests took, by backend: times are medians, the rest are sums; prices are made up", "bold")
+    routes = [row | {"plain": "baseline" if row["plain"] else "by policy"} for row in found["routes"]]
+    screen.table(tuple(ROUTES), [[_cell(row[field]) for field in ROUTES.values()] for row in routes], text=(0, 1))
+    say("What routing gained: baseline over routed, for one token of the answer; above 1 routing is better", "bold")
+    gains = [
+        (
             gain["model"],
-            backend,
+            "all together" if gain["route"] == ALL else gain["route"],
             COMPARED[gain["of"]],
-            str(gain["requests"]),
-            str(gain["plain_requests"]),
+            gain["requests"],
+            gain["plain_requests"],
             "" if gain["gain"] is None else f"{gain['gain']:.2f}",
-            interval,
+            "" if gain["low"] is None else f"{gain['low']:.2f} to {gain['high']:.2f}",
         )
-    console.print(table)
+        for gain in found["gains"]
+    ]
+    screen.table(GAINS, gains, text=(0, 1, 2))
     say(BASELINE)
-    for name, value in found["checks"].items():
-        say(f"{name}: {value}")
-    say(f"log of every request: {found['log']}")
+    screen.show_files(found["checks"] | {"log of every request": found["log"]})
 
 
 def _cell(value: Any) -> str:

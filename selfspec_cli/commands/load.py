@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.measuring import Means, Ways, measure
-from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard, rows_document, say, show_facts, warn
-from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.measuring import Backend, SweepOptions, measure
+from selfspec_cli.commands.screen import ROWS_KEPT, Output, emit, rows_document, say, warn
+from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
 from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
@@ -55,9 +55,12 @@ class Elsewhere:
 
 @command(
     epilog="Examples: selfspec load experiment=soak   ·   selfspec load layer=3 k=4 load.clients=1,8,32   ·   "
-    "selfspec load load.share=0.3,0.6,0.9 --tpot-limit 50   ·   selfspec load --url http://localhost:8000 load.rate=2"
+    "selfspec load load.share=0.3,0.6,0.9 load.tpot_limit=50   ·   "
+    "selfspec load --url http://localhost:8000 load.rate=2",
+    then=ROWS_KEPT,
 )
 def load(
+    out: Output,
     overrides: Overrides = None,
     config: Config = None,
     url: Annotated[
@@ -70,38 +73,22 @@ def load(
         str | None, typer.Option("--served-model", help="With --url: which of its models; its first one.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="With --url: ask for chats, not for completions.")] = False,
-    ttft_limit: Annotated[float | None, typer.Option("--ttft-limit", help="As load.ttft_limit, ms.")] = None,
-    tpot_limit: Annotated[float | None, typer.Option("--tpot-limit", help="As load.tpot_limit, ms.")] = None,
     limit: Annotated[
         list[str] | None,
         typer.Option("--slo", help="Find the greatest load that keeps a limit in ms: ttft_p99=200; repeatable."),
     ] = None,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Load-test servers: closed loop, Poisson or bursty arrivals, a soak; the baseline and each arm, one after the
     other, or one that runs already. With --slo: the most clients and the greatest rate that keep limits of latency.
     What stands behind -- goes to the servers that are started."""
-    with guard(as_json, debug, ROWS_KEPT):
-        words = list(overrides or [])
-        split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        more = words[split:]
-        words = [*words[:split], *limits(ttft_limit, tpot_limit)]
-        runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
-        how = {"as_json": as_json, "dry_run": dry_run, "debug": debug}
-        if url is None:
-            refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
-            return own_servers(runs, more, **how)
-        knows = config is not None or any(word.startswith(("model=", "model.")) for word in words)
-        where = Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
-        elsewhere(of_elsewhere(runs), where, **how)
-
-
-def limits(ttft: float | None, tpot: float | None) -> list[str]:
-    """Options as the settings that they are short for."""
-    given = {"ttft_limit": ttft, "tpot_limit": tpot}
-    return [f"load.{name}={value}" for name, value in given.items() if value is not None]
+    words, more = split_at_dashes(overrides)
+    runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
+    if url is None:
+        refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
+        return own_servers(runs, more, out)
+    knows = config is not None or any(word.startswith(("model=", "model.")) for word in words)
+    where = Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
+    elsewhere(of_elsewhere(runs), where, out)
 
 
 def refuse_without_url(**given: Any) -> None:
@@ -120,18 +107,18 @@ def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
     return found
 
 
-def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dry_run: bool, debug: bool) -> None:
+def own_servers(runs: list[RunConfig], more: Sequence[str], out: Output) -> None:
     """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's."""
     for cfg in runs:
         server.front_end(cfg)
-        if not dry_run and cfg.load.kind:
+        if not out.dry_run and cfg.load.kind:
             _check_prompts(cfg)
-    measure("load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more))
+    measure("load", runs, SweepOptions(again=True), out, servers(runs, more))
 
 
-def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Means:
+def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Backend:
     """Servers in place of engines. more: options of vLLM's."""
-    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _searched, _page)
+    return Backend(lambda shown, run_id: _servers(runs, more, shown, run_id), _warnings, _searched, _page)
 
 
 def _searched(points: Sequence[Any]) -> list[str]:
@@ -144,6 +131,7 @@ def _check_prompts(cfg: RunConfig) -> None:
     """Refuse prompts that cannot be had before a server has started; raises ConfigError."""
     from selfspec_cli.texts import prompt_files
 
+    preflight.check_prompts(cfg)
     if prompt_files.is_prompt_file(cfg.workload.prompts):
         prompt_files.read(cfg.workload.prompts, cfg.load.column)
 
@@ -168,7 +156,7 @@ def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, ru
     return opened, slo.Search(stage.Loader(folder / stage.FOLDER / run_id))
 
 
-def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run: bool, debug: bool) -> None:
+def elsewhere(runs: list[RunConfig], where: Elsewhere, out: Output) -> None:
     """Ask servers that run already; the exit code says how it went."""
     folder = Path(results_dir(runs))
     preflight.check_folder(str(folder))
@@ -179,26 +167,25 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run
     for cfg in runs:
         _check_prompts(cfg)
     loads = list(dict.fromkeys(asked_in_words(tables.planned(cfg)) for cfg in runs))
-    if dry_run:
-        facts = {"servers": urls, "path": where.path, "loads": loads, "repeats": runs[0].load.repeats}
-        return emit({"dry_run": True, **facts}) if as_json else show_facts(facts)
-    servers = [server.connect(url, where.model) for url in urls]
+    if out.dry_run:
+        return out.plan({"servers": urls, "path": where.path, "loads": loads, "repeats": runs[0].load.repeats})
+    asked = [server.connect(url, where.model) for url in urls]
     run_id = results_folder.new_run_id()
     loader = stage.Loader(folder / stage.FOLDER / run_id, where.path, where.knows_model)
-    loader.ignores_eos = all(_takes_ignore_eos(found, where.path) for found in servers)
+    loader.ignores_eos = all(_takes_ignore_eos(one, where.path) for one in asked)
     warn([] if loader.ignores_eos else ["the server does not know ignore_eos: requests may end before their length"])
-    with tracked("load", runs[0]), at_work("load", folder, debug) as shown:
-        result = load_url.run(runs, servers, slo.Search(loader), loader.path, run_id=run_id, progress=shown)
-    warn([*result.warnings, *_doubts(result.points)])
-    page = _page(folder)
-    if as_json:
+    with tracked("load", runs[0]), at_work("load", folder, out.debug) as shown:
+        result = load_url.run(runs, asked, slo.Search(loader), loader.path, run_id=run_id, progress=shown)
+    warn([*result.warnings, *_warnings(result.points)])
+    page, searches = _page(folder), _searched(result.points)
+    if out.as_json:
         document = {"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings}
-        emit(document | ({"found": said} if (said := _searched(result.points)) else {}))
+        emit(document | ({"found": searches} if searches else {}))
     else:
         from selfspec_cli.report import table
 
         table.show(result.rows, Console())
-        for line in _searched(result.points):
+        for line in searches:
             say(line)
         say(f"rows in {folder / results_folder.SUMMARY}; page: {page}")
     raise typer.Exit(result.exit_code)
@@ -228,13 +215,13 @@ def _takes_ignore_eos(found: server.Server, path: str) -> bool:
     ) from problem
 
 
-def _doubts(points: Sequence[Any]) -> list[str]:
+def _warnings(points: Sequence[Any]) -> list[str]:
     """What the points of a command say against their own figures."""
     return [
-        f"{label(row)}, {asked_in_words(row)}: {doubt}"
+        f"{label(row)}, {asked_in_words(row)}: {warning}"
         for point in points
         for row in [tables.row(point)]
-        for doubt in stage.doubts(point.engine)
+        for warning in stage.warnings(point.engine)
     ]
 
 

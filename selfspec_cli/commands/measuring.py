@@ -1,10 +1,9 @@
-"""What `bench` and `sweep` share: plan, measure on real engines, show."""
+"""What commands that measure share: plan, measure on real engines, show."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from rich.console import Console
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
-from selfspec_cli.commands.live_page import LivePage
-from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, emit, note, rows_document, say, warn
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
 from selfspec_cli.commands.tracked import send, tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
@@ -30,45 +28,48 @@ from selfspec_cli.stages import sweep as sweep_stage
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How a sweep is gone about.
+class SweepOptions:
+    """Which points a sweep measures, and until when.
 
-    again: measure finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed.
-    max_hours: begin no point after that; None for no limit. watch: make the page again after points. execute: run the
-    answers of HumanEval with their tests.
+    again: finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed. max_hours: begin
+    no point after that; None for no limit.
     """
 
     again: bool = False
     reuse_baseline: bool = False
     retry_failed: bool = False
     max_hours: float | None = None
-    watch: bool = False
-    execute: bool = False
 
     @property
     def plan(self) -> dict[str, bool]:
         """Arguments of `plan.plan`."""
         return {name: getattr(self, name) for name in ("again", "reuse_baseline", "retry_failed")}
 
+    def typed(self) -> list[str]:
+        """The options as they are typed, such as "--max-hours=2"."""
+        given = {
+            f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if value not in (None, False)
+        }
+        return [name if value is True else f"{name}={value}" for name, value in given.items()]
 
-def why_left(ways: Ways, left: int) -> str:
-    """Why points have no row, and what becomes of them."""
-    said = f"{left} point(s) did not come back from the workers that measured them"
-    if ways.max_hours is not None:
-        said = f"--max-hours {ways.max_hours:g} is over, and {left} point(s) were not begun"
-    return f"{said}; {ROWS_KEPT if ways.again else SWEEP_GOES_ON}"
+    def why_left(self, left: int) -> str:
+        """Why points have no row, and what becomes of them."""
+        said = f"{left} point(s) did not come back from the workers that measured them"
+        if self.max_hours is not None:
+            said = f"--max-hours {self.max_hours:g} is over, and {left} point(s) were not begun"
+        return f"{said}; {ROWS_KEPT if self.again else SWEEP_GOES_ON}"
 
 
 @dataclass(frozen=True)
-class Means:
+class Backend:
     """What arms are measured on, engines in this process or servers.
 
     opened: for the screen and the run id of a command, what starts one for a config, and what measures a config on it.
-    doubts: what points say against their own figures. found: what else they say, in sentences. page: writes the report
-    page of a folder; None for a command that writes none."""
+    warnings: what points say against their own figures. found: what else they say, in sentences. page: writes the
+    report page of a folder; None for a command that writes none."""
 
     opened: Callable[[Progress, str], tuple[sweep_stage.OpenEngine, sweep_stage.Bench]]
-    doubts: Callable[[Sequence[Point]], list[str]] = lambda points: []
+    warnings: Callable[[Sequence[Point]], list[str]] = lambda points: []
     found: Callable[[Sequence[Point]], list[str]] = lambda points: []
     page: Callable[[Path], Path | None] | None = None
 
@@ -79,78 +80,77 @@ def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, swee
     return shown_starting(shown, forked=True), bench_one
 
 
-def _passed(points: Sequence[Point]) -> list[str]:
-    """How many answers of each point pass their tests, where they were run."""
-    found = [(label(tables.row(point)), *point.engine["pass_at_1"]) for point in points if "pass_at_1" in point.engine]
-    return [f"{name}: {passed} of {of} answers pass their tests (pass@1)" for name, passed, of in found]
+ENGINES = Backend(_engines)
 
 
-ENGINES = Means(_engines, found=_passed)
-
-
-def nothing_typed(command: str, overrides: Sequence[str] | None, config: Path | None, example: str) -> bool:
-    """Whether a command was typed without any setting: it then shows its plan, and says here what to type."""
+def unless_nothing_typed(
+    out: Output, command: str, overrides: Sequence[str] | None, config: Path | None, example: str
+) -> Output:
+    """`out`, as a dry run where a command was typed without any setting: it shows its plan, and here what to type."""
     if overrides or config is not None:
-        return False
+        return out
     note(
         f"selfspec {command} alone starts nothing. This is its plan; to measure it: selfspec {command} "
         f"model={RunConfig().model.name}   ·   with settings of your own: {example}"
     )
-    return True
+    return replace(out, dry_run=True)
+
+
+def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Configs that were checked, with their calibrations, as this machine can run them; says where that is eagerly.
+
+    Raises:
+        ConfigError: one could not run.
+    """
+    preflight.check_all(cfgs)
+    asked = [preflight.with_calibration(cfg) for cfg in cfgs]
+    runs = preflight.for_this_machine(asked)
+    warn([NO_COMPILER] if runs != asked else [])
+    return runs
 
 
 def measure(
-    command: str,
-    runs: list[RunConfig],
-    ways: Ways,
-    *,
-    as_json: bool,
-    dry_run: bool,
-    debug: bool,
-    means: Means = ENGINES,
+    command: str, runs: list[RunConfig], options: SweepOptions, out: Output, backend: Backend = ENGINES
 ) -> None:
     """Plan, measure, show; the exit code says how it went. command: how the log is called."""
-    if means is ENGINES and any(cfg.load != LoadConfig() for cfg in runs):
+    if backend is ENGINES and any(cfg.load != LoadConfig() for cfg in runs):
         raise ConfigError(f"load.* are settings of a load test of a server, and {command} has none: selfspec load ...")
-    preflight.check_all(runs)
-    runs = [preflight.with_calibration(cfg) for cfg in runs]
-    asked, runs = runs, preflight.for_this_machine(runs)
-    doubts = [*preflight.warnings(runs), *preflight.nothing_drawn(runs)]
-    doubts += [NO_COMPILER] if asked != runs else []
-    warn(doubts)
+    runs = runnable(runs)
+    before = [*preflight.warnings(runs), *preflight.nothing_drawn(runs)]
+    warn(before)
     folder = Path(planning.results_dir(runs))
-    if dry_run:
-        plan = planning.plan(runs, results_folder.heads(folder), **ways.plan)
-        return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
+    if out.dry_run:
+        plan = planning.plan(runs, results_folder.heads(folder), **options.plan)
+        return out.answer(screen.plan_document(plan), lambda: screen.show_plan(plan))
     preflight.check_device(runs[0])
-    result, plans = _sweep(command, runs, ways, debug, means)
-    result.warnings += means.doubts(result.points)
+    result, plans = _sweep(command, runs, options, out.debug, backend)
+    result.warnings += backend.warnings(result.points)
     warn(result.warnings)
-    page = None if means.page is None or not result.points else means.page(folder)
+    page = None if backend.page is None or not result.points else backend.page(folder)
     failed = len(result.failed)
     counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
     if result.left:
         counts["left"] = result.left
-        warn([why_left(ways, result.left)])
+        warn([options.why_left(result.left)])
     summary = folder / results_folder.SUMMARY
-    if as_json:
+    if out.as_json:
         drafting = {
             point.key: summed for point in result.points if (summed := tables.drafting_summary(point)) is not None
         }
-        more: dict[str, Any] = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
+        more: dict[str, Any] = {"drafting": drafting, "warnings": [*before, *result.warnings]}
         more |= {} if page is None else {"page": page}
-        more |= {"found": said} if (said := means.found(result.points)) else {}
+        more |= {"found": said} if (said := backend.found(result.points)) else {}
         emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})
     else:
         from selfspec_cli.report import table
 
         wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
         table.show(_with_baselines(folder, wanted), Console())
-        for line in means.found(result.points):
+        for line in backend.found(result.points):
             say(line)
         say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
         say(f"page: {page}") if page is not None else None
-    raise typer.Exit(result.exit_code or int(result.left > 0 and ways.max_hours is None))
+    raise typer.Exit(result.exit_code or int(result.left > 0 and options.max_hours is None))
 
 
 def _with_baselines(folder: Path, keys: set[str]) -> list[Record]:
@@ -163,33 +163,42 @@ def _with_baselines(folder: Path, keys: set[str]) -> list[Record]:
 
 
 def _sweep(
-    command: str, runs: list[RunConfig], ways: Ways, debug: bool, means: Means
+    command: str, runs: list[RunConfig], options: SweepOptions, debug: bool, backend: Backend
 ) -> tuple[sweep_stage.SweepResult, list[planning.Plan]]:
     """The sweep on real engines, with the tracker; and what it had planned."""
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
-    ends = None if ways.max_hours is None else time.time() + 3600 * ways.max_hours
+    ends = None if options.max_hours is None else time.time() + 3600 * options.max_hours
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
-        shown.page = LivePage(folder) if ways.watch else None
-        open_engine, bench = means.opened(shown, run_id)
-        more: dict[str, Any] = {"execute": True} if ways.execute else {}
-        try:
-            result = sweep_stage.run(
-                runs,
-                open_engine=open_engine,
-                bench=partial(bench, **more),
-                progress=shown,
-                tracker=tracker,
-                go_on=lambda: ends is None or time.time() < ends,
-                ends=ends,
-                run_id=run_id,
-                **ways.plan,
-            )
-        finally:
-            if shown.page is not None:
-                shown.page.close()
+        open_engine, bench = backend.opened(shown, run_id)
+        result = sweep_stage.run(
+            runs,
+            open_engine=open_engine,
+            bench=bench,
+            progress=shown,
+            tracker=tracker,
+            go_on=lambda: ends is None or time.time() < ends,
+            ends=ends,
+            run_id=run_id,
+            **options.plan,
+        )
         if runs[0].tracker.kind != "none" and result.points:
             send(tracker, command, folder, result.rows)
     return result, shown.plans
+
+
+@contextmanager
+def on_engines(
+    out: Output, command: str, cfg: RunConfig, *, is_tracked: bool = True, forked: bool = False
+) -> Iterator[dict[str, Any]]:
+    """While a command works on real engines: `open_engine` and `progress`, as the stages take them.
+
+    is_tracked: the tracker of `cfg` gets the table and the figures of the results folder. forked: see `shown_starting`.
+    """
+    with ExitStack() as stack:
+        if is_tracked:
+            stack.enter_context(tracked(command, cfg))
+        shown = stack.enter_context(at_work(command, cfg.results_dir, out.debug))
+        yield {"open_engine": shown_starting(shown, forked=forked), "progress": shown}
 
 
 def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:

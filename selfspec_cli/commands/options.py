@@ -7,9 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from selfspec_cli.commands import screen
-from selfspec_cli.commands.screen import emit, guard, say
-from selfspec_cli.commands.shared import Debug, Json, command
+from selfspec_cli.commands.screen import Output, emit, say
+from selfspec_cli.commands.shared import command
 from selfspec_cli.config import options
 from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
@@ -19,28 +18,27 @@ from selfspec_cli.config.schema import ConfigError
     "options",
     epilog="Examples: selfspec options   ·   selfspec options gate   ·   selfspec options --json",
     settings=False,
+    dry_run=False,
 )
 def show_options(
+    out: Output,
     word: Annotated[
         str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="Show the settings that are rarely needed, too.")] = False,
-    as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/reference.md.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Settings: key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
-    with guard(as_json, debug):
-        if markdown:
-            return print(options.markdown(), end="")
-        rows, choices = options.rows(word, rare=every or as_json), options.choices(word)
-        if not rows and not choices:
-            raise ConfigError(options.unknown(word))
-        if as_json:
-            return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
-        _show(rows, choices)
-        hidden = len(options.RARE) if not (word or every) else 0
-        screen.say(f"{hidden} more are rarely needed: selfspec options --all", "dim") if hidden else None
+    if markdown:
+        return print(options.markdown(), end="")
+    rows, choices = options.rows(word, rare=every or out.as_json), options.choices(word)
+    if not rows and not choices:
+        raise ConfigError(options.unknown(word))
+    if out.as_json:
+        return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
+    _show(rows, choices)
+    if not (word or every):
+        say(f"{len(options.RARE)} more are rarely needed: selfspec options --all", "dim")
 
 
 def _show(rows: list[Row], choices: list[Choice]) -> None:

@@ -5,12 +5,16 @@ from typing import Annotated
 import typer
 
 from selfspec_cli.commands import configs, findings
-from selfspec_cli.commands.screen import FINDINGS_KEPT, guard
-from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.screen import FINDINGS_KEPT, Output
+from selfspec_cli.commands.shared import Corpus, Overrides, command
 
 
-@command(epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=margin --corpus sharegpt.json")
+@command(
+    epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=margin --corpus sharegpt.json",
+    then=FINDINGS_KEPT,
+)
 def ppl(
+    out: Output,
     overrides: Overrides = None,
     corpus: Corpus = "stdlib",
     documents: Annotated[int, typer.Option("--documents", min=1, help="Score at most this many documents.")] = 1000,
@@ -27,15 +31,11 @@ def ppl(
     temperature: Annotated[
         float, typer.Option("--temperature", help="Temperature of the sampled continuations.")
     ] = 1.0,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Perplexity with intervals: of a text under the arm's own predictions (baseline and skip), and, for every arm, of
     what it generates under the plain model."""
-    with guard(as_json, debug, FINDINGS_KEPT):
-        from selfspec_cli.stages.ppl import Request
+    from selfspec_cli.stages.ppl import Request
 
-        of_text = (corpus, documents, document_tokens, window, stride)
-        request = Request(*of_text, prompts, prompt_tokens, length, temperature)
-        findings.ppl(configs.several(overrides), request, as_json=as_json, dry_run=dry_run, debug=debug)
+    of_text = (corpus, documents, document_tokens, window, stride)
+    request = Request(*of_text, prompts, prompt_tokens, length, temperature)
+    findings.ppl(configs.several(overrides), request, out)

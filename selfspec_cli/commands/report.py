@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.screen import emit, guard, rows_document, say, warn
-from selfspec_cli.commands.shared import Debug, Folder, Json, command
+from selfspec_cli.commands.screen import Output, emit, rows_document, say, warn
+from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.report.formats import Format
 
 
@@ -34,10 +34,12 @@ Where = Annotated[
     epilog="Examples: selfspec report   ·   selfspec report results_dir=results/mine --format md   ·   "
     "selfspec report --compare results/before results/after",
     settings=False,
+    dry_run=False,
 )
 def report(
+    out: Output,
     overrides: Folder = None,
-    out: Annotated[
+    pages: Annotated[
         Path | None, typer.Option("--out", help="Folder for the page and figures, if not results_dir.")
     ] = None,
     form: Annotated[
@@ -57,32 +59,28 @@ def report(
         By | None, typer.Option("--by", help="A table by category of prompts, in place of the report.")
     ] = None,
     figures: Annotated[bool, typer.Option("--figures", help="Write each figure as SVG and PNG too.")] = False,
-    reload: Annotated[int, typer.Option("--reload", min=0, hidden=True)] = 0,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show what was measured: tables here, and a self-contained page (HTML) with figures; or compare two sets."""
-    with guard(as_json, debug):
-        folder = configs.results_dir(overrides)
-        if compare is not None:
-            _compare(folder, compare, where or [], Format.json if as_json else form)
-        elif by is not None:
-            _by_category(folder, where or [], Format.json if as_json else form)
-        elif form is not Format.html:
-            _text(folder, where or [], form)
-        else:
-            _page(folder, out, where or [], figures, as_json, reload)
+    folder = configs.results_dir(overrides)
+    if compare is not None:
+        _compare(folder, compare, where or [], Format.json if out.as_json else form)
+    elif by is not None:
+        _by_category(folder, where or [], Format.json if out.as_json else form)
+    elif form is not Format.html:
+        _text(folder, where or [], form)
+    else:
+        _page(out, folder, pages or folder, where or [], figures)
 
 
-def _page(folder: Path, out: Path | None, where: Sequence[str], figures: bool, as_json: bool, reload: int) -> None:
-    """Print the tables and write the page. reload: seconds after which the page loads itself anew; 0: never."""
+def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures: bool) -> None:
+    """Print the tables and write the page into the folder `pages`."""
     from selfspec_cli.commands import deploying
     from selfspec_cli.report import make, sources, table
 
-    made = make.run(folder, out or folder, where=where, files=figures, reload=reload)
+    made = make.run(folder, pages, where=where, files=figures)
     warn(made.warnings)
-    deploy = deploying.of_report(folder, out or folder)
-    if as_json:
+    deploy = deploying.of_report(folder, pages)
+    if out.as_json:
         files = {"page": made.page, "figures": made.figures}
         return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
     table.show(made.rows, Console(), made.targets)

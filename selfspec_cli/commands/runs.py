@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.help import RunsCommands
-from selfspec_cli.commands.screen import emit, guard, say, show_facts, warn
-from selfspec_cli.commands.shared import Debug, Folder, Json
+from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
+from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
@@ -28,6 +27,7 @@ app = typer.Typer(
 )
 
 RESULTS = "results_dir"
+OF_FOLDER: dict[str, Any] = {"settings": False, "dry_run": False}  # of a command that reads a folder
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -41,106 +41,104 @@ Ids = Annotated[
 ]
 
 
-@app.command("list", epilog="Example: selfspec runs list gate=margin 'speedup>1.5' results_dir=results/mine")
-def list_points(words: Words = None, as_json: Json = False, debug: Debug = False) -> None:
+@command("list", epilog="Example: selfspec runs list gate=margin 'speedup>1.5' results_dir=results/mine", **OF_FOLDER)
+def list_points(out: Output, words: Words = None) -> None:
     """The points of a folder, or those that meet every condition."""
-    with guard(as_json, debug):
-        place, conditions = _place(words or [])
-        rows = query.chosen([tables.row(point) for point in _points(place)], conditions)
-        if as_json:
-            return emit({"points": [plain(row) for row in rows]})
-        table = Table(box=None, header_style="bold")
-        for name in ("id", "time", "arm", "workload", "tok/s", "speedup", "status"):
-            table.add_column(
-                name, justify="right" if name in ("tok/s", "speedup") else "left", no_wrap=name != "status"
-            )
-        for row in rows:
-            speed = f"{row.tok_s_median:,.1f}" if row.tok_s_median is not None else ""
-            table.add_row(
-                row.point,
-                row.time[:19],
-                label(row),
-                group_title(row),
-                speed,
-                times(row),
-                row.status[:80],
-                style="" if row.status == "ok" else "red",
-            )
-        Console(width=None if Console().is_terminal else 240).print(table)
-        say(f"{len(rows)} point(s) in {place}")
+    place, conditions = _place(words or [])
+    rows = query.chosen([tables.row(point) for point in _points(place)], conditions)
+    if out.as_json:
+        return emit({"points": [plain(row) for row in rows]})
+    lines = [
+        (
+            row.point,
+            row.time[:19],
+            label(row),
+            group_title(row),
+            f"{row.tok_s_median:,.1f}" if row.tok_s_median is not None else "",
+            times(row),
+            row.status[:80],
+        )
+        for row in rows
+    ]
+    heads = ("id", "time", "arm", "workload", "tok/s", "speedup", "status")
+    table(heads, lines, text=(0, 1, 2, 3, 6), styles=["" if row.status == "ok" else "red" for row in rows])
+    say(f"{len(rows)} point(s) in {place}")
 
 
-@app.command(epilog="Example: selfspec runs show c57c5a1cce06")
-def show(ids: Ids, as_json: Json = False, debug: Debug = False) -> None:
+@command("show", epilog="Example: selfspec runs show c57c5a1cce06", **OF_FOLDER)
+def show(out: Output, ids: Ids) -> None:
     """Everything that is known of points: row, command, configuration, provenance, times of repeats."""
-    with guard(as_json, debug):
-        place, names = _place(ids)
-        chosen = [_one(_points(place), name) for name in names]
-        if as_json:
-            return emit({"points": [_document(point) for point in chosen]})
-        for point in chosen:
-            _show(point, place)
+    place, names = _place(ids)
+    chosen = [_one(_points(place), name) for name in names]
+    if out.as_json:
+        return emit({"points": [_document(point) for point in chosen]})
+    for point in chosen:
+        _show(point, place)
 
 
-@app.command(epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0")
-def diff(ids: Ids, as_json: Json = False, debug: Debug = False) -> None:
+@command("diff", epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0", **OF_FOLDER)
+def diff(out: Output, ids: Ids) -> None:
     """Two points: what differs between them, and whether the difference in speed is more than noise."""
-    with guard(as_json, debug):
-        from selfspec_cli.report import compare, compared
+    from selfspec_cli.report import compare, compared
 
-        place, names = _place(ids)
-        if len(names) != 2:
-            raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
-        a, b = (_one(_points(place), name) for name in names)
-        made = compare.of_two(a, b)
-        emit(compared.document(made)) if as_json else compared.show(made, Console())
+    place, names = _place(ids)
+    if len(names) != 2:
+        raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
+    a, b = (_one(_points(place), name) for name in names)
+    pair = compare.of_two(a, b)
+    emit(compared.document(pair)) if out.as_json else compared.show(pair, Console())
 
 
-@app.command(epilog="Examples: selfspec runs delete 826f5a288485   ·   selfspec runs delete status~memory --yes")
+@command(
+    "delete",
+    epilog="Examples: selfspec runs delete 826f5a288485   ·   selfspec runs delete status~memory --yes",
+    settings=False,
+)
 def delete(
+    out: Output,
     words: Annotated[
         list[str], typer.Argument(metavar="ID|CONDITION", help="Points by id, or all that meet every condition.")
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Delete points for good, and make the tables again. Points that were compared with them keep their figures."""
-    with guard(as_json, debug):
-        place, rest = _place(words)
-        if not rest:
-            raise ConfigError("nothing was named; name points by id, or conditions such as status~memory")
-        rows = _meant(_points(place), rest)
-        names = [row.point for row in rows]
-        if not dry_run and names and not yes:
-            _ask(rows, as_json)
-        warnings = [] if dry_run or not names else results.delete(place, names)
-        warn(warnings)
-        if as_json:
-            return emit({"dry_run": dry_run, "deleted": names, "warnings": warnings})
-        for row in rows:
-            say(f"{row.point}  {label(row)}  {row.status}")
-        say(f"{len(names)} point(s) {'would be' if dry_run else 'were'} deleted from {place}")
+    place, rest = _place(words)
+    if not rest:
+        raise ConfigError("nothing was named; name points by id, or conditions such as status~memory")
+    rows = _meant(_points(place), rest)
+    names = [row.point for row in rows]
+    if not out.dry_run and names and not yes:
+        _ask(rows, out.as_json)
+    warnings = [] if out.dry_run or not names else results.delete(place, names)
+    warn(warnings)
+    if out.as_json:
+        return emit({"dry_run": out.dry_run, "deleted": names, "warnings": warnings})
+    for row in rows:
+        say(f"{row.point}  {label(row)}  {row.status}")
+    say(f"{len(names)} point(s) {'would be' if out.dry_run else 'were'} deleted from {place}")
 
 
-@app.command(
+@command(
+    "export",
     epilog="Examples: selfspec runs export results_dir=results/mine   ·   selfspec runs export "
-    "results_dir=results/mine --archive results/published/mine.jsonl.xz"
+    "results_dir=results/mine --archive results/published/mine.jsonl.xz",
+    **OF_FOLDER,
 )
 def export(
+    out: Output,
     overrides: Folder = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the tables, if not results_dir.")] = None,
+    place: Annotated[Path | None, typer.Option("--out", help="Folder for the tables, if not results_dir.")] = None,
     packed: Annotated[
         Path | None, typer.Option("--archive", help="Write the folder as one file NAME.jsonl.xz, to publish it.")
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Make the tables of a results folder again from its points, or pack the folder into one file."""
-    with guard(as_json, debug):
-        made = _export(configs.results_dir(overrides), out, packed)
-        emit(made) if as_json else show_facts(made)
+    facts = _export(configs.results_dir(overrides), place, packed)
+    out.answer(facts, lambda: show_facts(facts))
+
+
+for one in (list_points, show, diff, delete, export):
+    app.command(**one.typer)(one)
 
 
 def _export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, Any]:

@@ -7,13 +7,15 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from selfspec_cli import load_patterns
@@ -26,9 +28,6 @@ from selfspec_cli.record.folder import RecordError
 from selfspec_cli.record.tables import planned
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
-
-if TYPE_CHECKING:
-    pass
 
 POINT = (
     "arm",
@@ -140,6 +139,26 @@ def _fail(error: BaseException, message: str, code: int, as_json: bool, debug: b
     raise typer.Exit(code) from error
 
 
+@dataclass(frozen=True)
+class Output:
+    """How a command answers.
+
+    as_json: stdout ends with one document. dry_run: no engine starts. debug: tracebacks and all that vLLM prints show.
+    """
+
+    as_json: bool = False
+    dry_run: bool = False
+    debug: bool = False
+
+    def answer(self, document: dict[str, Any], show: Callable[[], None]) -> None:
+        """Print the document, or call `show`, which prints for people."""
+        emit(document) if self.as_json else show()
+
+    def plan(self, facts: dict[str, Any]) -> None:
+        """Answer a dry run."""
+        self.answer({"dry_run": True, **facts}, lambda: show_facts(facts))
+
+
 def emit(document: dict[str, Any]) -> None:
     """One JSON document on one line, the last of stdout."""
     print(json.dumps(document, default=str), flush=True)
@@ -240,6 +259,20 @@ def in_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[Any]], *, text: Iterable[int] = (0,), styles: Sequence[str] = ()
+) -> None:
+    """Print rows of cells under `heads`; only a terminal cuts them, and folds the last column. text: the columns that
+    are no numbers. styles: of each row."""
+    made, columns = Table(header_style="bold", box=None, padding=(0, 1), pad_edge=False), set(text)
+    for number, head in enumerate(heads):
+        last = number == len(heads) - 1
+        made.add_column(head, justify="left" if number in columns else "right", no_wrap=not last, overflow="fold")
+    for number, row in enumerate(rows):
+        made.add_row(*map(str, row), style=styles[number] if styles else "")
+    Console(width=None if Console().is_terminal else 200).print(made)
+
+
 def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
     """Fitted heads beside the lens of their layer; agreement is with the whole model's argmax on held-out text."""
     for head in reports:
@@ -248,6 +281,12 @@ def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
         name += f" {vocab}" if vocab != "full" else ""
         say(f"layer {head['layer']:<4} {name:<24} agreement {agreement:<11} {head.get('path', '(no fit)')}")
     say(f"{seconds:.1f} s in all", "bold")
+
+
+def show_files(files: dict[str, str]) -> None:
+    """Where what was made lies."""
+    for name, path in files.items():
+        say(f"{name}: {path}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

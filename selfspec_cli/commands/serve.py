@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.screen import emit, guard, note, say, warn
-from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
+from selfspec_cli.commands.screen import Output, note, say, warn
+from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.engine import deployment
@@ -28,23 +28,15 @@ from selfspec_cli.stages import preflight, replicas
     epilog="Examples: selfspec serve tuned=llama3_8b engine=gpu   ·   selfspec serve layer=3 k=4 gate=margin -- "
     "--port 8001 --api-key KEY   ·   selfspec serve tuned=llama3_8b engine=gpu replicas=2"
 )
-def serve(
-    overrides: Overrides = None,
-    config: Config = None,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
-) -> None:
+def serve(out: Output, overrides: Overrides = None, config: Config = None) -> None:
     """Start vLLM's OpenAI-compatible server with draft settings; what you type after -- is handed to vLLM unchanged.
     replicas=N starts N servers, each on GPUs of its own, behind one address."""
-    with guard(as_json, debug):
-        words = list(overrides or [])
-        split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        count, router, own = replicas.asked(words[:split])
-        cfg = configs.one(own, config)
-        warn(_without_effect(own))
-        one_line = config is None and not any(map(_says_how_to_draft, own))
-        _serve(cfg, words[split:], count, router, one_line=one_line, as_json=as_json, dry_run=dry_run)
+    words, more = split_at_dashes(overrides)
+    count, router, own = replicas.asked(words)
+    cfg = configs.one(own, config)
+    warn(_without_effect(own))
+    one_line = config is None and not any(map(_says_how_to_draft, own))
+    _serve(cfg, more, out, count, router, one_line=one_line)
 
 
 def _says_how_to_draft(word: str) -> bool:
@@ -67,12 +59,11 @@ def _without_effect(words: Sequence[str]) -> list[str]:
 def _serve(
     cfg: RunConfig,
     more: Sequence[str],
+    out: Output,
     count: int = 1,
     router: str | None = None,
     *,
     one_line: bool = False,
-    as_json: bool,
-    dry_run: bool,
 ) -> None:
     """Replace this process by vLLM's server, which drafts as `cfg` says; or start several of them behind a router.
 
@@ -89,12 +80,18 @@ def _serve(
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
     if one_line:
         made = replace(made, speculative_config={"method": "selfspec"})
+    plan = {"dry_run": True, "speculative_config": made.speculative_config}
     if count > 1:
-        return _several(made, cfg, more, count, router, as_json=as_json, dry_run=dry_run)
+        servers, front = replicas.plan(made, cfg, more, count, router)
+        lines = [one.line() for one in (*servers, front)]
+        if out.dry_run:
+            return out.answer(plan | {"commands": lines}, lambda: say("\n".join(lines)))
+        preflight.check_device(cfg)
+        check_port(more)
+        return replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
     line = " ".join([made.line(), *map(shlex.quote, more)])
-    if dry_run:
-        plan = {"dry_run": True, "command": line, "speculative_config": made.speculative_config}
-        return emit(plan) if as_json else say(line)
+    if out.dry_run:
+        return out.answer(plan | {"command": line}, lambda: say(line))
     preflight.check_device(cfg)
     check_port(more)
     note(f"starting: {line}")
@@ -131,26 +128,6 @@ def check_port(options: Sequence[str]) -> None:
         raise ConfigError(
             f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
         ) from error
-
-
-def _several(
-    made: Deployment,
-    cfg: RunConfig,
-    more: Sequence[str],
-    count: int,
-    router: str | None,
-    *,
-    as_json: bool,
-    dry_run: bool,
-) -> None:
-    servers, front = replicas.plan(made, cfg, more, count, router)
-    if dry_run:
-        lines = [one.line() for one in (*servers, front)]
-        planned = {"dry_run": True, "commands": lines, "speculative_config": made.speculative_config}
-        return emit(planned) if as_json else say("\n".join(lines))
-    preflight.check_device(cfg)
-    check_port(more)
-    replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
 
 
 def explained(made: Deployment) -> list[str]:

@@ -8,55 +8,42 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec_cli.commands import configs, deploying, screen
-from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import GOES_ON, emit, guard, say, warn
-from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
-from selfspec_cli.commands.tracked import tracked
-from selfspec_cli.commands.working import at_work
+from selfspec_cli.commands import configs, deploying
+from selfspec_cli.commands.measuring import on_engines
+from selfspec_cli.commands.screen import GOES_ON, Output, emit, say, warn
+from selfspec_cli.commands.shared import Overrides, command
 
 
-@command(epilog="Examples: selfspec tune model=llama3_8b   and then: selfspec sweep tuned=llama3_8b")
+@command(epilog="Examples: selfspec tune model=llama3_8b   and then: selfspec sweep tuned=llama3_8b", then=GOES_ON)
 def tune(
+    out: Output,
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, help="How many minutes the search may take.")] = 14,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
-    with guard(as_json, debug, GOES_ON):
-        from selfspec_cli.stages import tune as tune_stage
-        from selfspec_cli.stages.budget import Budget
+    from selfspec_cli.stages import tune as tune_stage
+    from selfspec_cli.stages.budget import Budget
 
-        words = overrides or []
-        cfgs = [*configs.copies_of_all_layers(words), *configs.exits(words, tune_stage.LAYER_PARTS)]
-        heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
-        if dry_run:
-            plan = tune_stage.facts(cfgs, minutes, trials, heads)
-            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        warn(tune_stage.costly_copies(cfgs))
-        model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
-        with tracked("tune", cfgs[0]), at_work("tune", cfgs[0].results_dir, debug) as shown:
-            result = tune_stage.run(
-                cfgs,
-                open_engine=shown_starting(shown, forked=True),
-                budget=Budget(minutes, trials),
-                conf=Path("conf"),
-                heads=heads,
-                model_words=model,
-                progress=shown,
-            )
-        warn(result.warnings)
-        document = tune_stage.document(result)
-        serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
-        deploy = deploying.chosen("tune", result.choice.cfg, result.choice.speedup, serving)
-        if as_json:
-            emit(document | {"deploy": deploy})
-        else:
-            _show(document, serving)
-            deploying.show(deploy)
+    words = overrides or []
+    cfgs = [*configs.copies_of_all_layers(words), *configs.exits(words, tune_stage.LAYER_PARTS)]
+    heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
+    if out.dry_run:
+        return out.plan(tune_stage.facts(cfgs, minutes, trials, heads))
+    warn(tune_stage.costly_copies(cfgs))
+    model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
+    with on_engines(out, "tune", cfgs[0], forked=True) as stage:
+        result = tune_stage.run(
+            cfgs, budget=Budget(minutes, trials), conf=Path("conf"), heads=heads, model_words=model, **stage
+        )
+    warn(result.warnings)
+    document = tune_stage.document(result)
+    serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
+    deploy = deploying.chosen("tune", result.choice.cfg, result.choice.speedup, serving)
+    if out.as_json:
+        return emit(document | {"deploy": deploy})
+    _show(document, serving)
+    deploying.show(deploy)
 
 
 def _show(document: dict[str, Any], words: Sequence[str]) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.measuring import shown_starting
-from selfspec_cli.commands.screen import RUN_FAILED, emit, guard, say, show_facts
-from selfspec_cli.commands.shared import Config, Debug, DryRun, Json, Overrides, command
-from selfspec_cli.commands.tracked import tracked
-from selfspec_cli.commands.working import at_work
+from selfspec_cli.commands.measuring import on_engines, runnable
+from selfspec_cli.commands.screen import RUN_FAILED, Output, say, show_facts
+from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.stages import preflight
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     epilog="Examples: selfspec verify layer=3 k=4   ·   selfspec verify model=llama3_8b engine=gpu --batch-invariant"
 )
 def verify(
+    out: Output,
     overrides: Overrides = None,
     config: Config = None,
     thorough: Annotated[
@@ -40,26 +37,17 @@ def verify(
         float | None,
         typer.Option("--near-tie", min=0, help="Gap in nats up to which two tokens count as equally likely."),
     ] = None,
-    no_sampling: Annotated[bool, typer.Option("--no-sampling", help="Leave out sampled requests.")] = False,
-    probabilistic: Annotated[
-        bool, typer.Option("--probabilistic", help="Draw drafts at random, as draft_sample_method=probabilistic does.")
-    ] = False,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant this fault, or all of them in turn: each must be named.")
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs on the same engines, each with a new seed.")] = 1,
-    as_json: Json = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Show that an arm is lossless here: compare greedy and sampled outputs with those of an engine without drafts."""
-    with guard(as_json, debug):
-        _refuse_two_ways(overrides, probabilistic)
-        cfg = configs.one(overrides, config)
-        asked = _wanted(thorough, only, batch_invariant, near_tie, no_sampling, probabilistic, plant, repeat)
-        document = _document(cfg, asked, dry_run=dry_run, debug=debug)
-        emit(document) if as_json else show(document)
-        raise typer.Exit(_exit_code(document))
+    cfg = configs.one(overrides, config)
+    wanted = _wanted(thorough, only, batch_invariant, near_tie, plant, repeat)
+    document = _document(cfg, wanted, out)
+    out.answer(document, lambda: show(document))
+    raise typer.Exit(_exit_code(document))
 
 
 def _wanted(
@@ -67,8 +55,6 @@ def _wanted(
     only: str,
     batch_invariant: bool,
     near_tie: float | None,
-    no_sampling: bool,
-    probabilistic: bool,
     plant: str | None,
     repeat: int,
 ) -> Wanted:
@@ -86,33 +72,22 @@ def _wanted(
         for name in names:
             if name not in allowed:
                 raise ConfigError(closest(name, allowed, option))
-    if no_sampling:
-        size = replace(size, samples=0)
-    return Wanted(size, thorough, named, batch_invariant, near_tie, plant, probabilistic, repeat)
+    return Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
 
 
-def _refuse_two_ways(overrides: Sequence[str] | None, probabilistic: bool) -> None:
-    """Refuse drafts that are to be drawn by an option and the likeliest tokens by a setting; raises ConfigError."""
-    typed = [word for word in overrides or [] if word.replace(" ", "") == "draft_sample_method=greedy"]
-    if typed and probabilistic:
-        raise ConfigError(f"--probabilistic and {typed[0]}: give one of them")
-
-
-def _document(cfg: RunConfig, asked: Wanted, *, dry_run: bool, debug: bool) -> dict[str, Any]:
+def _document(cfg: RunConfig, wanted: Wanted, out: Output) -> dict[str, Any]:
     """Check, and run on real engines; the document."""
     from selfspec_cli.stages.verify import run
 
-    run.check(cfg, asked)
-    preflight.check(cfg)
-    cfg = preflight.with_calibration(cfg)
-    (cfg,) = preflight.for_this_machine([cfg])
-    if dry_run:
-        return run.plan(cfg, asked)
+    run.check(cfg, wanted)
+    (cfg,) = runnable([cfg])
+    if out.dry_run:
+        return run.plan(cfg, wanted)
     preflight.check_device(cfg)
-    if asked.batch_invariant:
+    if wanted.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
-    with tracked("verify", cfg), at_work("verify", cfg.results_dir, debug) as shown:
-        return run.run(cfg, asked, open_engine=shown_starting(shown, forked=True), progress=shown)
+    with on_engines(out, "verify", cfg, forked=True) as engines:
+        return run.run(cfg, wanted, **engines)
 
 
 def _exit_code(document: dict[str, Any]) -> int:
@@ -133,18 +108,7 @@ def show(document: dict[str, Any]) -> None:
         drafted = f", {row['accepted']} of {row['drafted']} drafted tokens accepted" if row.get("drafted") else ""
         say(f"{row['verdict']:<15} {row['name']:<15} {counted}{drafted}" + _note(row))
     for row in document["sampling"]:
-        figures = ""
-        if "p" in row:
-            figures = (
-                f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"
-            )
-            figures += (
-                f", finds {row['detectable_share']:.0%} of {row['texts']} texts" if row["detectable_share"] else ""
-            )
-            figures += (
-                f", against the exact distribution p = {row['p_exact']:.3g}" if row.get("p_exact") is not None else ""
-            )
-        say(f"{row['verdict']:<15} {row['name']}: {figures}" + _note(row))
+        say(f"{row['verdict']:<15} {row['name']}: {_figures(row)}" + _note(row))
     for name in ("own_drafts", "head", "plain_repeats"):
         if document[name]:
             facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in document[name].items())
@@ -155,6 +119,17 @@ def show(document: dict[str, Any]) -> None:
         say(", ".join(f"{count} of {document['runs']} runs: {name}" for name, count in document["verdicts"].items()))
     say(f"{document['verdict']}: {document['reason']}", "bold")
     say(f"{document['seconds']} s; {document['file']}")
+
+
+def _figures(row: dict[str, Any]) -> str:
+    """What was measured of one way to sample."""
+    if "p" not in row:
+        return ""
+    text = f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"
+    if row["detectable_share"]:
+        text += f", finds {row['detectable_share']:.0%} of {row['texts']} texts"
+    exact = row.get("p_exact")
+    return text if exact is None else f"{text}, against the exact distribution p = {exact:.3g}"
 
 
 def _note(row: dict[str, Any]) -> str:

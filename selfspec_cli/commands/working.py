@@ -20,7 +20,6 @@ from rich.text import Text
 
 from selfspec_cli import interrupts, terminal
 from selfspec_cli.commands import progress_table, screen
-from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder
@@ -40,7 +39,6 @@ class Screen(Progress):
         self.log = log
         self.state = progress_table.State()
         self.plans: list[Plan] = []
-        self.page: LivePage | None = None  # made again after points, while it is watched
         self._named = False  # whether a line has said where the log is
         self._said: dict[str, float] = {}  # when a count was last spoken of
         self._ready = threading.Event()
@@ -169,11 +167,6 @@ class Screen(Progress):
             speedup = f", {arm.speedup}" if arm.speedup else ""
             self.say(f"arm {done} of {len(self.state.arms)}: {arm.name}: {arm.speed} tok/s{speedup}{tail}")
         self.refresh()
-        if self.page is not None:
-            first = not self.page.spent
-            self.page.measured()
-            if first:
-                self.say(self.page.error or f"page: {self.page.path.absolute()}")
 
     def failed(self, what: str, reason: str) -> None:
         self.say(f"failed: {what}: {reason}", "red")

@@ -5,12 +5,9 @@ A user's ./conf and ./experiments add names and take the place of packaged ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from selfspec_cli.config import paths
 from selfspec_cli.config.schema import GROUPS, ConfigError, GateConfig, HeadConfig, ModelConfig, head_spec
@@ -22,20 +19,6 @@ EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
-FORMER = {("engine", "h100"): "gpu"}
-"""Names that choices had, by group: the words of published commands go on meaning what they meant."""
-
-
-def renamed(words: Sequence[str]) -> list[str]:
-    """What is said of choices that are typed by a name that they had."""
-    typed = [word.partition("=") for word in words]
-    return [
-        f"{group}={old} is called {group}={now} now"
-        for (group, old), now in FORMER.items()
-        if any(key == group and old in value.split(",") for key, _, value in typed)
-    ]
-
-
 _SUFFIX = ".yaml"
 _EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
 
@@ -139,13 +122,7 @@ def unread_files() -> list[str]:
 
 def _read(file: Path) -> dict[str, Any]:
     """An experiment file: title, overrides, grids, targets."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
+    content = paths.read_yaml(file, _EXPERIMENT_KEYS)
+    if not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
-    for key in content:
-        if key not in _EXPERIMENT_KEYS:
-            raise ConfigError(f"{file}: {closest(key, _EXPERIMENT_KEYS, 'key')}")
     return content

@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from selfspec_cli.config import tuned_files
 from selfspec_cli.config.choices import (
     EXPERIMENT,
-    FORMER,
     REGISTRY_GROUPS,
     TUNED,
     choices,
@@ -167,7 +166,7 @@ def _axis(word: Word) -> list[_Choice]:
 def _group_choice(group: str, value: Any) -> _Choice:
     if group == SPECULATIVE and isinstance(value, dict):
         return _Choice(group, values={group: value})
-    word = FORMER.get((group, str(value)), str(value))
+    word = str(value)
     if word in file_choices(group):
         return _Choice(group, files=(f"+{group}={word}" if group in REGISTRY_GROUPS else f"{group}={word}",))
     if group in REGISTRY_GROUPS:

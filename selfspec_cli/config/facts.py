@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from selfspec_cli.config.paths import model_path
+from selfspec_cli.config.paths import in_hub_cache, model_path
 from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
 from selfspec_cli.early_exit.view import DraftView
 
@@ -133,12 +133,7 @@ def config_file(model: ModelConfig, *, fetch: bool = False) -> Path | None:
                 f"model={model.path}: its config.json is not in the Hugging Face cache and could not be fetched; fetch "
                 f"it first (hf download {model.path} config.json), or name a folder: model=./FOLDER"
             ) from error
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    found = try_to_load_from_cache(place, "config.json", revision=model.revision)
-    return Path(found) if isinstance(found, str) else None
+    return in_hub_cache(model, "config.json")
 
 
 def config_document(file: Path) -> dict[str, Any]:

@@ -191,6 +191,7 @@ RETIRED: dict[str, Any] = {
     **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
     "load.e2e_limit": None,
     "load.category": "category",
+    "workload.path": ANY,
 }
 """Settings that there were before, by dotted key, with the value at which they asked for nothing; ANY: whatever they
 asked for is written elsewhere in the config, or no part of what is measured."""

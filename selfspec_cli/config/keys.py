@@ -23,14 +23,13 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.length_table import KEY
-from selfspec_cli.early_exit.settings import AUTO, OPTIONS, DraftSettings
+from selfspec_cli.early_exit.settings import AUTO, OPTIONS, DraftSettings, arm_settings
 from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
-NOT_IN_A_KEY = {"engine": ("device",), "workload": ("path",)}
-"""The device is resolved, see `facts.device_of`; a workload's path is in its `prompts`."""
+NOT_IN_A_KEY = {"engine": ("device",)}
+"""The device is resolved, see `facts.device_of`."""
 
 STILL_IN_A_KEY: dict[str, dict[str, Any]] = {
     "model": {"pipeline_parallel_size": 1},
@@ -55,12 +54,6 @@ def _interpreted(cfg: RunConfig) -> bool:
     return cfg.runner is Runner.v2 and device_of(cfg) == "cpu"
 
 
-def step_options(cfg: RunConfig) -> dict[str, str]:
-    """How tokens are taken, as far as it is not the default."""
-    known = ("draft_sample_method",)
-    return {name: str(value) for name in known if (value := getattr(cfg, name)) != getattr(_DEFAULT, name)}
-
-
 def method_settings(cfg: RunConfig) -> dict[str, Any]:
     """Only those method knobs that can change what this run does; a knob that has no effect is not in it."""
     settings: dict[str, Any] = {"method": str(cfg.method)}
@@ -74,17 +67,13 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= DraftView.of(cfg).facts()
         if not cfg.head.path:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind != "lens" else None
-    if cfg.method is Method.layer_skip:
-        settings |= step_options(cfg)
-        settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
-        # A cost that nobody can set any more is still in the key, so that finished rows are found again.
-        settings |= {"free_drafts": cfg.free_drafts, "draft_cost": None} if cfg.free_drafts else {}
-        settings |= {"widths": "measured"} if cfg.gate.kind == AUTO else {}  # each has graphs, captured at the start
-    if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
-        settings |= {"draft_sample_method": cfg.draft_sample_method}
+    settings |= arm_settings(cfg)
+    if "free_drafts" in settings:
+        settings["draft_cost"] = None  # nobody can set it any more, but finished rows have it in their keys
+    if cfg.method is Method.layer_skip and cfg.gate.kind == AUTO:
+        settings["widths"] = "measured"  # each has graphs, captured at the start
     if cfg.method in SPECULATIVE:
-        settings |= {"k": cfg.k}
-        settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}
+        settings["k"] = cfg.k
     return settings | ({"runner": str(cfg.runner)} if cfg.runner is not Runner.auto else {})
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,13 @@ def visible(cards: list[tuple[str, str]], wanted: str | None) -> list[str]:
 @cache
 def gpus() -> list[tuple[str, str]]:
     """(UUID, name) of every NVIDIA GPU that the driver knows, without loading torch or CUDA."""
-    lines = _lines(["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"])
-    return [(uuid.strip(), name.strip()) for uuid, _, name in (line.partition(",") for line in lines)]
+    return [(uuid, name) for uuid, name in asked_of_gpus("uuid,name")]
+
+
+def asked_of_gpus(fields: str, *options: str) -> list[list[str]]:
+    """What nvidia-smi says of each GPU, a text for each of the fields; empty where there is no such program."""
+    command = ["nvidia-smi", *options, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    return [[cell.strip() for cell in line.split(",")] for line in _lines(command)]
 
 
 @cache
@@ -114,6 +120,12 @@ def git_revision(folder: str) -> dict[str, Any] | None:
 def own_revision() -> dict[str, Any] | None:
     """`git_revision` of selfspec itself."""
     return git_revision(str(Path(__file__).parents[1]))
+
+
+def provenance() -> dict[str, Any]:
+    """What it takes to believe a measurement: the command, the versions and the revision of selfspec."""
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {"command": command, "versions": versions(), "git": own_revision()}
 
 
 def _lines(command: list[str]) -> list[str]:

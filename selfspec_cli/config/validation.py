@@ -14,18 +14,15 @@ from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
-from selfspec_cli.config.paths import prompts_file
 from selfspec_cli.config.schema import (
     LAUNCHERS_WITH,
     PROMPT_TABLES,
-    PROMPTS,
     ConfigError,
     GateConfig,
     LauncherConfig,
     Method,
     RunConfig,
     Runner,
-    WorkloadConfig,
     gate_threshold,
     head_spec,
 )
@@ -33,7 +30,6 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
 from selfspec_cli.early_exit.knobs import out_of_range, refusal
-from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
@@ -68,23 +64,6 @@ def validate(cfg: RunConfig) -> None:
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
-    _validate_prompts(cfg.workload)
-
-
-def _validate_prompts(work: WorkloadConfig) -> None:
-    """Refuse a file that is not there (of a benchmark, preflight.py does) or that the workload does not read."""
-    prompts = work.prompts
-    if work.path and prompts in PROMPTS:
-        raise ConfigError(
-            f"workload.path={work.path} with workload={work.name}: it is read by workload=spec_bench and gsm8k alone; "
-            f"choose one of them, or write workload.prompts={work.path}"
-        )
-    if prompts not in PROMPTS and not work.path and not prompts_file(prompts).is_file():
-        words = ", ".join(f'"{word}"' for word in PROMPTS)
-        raise ConfigError(
-            f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
-            f"({', '.join(PROMPT_TABLES)}) that exists"
-        )
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
@@ -182,22 +161,12 @@ def _validate_method(cfg: RunConfig) -> None:
 
 def _validate_view(cfg: RunConfig) -> None:
     """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
-    weights, method = cfg.draft_weights, cfg.method
-    if cfg.draft_weights_path is not None and method is Method.layer_skip:
+    if cfg.method is not Method.layer_skip:
+        return
+    if cfg.draft_weights_path is not None:
         path = Path(cfg.draft_weights_path).expanduser()
         if not path.is_file():
             raise ConfigError(f"draft_weights_path={path}: there is no such file; make it with: selfspec fit-weights")
-    if method is Method.baseline:
-        return
-    if method is not Method.layer_skip:
-        skipped = bool(skipped_layers(cfg.skip_layers))
-        for name, given in (("draft_weights", weights != "shared"), ("skip_layers", skipped)):
-            if given:
-                raise ConfigError(
-                    f"{name}={getattr(cfg, name)} with method={method}: it has no "
-                    "early-exit draft; use method=layer_skip, or leave it out"
-                )
-        return
     DraftView.of(cfg).check()
     check_weights(cfg, WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
 
@@ -210,17 +179,13 @@ def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
 
 
 def _validate_draft_sample_method(cfg: RunConfig) -> None:
-    """Of several methods, one that would take the likeliest tokens whatever was asked is refused, not passed over."""
-    given = f"draft_sample_method={cfg.draft_sample_method}"
-    if cfg.draft_sample_method == RunConfig.draft_sample_method:
-        return
-    if cfg.method is Method.vllm:
+    """Of several methods, vLLM's own would take the likeliest tokens whatever was asked: refused, not passed over."""
+    if cfg.draft_sample_method != RunConfig.draft_sample_method and cfg.method is Method.vllm:
+        given = f"draft_sample_method={cfg.draft_sample_method}"
         raise ConfigError(
             f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
             f"{speculative.KEY}.{given}"
         )
-    if cfg.method is Method.skip:
-        raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
 
 
 def _validate_runner(cfg: RunConfig) -> None:

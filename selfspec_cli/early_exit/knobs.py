@@ -26,7 +26,8 @@ class Knob:
     because: why, for messages. limits: the range in words where it depends on something else; other code checks it.
     choices: the words allowed, such as a registry. unset: what None means. spec_keys: its keys in a
     speculative_config, the first being the one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed
-    on to it. methods: the methods that use it; empty where all do.
+    on to it. methods: the methods that use it; empty where all do. arm: two of its values are two arms, which it tells
+    apart by itself in keys, rows and tuned files. rare: hardly anybody needs it; shown by `selfspec options --all`.
     """
 
     help: str
@@ -41,6 +42,8 @@ class Knob:
     spec_keys: tuple[str, ...] = ()
     of_vllm: bool = False
     methods: tuple[str, ...] = ()
+    arm: bool = False
+    rare: bool = False
 
     def words(self) -> tuple[str, ...]:
         """The words allowed; empty where any text or number is."""

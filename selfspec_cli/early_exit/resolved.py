@@ -22,6 +22,7 @@ from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
 from selfspec_cli.early_exit.settings import (
     AUTO,
     DRAFT_LENGTH,
+    DRAFTING,
     METHOD_ALIASES,
     OPTIONS,
     USER_KEYS,
@@ -171,19 +172,12 @@ class ResolvedSettings(DraftSettings):
     def _resolve(self, spec: Mapping[str, Any], num_layers: int) -> None:
         """Fill in what was left open, and refuse what does not go together."""
         if self.method == "skip":
-            for key, value, idle in (
-                ("gate", self.gate.kind, "none"),
-                ("draft_weights", self.draft_weights, "shared"),
-                ("draft_weights_path", self.draft_weights_path or "none", "none"),
-                ("skip_layers", self.skip_layers or "none", "none"),
-                (KEY, self.length_table, None),
-                ("free_drafts", self.free_drafts, 0),
-                ("draft_context", self.draft_context, "full"),
-                ("strict", self.strict, False),
-            ):
-                if value != idle:
+            for option in OPTIONS.values():
+                value = knobs.read(self, option.key)
+                if option.knob.methods == DRAFTING and value != option.default:
                     raise SettingsError(
-                        f"{key} {value!r} is not used by method 'skip', which drafts nothing; allowed: {idle}"
+                        f"{option.knob.spec_keys[0]} {value!r} is not used by method 'skip', which drafts nothing; "
+                        f"allowed: {'none' if option.default is None else option.default}"
                     )
         canonical(self)
         view = replace(self.view, layer=None)

@@ -161,6 +161,7 @@ class DraftSettings:
         spec_keys=("draft_sample_method",),
         of_vllm=True,
         methods=("layer_skip", "draft_model"),
+        arm=True,
     )
     length_table: str | None = knob(
         None,
@@ -170,6 +171,7 @@ class DraftSettings:
         unset="k for every load",
         spec_keys=(KEY,),
         methods=DRAFTING,
+        arm=True,
     )
     free_drafts: int = knob(
         0,
@@ -181,6 +183,7 @@ class DraftSettings:
         because="each draft token is a place in the verify pass and a slot of the KV cache",
         spec_keys=("free_drafts",),
         methods=DRAFTING,
+        arm=True,
     )
     strict: bool = knob(
         False,
@@ -198,6 +201,8 @@ class DraftSettings:
         spec_keys=("synthetic_acceptance_length",),
         of_vllm=True,
         methods=SPECULATIVE,
+        arm=True,
+        rare=True,
     )
 
 
@@ -206,6 +211,14 @@ OPTIONS = knobs.options(DraftSettings)
 
 USER_KEYS = tuple(key for option in OPTIONS.values() for key in option.knob.spec_keys if not option.knob.of_vllm)
 """The keys of a speculative_config that this package reads; all others belong to vLLM."""
+
+
+def arm_settings(settings: DraftSettings) -> dict[str, Any]:
+    """The settings that tell an arm apart by themselves, by key, where its method uses them and they are not at their
+    default."""
+    used = (option for option in OPTIONS.values() if option.knob.arm and settings.method in option.knob.methods)
+    values = {option.key: knobs.read(settings, option.key) for option in used}
+    return {key: value for key, value in values.items() if value != OPTIONS[key].default}
 
 
 def to_spec(settings: DraftSettings) -> dict[str, Any]:

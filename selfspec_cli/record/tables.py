@@ -14,6 +14,7 @@ from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.contexts import context_of
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency, load_columns
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
@@ -45,16 +46,13 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method in EARLY_EXIT:
         columns |= {"head": head_spec(cfg.head, columns["E"]).name, "vocab": cfg.vocab}
     if cfg.method in SPECULATIVE:
-        columns |= {"k": cfg.k, "acceptance_length": cfg.acceptance_length}
-        columns["runner"] = str(cfg.runner) if cfg.runner != "auto" else None
-        columns["draft_sample_method"] = cfg.draft_sample_method if cfg.draft_sample_method != "greedy" else None
+        columns |= {"k": cfg.k, "runner": str(cfg.runner) if cfg.runner != "auto" else None}
+        columns |= known(dict.fromkeys(key for key, option in OPTIONS.items() if option.knob.arm) | arm_settings(cfg))
     if cfg.method == "vllm":
         columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":
         columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
-        columns["free_drafts"] = cfg.free_drafts or None
-        columns["length_table"] = cfg.length_table
     return columns
 
 

@@ -48,7 +48,7 @@ def document(found: Sources) -> list[dict[str, Any]]:
     if not made:
         raise ConfigError(
             "no point has categories; measure prompts that have some, such as: "
-            "selfspec sweep workload=spec_bench workload.path=question.jsonl"
+            "selfspec sweep workload=spec_bench workload.prompts=question.jsonl"
         )
     return made
 

@@ -27,14 +27,12 @@ class Report:
     figures: list[Path] = field(default_factory=list)  # files, where they were asked for
 
 
-def run(
-    results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False, reload: int = 0
-) -> Report:
+def run(results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False) -> Report:
     """Read the points of `results`, or of all folders below it; write the page to `out`.
 
     Args:
         where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too, to a
-            folder of `out`. reload: seconds after which the page loads itself anew; 0 for never.
+            folder of `out`.
 
     Raises:
         ConfigError: there are no points, or `out` cannot be written.
@@ -47,7 +45,7 @@ def run(
     drawn = figures.of_sources(found)
     html = Path(out) / PAGE
     try:
-        made = Report(found.rows, found.targets, found.warnings, page.write(found, drawn, html, reload))
+        made = Report(found.rows, found.targets, found.warnings, page.write(found, drawn, html))
         made.figures = export.every(drawn, Path(out) / FIGURES) if files else []
     except OSError as error:
         raise ConfigError(

@@ -38,11 +38,8 @@ MOST_TIMES = {"events": 500_000, "requests": 100_000}
 """No page of more has room for them, so it need not be tried."""
 
 
-def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
-    """The page as text; it makes no request, and is at most LIMIT long if points are not too many for it.
-
-    reload: seconds after which it loads itself anew, while a sweep makes newer ones; 0: never.
-    """
+def html(found: Sources, figures: list[Figure]) -> str:
+    """The page as text; it makes no request, and is at most LIMIT long if points are not too many for it."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     templates = Environment(
@@ -68,7 +65,6 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "checks": checks(found),
         "code": code(),
         "options": _options,
-        "reload": reload,
     }
     page, table, levels = "", details.table(found), _levels(found)
     times = functools.cache(lambda level: details.details(found, level))
@@ -218,9 +214,9 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def write(found: Sources, figures: list[Figure], path: str | Path, reload: int = 0) -> Path:
+def write(found: Sources, figures: list[Figure], path: str | Path) -> Path:
     """Write the page; it is there whole, or as it was before."""
     file = Path(path)
     with written(file) as part:
-        part.write_text(html(found, figures, reload), encoding="utf-8")
+        part.write_text(html(found, figures), encoding="utf-8")
     return file

@@ -1,6 +1,5 @@
 """Arms as `ppl` and `eval` look at them: a method with its settings on one model and engine, whatever the workload."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -135,11 +134,9 @@ def finding(
         baseline=None if planned is base else base.arm,
         protocol=protocol,
         found=found,
-        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         config=to_plain(planned.cfg),
         digests=planned.digests,
-        versions=machine.versions(),
-        git=machine.own_revision(),
+        **machine.provenance(),
     )
 
 

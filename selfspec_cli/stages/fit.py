@@ -82,7 +82,7 @@ def run(
     plain = replace(cfg, method=Method.baseline)
     with open_engine(plain, **_engine_arguments(cfg, request)) as engine:
         ready = time.perf_counter()
-        warnings = _doubts(engine, request)
+        warnings = _warnings(engine, request)
         _collect(cfg, engine, request, corpus, progress)
         collected = time.perf_counter()
         reports = _solve(cfg, engine, request, corpus)
@@ -103,7 +103,7 @@ def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
     return made
 
 
-def _doubts(engine: Engine, request: Request) -> list[str]:
+def _warnings(engine: Engine, request: Request) -> list[str]:
     """Why heads of this fit may draft worse than they could."""
     fits = any(HeadSpec.from_name(name).target is not None for name in request.heads)
     if request.corpus != "stdlib" or not fits or not engine.has_template:

@@ -286,7 +286,7 @@ def kv_blocks(metrics: dict[str, dict[str, float]]) -> int | None:
     return None
 
 
-def doubts(engine: dict[str, Any]) -> list[str]:
+def warnings(engine: dict[str, Any]) -> list[str]:
     """What a point's facts say against its figures."""
     found = []
     if engine.get("interrupted"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,11 +108,9 @@ def measured(
         start_seconds=None,
         device=f"server {urlsplit(server.url).netloc}",
         arm=arm,
-        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         config=asked | {"url": server.url},
         digests={} if prompts is None else {"prompts": prompts},
-        versions=machine.versions(),
-        git=machine.own_revision(),
+        **machine.provenance(),
         compared_with=compared,
         engine=found.engine,
         outputs=found.outputs,

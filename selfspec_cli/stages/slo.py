@@ -70,19 +70,16 @@ def parse(words: Sequence[str]) -> list[Limit]:
 
 
 def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
-    """Two searches for each config that names limits, of a number of clients and of a rate; their goodput counts by the
-    same limits of TTFT and TPOT. words: limits of all configs, in place of their own.
+    """Two searches for each config, of a number of clients and of a rate; their goodput counts by the same limits of
+    TTFT and TPOT. words: the limits; without any, the configs themselves.
 
     Raises:
         ConfigError: a limit cannot be read, or a config says how much is asked.
     """
-    found = []
+    if not words:
+        return list(cfgs)
+    limits, found = parse(words), []
     for cfg in cfgs:
-        named = list(words) or (cfg.load.slo or "").split()
-        limits = parse(named)
-        if not limits:
-            found.append(cfg)
-            continue
         if cfg.load.kind:
             raise ConfigError(
                 f"--slo with load.{'clients' if cfg.load.clients is not None else 'rate'}: it finds the load itself; "
@@ -94,7 +91,7 @@ def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConf
             if hasattr(cfg.load, f"{limit.name}_limit")  # goodput counts by TTFT and TPOT
         }
         load = replace(cfg.load, **{name: ms for name, ms in least.items() if getattr(cfg.load, name) is None})
-        load = replace(load, slo=" ".join(named))
+        load = replace(load, slo=" ".join(words))
         found += [replace(cfg, load=replace(load, clients=1)), replace(cfg, load=replace(load, rate=1.0))]
     return found
 

@@ -4,7 +4,6 @@ One after the other: on a machine whose speed drifts, `_family` is the one place
 between or after the candidates).
 """
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -272,12 +271,10 @@ def _point(
         start_shared_by=started and started[1],
         device=planned.device,
         arm=tables.identity(cfg, measured.engine.get("layer")),
-        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         config=to_plain(cfg),
         digests=planned.digests,
-        versions=machine.versions(),
+        **machine.provenance(),
         hardware=machine.hardware(),
-        git=machine.own_revision(),
         compared_with=comparison,
         engine=measured.engine,
         perplexity=measured.perplexity,

@@ -84,7 +84,7 @@ class TuneResult:
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
         few = short_of_time(self.finalists, self.choice.cfg.workload, self.untried)
-        return [*self.failed, *few, *doubts(self.finalists)]
+        return [*self.failed, *few, *pace_warnings(self.finalists)]
 
 
 def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def costly_copies(cfgs: Sequence[RunConfig]) -> list[str]:
     ]
 
 
-def doubts(finalists: Sequence[Finalist]) -> list[str]:
+def pace_warnings(finalists: Sequence[Finalist]) -> list[str]:
     """Whether the machine's pace moved from one engine to the next: then the order of their exits is uncertain.
 
     A finalist is compared with plain decoding on its own engine; that two of those go at one pace is an assumption.

@@ -205,27 +205,6 @@ def test_text_of_points_is_text(driver, tmp_path):
     assert driver.execute_script("return [window.hurt ?? null, document.querySelectorAll('img').length]") == [None, 0]
 
 
-def test_a_page_of_a_running_sweep_loads_the_newer_one_and_the_last_one_stays(driver, tmp_path):
-    points = sweep_points()
-    for point in points[:3]:
-        folder.save(tmp_path, point)
-    shown(driver, make.run(tmp_path, tmp_path, reload=3600).page)
-    rows = "return window.selfspecTable?.rows().count()"
-    assert driver.execute_script(rows) == 3 and "A sweep is running" in driver.page_source
-    assert violations(driver) == []  # on a page that stays: what axe-core is asked on is gone when the page loads anew
-    shown(driver, make.run(tmp_path, tmp_path, reload=1).page)
-    driver.execute_script("scrollTo(0, 300)")
-    folder.save(tmp_path, points[3])
-    make.run(tmp_path, tmp_path)
-    until = time.monotonic() + PATIENCE
-    while driver.execute_script(rows) != 4 or driver.execute_script(READY) != "true":
-        assert time.monotonic() < until, "the page did not load the newer one"
-        time.sleep(0.1)
-    assert driver.execute_script("return document.getElementById('watched')") is None
-    assert driver.execute_script("return Math.round(scrollY)") == 300
-    assert console_messages(driver) == []
-
-
 OVERLAPS = """
   const boxes = (query) => [...document.querySelectorAll(query)].map((one) => one.getBoundingClientRect());
   const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;

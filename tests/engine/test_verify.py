@@ -162,8 +162,9 @@ def test_only_verify_asks_for_a_worker_that_can_be_made_faulty():
 
 def test_a_small_vocabulary_is_compared_with_the_exact_distribution(model_dir, tmp_path, report):
     """With no tokenizer, and with drafts that are drawn."""
-    cfg = config(model_dir("llama_small_vocab"), tmp_path, "engine.extra.skip_tokenizer_init=true")
-    asked = Wanted(replace(SMALL, samples=1024, sampled_tokens=3), only=("company",), probabilistic=True)
+    words = ("engine.extra.skip_tokenizer_init=true", "draft_sample_method=probabilistic")
+    cfg = config(model_dir("llama_small_vocab"), tmp_path, *words)
+    asked = Wanted(replace(SMALL, samples=1024, sampled_tokens=3), only=("company",))
     found = run.run(cfg, asked, open_engine=open_engine)
     rows = [row for row in found["sampling"] if "p_exact" in row]
     report(", ".join(f"{row['name']}: p = {row['p_exact']:.3f} (plain {row['p_exact_plain']:.3f})" for row in rows))

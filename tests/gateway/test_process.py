@@ -13,6 +13,7 @@ import pytest
 from fake import Fake, answer
 
 from selfspec_cli.commands import gateway as routing
+from selfspec_cli.commands.screen import Output
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
@@ -154,7 +155,7 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
         port = taken.getsockname()[1]
         words = ["two_servers", "host=127.0.0.1", f"port={port}", f"results_dir={tmp_path}"]
         with pytest.raises(ConfigError, match=rf"port={port}: it cannot listen on 127\.0\.0\.1:{port} \(.*in use"):
-            routing.route(words, as_json=False, dry_run=False)
+            routing.route(words, Output())
 
 
 def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):

@@ -133,13 +133,6 @@ def test_a_pt_file_with_anything_but_tensors_is_refused_before_an_engine_starts(
     assert "something other than tensors" in result.stderr
 
 
-def test_help_has_examples():
-    for command in (("fit",), ("fit", "--compare")):
-        result = call(*command, "--help")
-        assert "selfspec fit" in result.stdout.split("Example")[-1]
-        assert "--dry-run" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("file", "expected"),
     [

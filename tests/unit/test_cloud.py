@@ -52,7 +52,7 @@ def test_what_the_machine_that_is_found_can_use_is_handed_on_and_the_rest_is_ref
     assert shown.exit_code == 0, shown.output
     (words,) = [word.partition("=")[2] for word in json.loads(shown.stdout)["command"] if "SELFSPEC_WORDS=" in word]
     assert shlex.split(words) == [*WORDS[:3], *more, "--retry-failed", "--max-hours=2.0"]
-    for option in ("--again", "--reuse-baseline", "--watch"):
+    for option in ("--again", "--reuse-baseline"):
         refused = runner.invoke(app, ["sweep", *WORDS, option, "--dry-run"])
         assert refused.exit_code == 2
         assert f"{option} cannot be handed on" in " ".join(refused.output.split())

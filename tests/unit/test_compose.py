@@ -19,7 +19,6 @@ from selfspec_cli.config.schema import (
     LAUNCHERS_WITH,
     ConfigError,
     GateConfig,
-    HeadConfig,
     LauncherConfig,
     Method,
     RunConfig,
@@ -29,7 +28,6 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.stages.replicas import asked
 
 
@@ -89,18 +87,6 @@ def test_the_choices_of_gates_and_heads_are_the_registries():
     assert "did you mean 'translator_r15'" in refusal("head=translater_r15")
 
 
-def test_comma_lists_are_points_in_order():
-    runs = compose_runs(None, ["gate=varH", "tau_v=4,5,6"])
-    assert [(cfg.gate.kind, cfg.threshold) for cfg in runs] == [("varH", tau) for tau in (4, 5, 6)]
-
-
-def test_draft_weights_are_points_and_a_misspelt_one_is_refused():
-    runs = compose_runs(None, ["engine=gpu", "draft_weights=shared,fp8"])
-    assert [cfg.draft_weights for cfg in runs] == ["shared", "fp8"]
-    assert "did you mean 'fp8'?" in refusal("draft_weights=fp9")
-    assert "did you mean 'draft_weights'?" in refusal("draft_wieghts=fp8")
-
-
 def test_lists_of_groups_and_values_multiply():
     runs = compose_runs(None, ["head=lens,lsq", "layer=4,8,12"])
     assert [(cfg.head.kind, cfg.layer) for cfg in runs] == [
@@ -110,6 +96,7 @@ def test_lists_of_groups_and_values_multiply():
 
 def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
     assert [cfg.layer for cfg in compose_runs(None, ["layer=range(4,13,4)"])] == [4, 8, 12]
+    assert [cfg.k for cfg in compose_runs(None, ["k=range(5,2,-1)"])] == [5, 4, 3]
     taus = [cfg.threshold for cfg in compose_runs(None, ["gate=maxp", "tau=range(0.2,0.5,0.1)"])]
     assert taus[:3] == [0.2, 0.3, 0.4]
 
@@ -273,10 +260,6 @@ def test_a_sweep_without_a_list_of_values_is_refused_as_it_was_typed(override, r
     assert reason in message
 
 
-def test_a_range_may_go_down():
-    assert [cfg.k for cfg in compose_runs(None, ["k=range(5,2,-1)"])] == [5, 4, 3]
-
-
 def test_the_users_override_replaces_the_experiments():
     runs = compose_runs("m4_varh", ["tau_v=7", "k=3"])
     assert [(cfg.gate.kind, cfg.threshold, cfg.k) for cfg in runs] == [("varH", 7, 3)]
@@ -311,6 +294,8 @@ def test_the_header_of_an_experiment_is_its_command():
         ("workload.outputlen=3", "'workload.output_len'"),
         ("experiment=m4_varH", "'m4_varh'"),
         ("head=lens,lzq", "'lsq'"),
+        ("draft_weights=fp9", "'fp8'"),
+        ("draft_wieghts=fp8", "'draft_weights'"),
     ],
 )
 def test_a_misspelling_names_the_nearest(override, nearest):
@@ -466,10 +451,6 @@ def test_a_setting_that_is_gone_is_answered_with_what_says_it_now(key):
         assert one(now)
 
 
-def test_nan_is_refused_as_a_threshold():
-    assert "threshold = nan must be a finite number" in refusal("gate=maxp", "tau=nan")
-
-
 def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_schema():
     assert (one().layer, one().k) == (3, 4)
     assert (one("layer=6", "k=2").layer, one("layer=6", "k=2").k) == (6, 2)
@@ -484,28 +465,31 @@ def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
     assert "selfspec tune model=other" in refusal("tuned=other")
 
 
-def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
-    for head in (HeadConfig("lsq"), HeadConfig("translator", rank=64, bias=True)):
-        cfg = resolved(RunConfig(layer=6, head=head))
-        chosen = tuned.apply(cfg, Setting("margin", 0.5, 2))
-        tuned.write(elsewhere / "conf", cfg, tuned.overrides(chosen), "")
-        assert one("tuned=reference") == chosen
-    for setting in (Setting("entropy", 2.25, 7), Setting("none", None, 3)):
-        chosen = tuned.apply(cfg, setting)
-        tuned.write(elsewhere / "conf", cfg, tuned.overrides(chosen), "")
-        assert one("tuned=reference") == chosen
-
-
-def test_what_tuning_writes_names_lengths_by_load(elsewhere):
-    cfg = one("layer=6", "k=4", "gate=maxp", "threshold=0.3", "length_table=1:4 8:2 8@4096:0")
-    assert cfg.length_table == "1:4 8:2 8@4096:0"
-    tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
-    assert one("tuned=reference") == cfg
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gate=margin threshold=0.5 head=lsq",
+        "gate=entropy threshold=2.25 k=7 head=translator_r64_bias",
+        "k=4 gate=maxp threshold=0.3 length_table='1:4 8:2 8@4096:0'",
+        "engine=gpu draft_weights=fp8",
+        "draft_weights=int8 skip_layers=2-3 draft_window=64",
+        "draft_sample_method=probabilistic free_drafts=8",
+        "runner=v1 head_dir=mine",
+    ],
+)
+def test_what_tuning_writes_composes_to_what_it_measured(elsewhere, words):
+    words = [word.replace("'", "") for word in re.findall(r"(?:[^\s']|'[^']*')+", words)]
+    cfg = one("layer=6", *words)
+    written = tuned.overrides(cfg)
+    tuned.write(elsewhere / "conf", cfg, written, "")
+    assert one("tuned=reference", *(word for word in words if word == "engine=gpu")) == cfg
+    assert tuned.overrides(one("layer=3", "k=4")) == ["layer=3", "k=4", "head=lens", "vocab=full", "gate=none"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["gate=maxp", "tau=nan"], "threshold = nan must be a finite number"),
         (["length_table=8:9"], "'8:9' drafts more than the engine's k; allowed: 0 to 4"),
         (["length_table=8-9"], "'8-9' is no entry"),
         (["length_table=8:2/0.4"], "'8:2/0.4' is no entry"),
@@ -515,27 +499,6 @@ def test_a_table_that_cannot_be_followed_is_refused(words, message):
     with pytest.raises(ConfigError) as error:
         one("k=4", *words)
     assert message in str(error.value)
-
-
-def test_what_tuning_writes_names_draft_weights(elsewhere):
-    cfg = one("engine=gpu", "layer=6", "k=2", "draft_weights=fp8")
-    tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
-    assert one("engine=gpu", "tuned=reference") == cfg
-
-
-def test_what_tuning_writes_names_the_layers_and_the_context_that_draft(elsewhere):
-    cfg = one("layer=6", "k=2", "draft_weights=int8", "skip_layers=2-3", "draft_window=64")
-    tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
-    assert one("tuned=reference") == cfg
-
-
-def test_what_tuning_writes_names_how_drafts_are_taken(elsewhere):
-    cfg = one("layer=6", "k=2", "draft_sample_method=probabilistic")
-    words = tuned.overrides(cfg)
-    assert "draft_sample_method=probabilistic" in words
-    assert not [word for word in tuned.overrides(one("layer=6", "k=2")) if "draft_sample_method" in word]
-    tuned.write(elsewhere / "conf", cfg, words, "")
-    assert one("tuned=reference") == cfg
 
 
 @pytest.mark.parametrize(
@@ -564,9 +527,6 @@ def test_a_list_of_paths_is_a_sweep_and_a_comma_inside_one_is_escaped(elsewhere)
     assert one(f"model={elsewhere}/modèle").model.path == f"{elsewhere}/modèle"
     runs = compose_runs(None, [f"model={elsewhere}/modèle,{elsewhere}/b c,{elsewhere}/d\\,e"])
     assert [cfg.model.name for cfg in runs] == ["modèle", "b c", "d,e"]
-
-
-def test_two_models_of_one_last_name_are_two():
     assert [cfg.model.name for cfg in compose_runs(None, ["model=orgA/M,orgB/M"])] == ["orgA/M", "orgB/M"]
 
 
@@ -637,12 +597,6 @@ def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(
     (tmp_path / "trained.yaml").write_text(yaml.safe_dump(before))
     with pytest.raises(ConfigError, match=r"trained.yaml: head.kl asks for what there is no longer"):
         load_config(tmp_path / "trained.yaml")
-
-
-def test_the_engine_of_gpus_is_found_by_the_name_that_it_had():
-    assert one("engine=h100").engine == one("engine=gpu").engine
-    assert "did you mean 'gpu'" in refusal("engine=gpuu")
-    assert [cfg.engine.device for cfg in compose_runs(None, ["engine=cpu,h100"])] == ["cpu", "cuda"]
 
 
 def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp_path):

@@ -1,7 +1,10 @@
 """CONTRIBUTING.md says which files an addition touches; here each is added, or counted, to see that no other is."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -73,3 +76,64 @@ def test_every_file_that_the_page_names_is_there():
             assert (ROOT / name).parent.is_dir(), name
         else:
             assert (ROOT / name).is_file(), name
+
+
+NEW_SETTING = """
+    patience: int = knob(
+        0, help="a setting of a test", low=0, high=9, spec_keys=("patience",), methods=DRAFTING, arm=True, rare=True
+    )
+"""
+ASKED_OF_IT = """
+from selfspec_cli.artifacts.tuned import overrides
+from selfspec_cli.config import options
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import to_spec
+from selfspec_cli.record.tables import planned
+
+def refused(make, *words):
+    try:
+        make()
+    except (ConfigError, SettingsError) as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(words)
+
+plain, new = compose_runs(None, ["layer=3", "patience=0,2"])
+assert Keys().engine(plain) != Keys().engine(new) and Keys().arm(plain) != Keys().arm(new)
+assert "patience=2" in overrides(new) and planned(new).E == 3
+assert to_spec(new)["patience"] == 2 and ResolvedSettings.from_user(to_spec(new), 8).patience == 2
+assert "patience" in options.RARE and "| `patience` |" in options.markdown()
+refused(lambda: compose_runs(None, ["patience=10"]), "patience=10", "from 0 to 9")
+refused(lambda: compose_runs(None, ["patience=two"]), "patience", "whole number")
+refused(lambda: compose_runs(None, ["patiense=2"]), "did you mean 'patience'?")
+refused(lambda: compose_runs(None, ["method=skip", "patience=2"]), "not used by method 'skip'")
+refused(lambda: ResolvedSettings.from_user({"method": "skip", "patience": 2}, 8), "not used by method 'skip'")
+"""
+
+
+@pytest.mark.slow
+def test_a_setting_of_drafting_is_added_in_one_file(tmp_path):
+    """To a copy of the package in which settings.py alone is another file."""
+    changed = Path("early_exit", "settings.py")
+    for folder in (Path(), changed.parent):
+        (tmp_path / "selfspec_cli" / folder).mkdir()
+        for file in (PACKAGE / folder).iterdir():
+            if (folder / file.name) not in (changed, changed.parent):
+                (tmp_path / "selfspec_cli" / folder / file.name).symlink_to(file)
+    for name in ("conf", "experiments"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    before, mark, after = (PACKAGE / changed).read_text(encoding="utf-8").partition("    strict: bool = knob(")
+    (tmp_path / "selfspec_cli" / changed).write_text(f"{before}{NEW_SETTING}{mark}{after}", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_OF_IT],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

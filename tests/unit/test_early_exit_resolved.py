@@ -191,7 +191,7 @@ def test_the_keys_that_are_vllms_own():
         ("draft_weights", "fp8", "shared"),
         ("draft_weights_path", "w", "none"),
         ("skip_layers", "2", "none"),
-        ("length_table", "3:2", None),
+        ("length_table", "3:2", "none"),
         ("free_drafts", 8, 0),
         ("draft_context", "window:64", "full"),
         ("strict", True, False),

@@ -142,7 +142,7 @@ def test_the_figure_of_the_warning_is_the_lab_books():
     ],
 )
 def test_a_chat_model_fitted_on_the_standard_library_is_warned_of(corpus, template, heads, doubts):
-    found = fit._doubts(SimpleNamespace(has_template=template), fit.Request((2,), heads, corpus=corpus))
+    found = fit._warnings(SimpleNamespace(has_template=template), fit.Request((2,), heads, corpus=corpus))
     assert len(found) == doubts
     assert all("--corpus" in line for line in found)
 

@@ -100,7 +100,7 @@ def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
 
 
 def test_no_device_is_held_twice_and_who_wants_many_is_not_passed_by():
-    pool, held, order = devices.Devices(range(2)), [], []
+    pool, held, order = devices.Devices(["0", "1"]), [], []
 
     def worker(name, count):
         with pool.taken(count) as mine:
@@ -140,8 +140,7 @@ def test_gpus_are_those_that_cuda_shows():
 
 
 def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
-    said = SimpleNamespace(stdout="00000000:3B:00.0\n")
-    monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: said)
+    monkeypatch.setattr(devices.machine, "asked_of_gpus", lambda *_: [["00000000:3B:00.0"]])
     monkeypatch.setattr(devices.Path, "read_text", lambda *_, **__: "0-3,8-11\n")
     monkeypatch.setattr(devices, "own_cores", lambda: [2, 3, 4, 8])
     assert devices.near_cores("0") == [2, 3, 8]

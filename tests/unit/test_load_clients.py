@@ -328,7 +328,7 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
     (point,), _ = folder.read(tmp_path / "results")
     assert point.ok and point.engine["interrupted"]
     assert len(point.repeats) == 1 and len(point.repeats[0].requests) > 20
-    assert "it was interrupted" in load.doubts(point.engine)[0]
+    assert "it was interrupted" in load.warnings(point.engine)[0]
 
 
 @pytest.mark.slow
@@ -359,11 +359,11 @@ def test_answers_are_of_the_first_time_that_each_prompt_was_asked():
 
 def test_what_casts_doubt_on_figures_is_said():
     facts = {"failed_requests": 3, "errors": {"HTTP 500": 3}, "client_cpu": 0.93, "late_p99_ms": 55.0, "sent_again": 2}
-    found = load.doubts(facts)
+    found = load.warnings(facts)
     assert "3 requests failed: 3 times HTTP 500" in found[0] and "2 requests were sent a second time" in found[1]
     assert "93% of a core" in found[2] and "55 ms late" in found[3]
     assert (
-        load.doubts(
+        load.warnings(
             {"failed_requests": 0, "sent_again": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}
         )
         == []

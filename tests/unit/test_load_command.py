@@ -16,7 +16,7 @@ LOADS = [
     (["load.client=4"], "did you mean 'load.clients'?"),
     (["load.column=question"], "only the rows of a .json, .jsonl, .parquet file have columns"),
     (["workload.prompts=nowhere.jsonl"], "workload.prompts=nowhere.jsonl: must be"),
-    (["--tpot-limit", "-1"], "load.tpot_limit=-1.0: out of range"),
+    (["load.tpot_limit=-1"], "load.tpot_limit=-1.0: out of range"),
     (["--slo", "ttft_p98=200"], "did you mean 'ttft_p9"),
     (["--slo", "ttft_p99=soon"], "the limit is a number of milliseconds above 0, such as ttft_p99=200"),
     (["--slo", "ttft_p99=200", "load.rate=2"], "--slo with load.rate: it finds the load itself"),

@@ -96,7 +96,7 @@ def test_only_a_server_that_has_answered_is_given_time_to_end(tmp_path, monkeypa
 def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "LEAST_SECONDS", 0.01)  # these loads are short
     results = tmp_path / "results"
-    result = call("load", *WORDS, f"results_dir={results}", "--ttft-limit", "60000", "--json", "--", "--seed", "7")
+    result = call("load", *WORDS, f"results_dir={results}", "load.ttft_limit=60000", "--json", "--", "--seed", "7")
     assert result.exit_code == 0, result.stderr
     shown = document(result)
     assert (shown["measured"], shown["failed"]) == (4, 0) and Path(shown["page"]).is_file()

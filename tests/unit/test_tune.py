@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from exit_heads import lsq_head
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import (
     GateConfig,
@@ -21,13 +19,11 @@ from selfspec_cli.config.schema import (
     Runner,
     WorkloadConfig,
 )
-from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
-from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import Generation
 from selfspec_cli.progress import Progress
@@ -208,34 +204,15 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
     assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), threshold=0.2)) == keys[-1]
 
 
-def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
-    cfg = RunConfig(layer=3, head=HeadConfig("lsq"), head_dir=str(tmp_path))
-    keys = []
-    for value in (1.0, 2.0):
-        head = lsq_head(torch.full((8, 4), value))
-        save_head(head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
-        keys.append(exits.draft_key(cfg))
-    elsewhere = replace(cfg, head_dir=str(tmp_path / "other"))
-    save_head(head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
-    assert len({*keys, exits.draft_key(elsewhere)}) == 3
-
-
-def test_what_is_written_names_who_drafts_and_where_its_head_is():
-    words = tuned.overrides(RunConfig(layer=3, k=4, runner=Runner.v1, draft_weights="fp8", head_dir="mine"))
-    assert {"runner=v1", "draft_weights=fp8", "head_dir=mine"} <= set(words)
-    usual = tuned.overrides(RunConfig(layer=3, k=4))
-    assert usual == ["layer=3", "k=4", "head=lens", "vocab=full", "gate=none"]
-
-
 def finalist(layer, plain):
     return tune.Finalist(RunConfig(layer=layer), {"speedup": 2.0, "plain_tok_s": plain})
 
 
 def test_a_machine_that_changed_its_pace_between_two_exits_is_a_warning():
-    (warning,) = tune.doubts([finalist(4, 210.0), finalist(3, 149.0), finalist(4, 210.0)])
+    (warning,) = tune.pace_warnings([finalist(4, 210.0), finalist(3, 149.0), finalist(4, 210.0)])
     assert "149 tok/s beside E3-lens and 210 tok/s beside E4-lens" in warning
     assert "41%" in warning
-    assert tune.doubts([finalist(3, 100.0), finalist(4, 114.0)]) == []
+    assert tune.pace_warnings([finalist(3, 100.0), finalist(4, 114.0)]) == []
 
 
 def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch):
@@ -255,16 +232,6 @@ def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch
     assert {round(one["plain_tok_s"], 3) for one in document["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
     assert len(document["warnings"]) == 1
     assert "changed by 100%" in document["warnings"][0]
-
-
-def test_an_exit_is_surveyed_once_however_many_lengths_and_gates_name_it(lab):
-    """`tune k=3,5` names one exit twice."""
-    cfg = lab.cfgs[1]
-    named = [replace(cfg, k=k, gate=gate) for k in (3, 5) for gate in (GateConfig(), GateConfig("maxp"))]
-    lab.run(chosen=named, trials=1)
-    surveys = [engine for engine in lab.opened if engine.recorded]
-    assert len(surveys) == 1
-    assert len(list((lab.folder / "results" / "tune").glob("*/drafts-*.pt"))) == 1
 
 
 def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
@@ -510,17 +477,6 @@ def test_a_stall_in_one_repeat_does_not_enter_the_costs():
     for arm in (plain, drafting[1]):
         arm.repeats[1][0].seconds *= 3
     assert measure.costs(plain, drafting) == expected
-
-
-def test_an_exit_is_not_chosen_because_plain_decoding_stalled_under_it():
-    log, setting = make(), Setting("none", None, 3)
-    found = []
-    for layer, costs in ((3, COSTS), (4, replace(COSTS, plain=1.4 * COSTS.plain, draft=1.3 * COSTS.draft))):
-        cfg = RunConfig(layer=layer, k=10)
-        found.append(exits.Exit(cfg, log, costs, (replay(log, setting, costs),)))
-    found.append(replace(found[0], cfg=RunConfig(layer=6, k=10)))
-    assert found[1].best.speedup > found[0].best.speedup
-    assert tune.promising(found)[0].cfg.layer == 3
 
 
 def test_a_threshold_survives_the_way_through_its_share(lab):

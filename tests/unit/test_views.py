@@ -66,8 +66,7 @@ def opened(monkeypatch):
         engines.append(FakeEngine(cfg))
         yield engines[-1]
 
-    for command in ("views", "fit_weights"):
-        monkeypatch.setattr(f"selfspec_cli.commands.{command}.shown_starting", lambda shown: open_engine)
+    monkeypatch.setattr("selfspec_cli.commands.measuring.shown_starting", lambda shown, forked: open_engine)
     engines.append(open_engine)
     return engines
 

@@ -116,12 +116,6 @@ def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
     assert not any(word in shown.stdout for word in ("None", "True", "False", "{", "'"))
 
 
-def test_the_engine_of_gpus_by_the_name_that_it_had(model):
-    shown = call("sweep", model, "engine=h100", "perplexity_tokens=0", "--dry-run")
-    assert shown.exit_code == 0 and "engine=h100 is called engine=gpu now" in shown.stderr
-    assert "is called" not in call("sweep", model, "engine=gpu", "--dry-run").stderr
-
-
 @pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "views", "profile"])
 def test_a_plan_for_people_holds_nothing_of_pythons(model, command):
     shown = call(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")

@@ -153,34 +153,6 @@ function tableIn(DataTable, data) {
   return limit;
 }
 
-// ---- while a sweep runs
-
-// The page loads itself anew, scrolled to where it was and with the panels that were chosen; DataTables keeps the table's
-// state. A browser that keeps nothing for files begins anew each time.
-function keepUp() {
-  const notice = byId("watched");
-  const place = `selfspec ${location.pathname}`;
-  const storage = (action) => { try { return action(sessionStorage); } catch { return null; } };
-  const kept = JSON.parse(storage((found) => found.getItem(place)) ?? "{}");
-  storage((found) => found.removeItem(place));
-  for (const [id, name] of Object.entries(kept.panels ?? {})) {
-    const option = [...(byId(id)?.options ?? [])].find((one) => one.textContent === name);
-    if (option && !option.selected) {
-      option.selected = true;
-      byId(id).dispatchEvent(new Event("change"));
-    }
-  }
-  if (kept.scroll) scrollTo({ top: kept.scroll, behavior: "instant" });
-  if (!notice) return;
-  const timer = setInterval(() => {
-    if (document.hidden || document.querySelector("[aria-expanded=true]")) return;
-    const panels = Object.fromEntries([...document.querySelectorAll("select[id$=-panel]")].map((one) => [one.id, one.selectedOptions[0].textContent]));
-    storage((found) => found.setItem(place, JSON.stringify({ scroll: scrollY, panels })));
-    location.reload();
-  }, 1000 * Number(notice.dataset.seconds));
-  notice.querySelector("button").addEventListener("click", () => { clearInterval(timer); notice.hidden = true; });
-}
-
 // ---- all of it
 
 try {
@@ -205,7 +177,6 @@ try {
     clearTimeout(waiting);
     waiting = setTimeout(async () => { for (const again of drawn) await again(); }, 150);
   });
-  keepUp();
   document.documentElement.dataset.ready = "true";
 } catch (error) {
   byId("problem").hidden = false;

@@ -1,13 +1,12 @@
 """The file of a performance check (experiments/checks/NAME.yaml): arms, workloads, and what each of them must reach."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from selfspec_cli.config.paths import checked_mapping, read_yaml
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.invariants import INVARIANTS
@@ -70,19 +69,7 @@ def read(path: Path) -> CheckFile:
     Raises:
         ConfigError: it cannot be read, or says something that is not understood; the message names the place.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        content: Any = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        near = sorted(str(file) for file in path.parent.glob("[!.]*.yaml") if file != path)
-        raise ConfigError(
-            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
-            + (f"; here are: {', '.join(near)}" if near else "")
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    known = ("title", "after", "runs", "served", "settings", "cases")
-    given = _mapping(content, f"{path}", known)
+    given = read_yaml(path, ("title", "after", "runs", "served", "settings", "cases"))
     settings = _words(given.get("settings", []), f"{path}: settings")
     if not isinstance(given.get("cases"), list) or not given["cases"]:
         raise ConfigError(f"{path}: cases must be a list of at least one case")
@@ -94,7 +81,7 @@ def read(path: Path) -> CheckFile:
     if isinstance(runs, bool) or not isinstance(runs, int) or not 1 <= runs <= 20:
         raise ConfigError(f"{path}: runs={runs!r}: allowed are whole numbers from 1 to 20")
     after = tuple(path.parent / name for name in _words(given.get("after", []), f"{path}: after"))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return CheckFile(path.stem, str(given.get("title", "")), cases, after, runs, bool(given.get("served")), digest)
 
 
@@ -110,11 +97,11 @@ def with_words(file: CheckFile, words: Sequence[str]) -> CheckFile:
 
 
 def _case(content: Any, settings: tuple[str, ...], place: str) -> Case:
-    given = _mapping(content, place, ("name", "arm", "workload", "reach", "invariants"))
+    given = checked_mapping(content, place, ("name", "arm", "workload", "reach", "invariants"))
     if not isinstance(given.get("name"), str):
         raise ConfigError(f"{place}: name is missing")
     place = f"{place} ({given['name']})"
-    reach = _mapping(given.get("reach", {}), f"{place}: reach", MEASURES)
+    reach = checked_mapping(given.get("reach", {}), f"{place}: reach", MEASURES)
     bounds = tuple(_bound(name, value, f"{place}: reach") for name, value in reach.items())
     invariants = given.get("invariants", [])
     names = tuple(INVARIANTS) if invariants == "all" else _words(invariants, f"{place}: invariants")
@@ -132,22 +119,13 @@ def _case(content: Any, settings: tuple[str, ...], place: str) -> Case:
 
 
 def _bound(name: str, value: Any, place: str) -> Bound:
-    of_baseline = isinstance(value, Mapping)
-    limit = _mapping(value, f"{place}: {name}", (OF_BASELINE,)).get(OF_BASELINE) if of_baseline else value
+    of_baseline = isinstance(value, dict)
+    limit = checked_mapping(value, f"{place}: {name}", (OF_BASELINE,)).get(OF_BASELINE) if of_baseline else value
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise ConfigError(
             f"{place}: {name}={value!r}: write a number, or {{{OF_BASELINE}: NUMBER}} for the ratio to the baseline's"
         )
     return Bound(name, float(limit), of_baseline)
-
-
-def _mapping(value: Any, place: str, allowed: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{place}: it must be a mapping with keys of {', '.join(allowed[:12])}")
-    for key in value:
-        if key not in allowed:
-            raise ConfigError(f"{place}: {closest(str(key), list(allowed), 'key')}")
-    return dict(value)
 
 
 def _words(value: Any, place: str) -> tuple[str, ...]:

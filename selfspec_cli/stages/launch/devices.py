@@ -1,11 +1,14 @@
 """The GPUs and the processor cores of this host, handed to workers so that no two of them share one."""
 
 import os
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from selfspec_cli.config import machine
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.schema import RunConfig
 
 CORES = "SELFSPEC_CORES"
 """Environment variable of a worker: the cores that it may use, separated by commas."""
@@ -13,14 +16,14 @@ A_WORKER = 2  # cores that an engine on the CPU needs
 
 
 class Devices:
-    """A pool of numbered devices. Several can be taken at once; who waits for many does not starve."""
+    """A pool of devices. Several can be taken at once; who waits for many does not starve."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._free, self._all = list(numbers), len(numbers)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._free, self._all = list(names), len(names)
         self._changed, self._turn = threading.Condition(), threading.Lock()
 
     @contextmanager
-    def taken(self, count: int) -> Iterator[list[int]]:
+    def taken(self, count: int) -> Iterator[list[str]]:
         """Hold `count` devices. Raises ValueError where there are never that many."""
         if count > self._all:
             raise ValueError(f"{count} of {self._all} devices are wanted")
@@ -33,6 +36,21 @@ class Devices:
             with self._changed:
                 self._free = sorted([*self._free, *mine])
                 self._changed.notify_all()
+
+
+def free(cfg: RunConfig) -> list[str]:
+    """What workers on this host can be given: its idle pairs of cores, such as "0,1", or its GPUs."""
+    if device_of(cfg) == "cpu":
+        return [",".join(map(str, pair)) for pair in free_pairs(own_cores(), os.getloadavg()[0])]
+    return gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
+
+
+def environment(cfg: RunConfig, held: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that holds some of `free`; of one that has what Slurm gives it, without any."""
+    if device_of(cfg) != "cpu":
+        return of_gpus(held) if held else {}
+    cores = held[0].split(",") if held else []
+    return ({CORES: held[0]} if held else {}) | {"OMP_NUM_THREADS": str(len(cores) or A_WORKER)}
 
 
 def free_pairs(cores: Sequence[int], load: float) -> list[list[int]]:
@@ -61,11 +79,10 @@ def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
 def near_cores(gpu: str) -> list[int]:
     """Those of this process' cores that are on the side of the memory (the NUMA node) to which a GPU is attached; empty
     where nothing says or this process has none of them."""
-    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
     try:
-        bus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
-        words = Path(f"/sys/bus/pci/devices/{bus[-12:]}/local_cpulist").read_text(encoding="utf-8").strip()
-    except (OSError, subprocess.SubprocessError):
+        ((bus,),) = machine.asked_of_gpus("pci.bus_id", f"--id={gpu}")
+        words = Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/local_cpulist").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
         return []
     own = set(own_cores())  # taskset or a batch system may have given this process fewer
     return [core for part in words.split(",") if part for core in _range(part) if core in own]

@@ -1,6 +1,5 @@
 """Workers on this host: one for each GPU, or on a CPU one for each idle pair of cores. joblib runs supervisors."""
 
-import os
 import queue
 from collections.abc import Callable, Generator, Sequence
 from threading import Event, Thread
@@ -10,17 +9,15 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.stages.launch import devices
-from selfspec_cli.stages.launch.supervise import Ended, points_of
+from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
 from selfspec_cli.stages.launch.units import Unit, description
-
-Sent = tuple[Unit, str | Ended]
 
 
 def workers(cfg: RunConfig) -> int:
     """How many units this host can measure at once."""
     asked = cfg.launcher.workers
     if device_of(cfg) == "cpu":
-        room = len(idle_pairs())
+        room = len(devices.free(cfg))
     else:
         room = len(machine.visible_gpus()) // cfg.model.tensor_parallel_size
         if not room:
@@ -31,11 +28,6 @@ def workers(cfg: RunConfig) -> int:
     return room if asked is None else min(asked, room)
 
 
-def idle_pairs() -> list[list[int]]:
-    """The cores of this process in pairs, as many as are idle."""
-    return devices.free_pairs(devices.own_cores(), os.getloadavg()[0])
-
-
 def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Unit], str]) -> Generator[Sent]:
     """Measure units side by side -> (unit, a point as JSON or how its worker ended), as they come.
 
@@ -44,21 +36,18 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     """
     from joblib import Parallel, delayed
 
-    on_cpu = device_of(cfg) == "cpu"
-    pairs = idle_pairs()
-    gpus = devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
-    pool = devices.Devices(range(len(pairs) if on_cpu else len(gpus)))
+    pool = devices.Devices(devices.free(cfg))
     sent: queue.Queue[Sent] = queue.Queue()
     stop = Event()
 
     def one(unit: Unit) -> None:
         try:
-            with pool.taken(1 if on_cpu else unit.gpus) as mine:
+            with pool.taken(unit.devices) as mine:
                 if stop.is_set():
                     return
-                environment = of_cores(pairs[mine[0]]) if on_cpu else devices.of_gpus([gpus[number] for number in mine])
                 # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
-                for item in points_of(description(unit, f"{run_id}{unit.name}"), environment, log(unit), stop.is_set):
+                environment, document = devices.environment(cfg, mine), description(unit, f"{run_id}{unit.name}")
+                for item in points_of(document, environment, log(unit), stop.is_set):
                     sent.put((unit, item))
         except Exception as error:  # of the supervisor itself, such as a full disk
             sent.put((unit, Ended(1, f"{type(error).__name__}: {error}")))
@@ -82,8 +71,3 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     finally:
         stop.set()
         running.join()
-
-
-def of_cores(cores: Sequence[object]) -> dict[str, str]:
-    """Environment variables of a worker that has these cores."""
-    return {devices.CORES: ",".join(map(str, cores)), "OMP_NUM_THREADS": str(len(cores))}

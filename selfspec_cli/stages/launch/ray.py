@@ -12,10 +12,8 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.stages.launch import devices, joblib
-from selfspec_cli.stages.launch.supervise import Ended, points_of
+from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
 from selfspec_cli.stages.launch.units import Unit, description
-
-Sent = tuple[Unit, str | Ended]
 
 
 def running() -> str | None:

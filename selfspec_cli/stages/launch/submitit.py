@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import from_json
 from selfspec_cli.stages.launch import devices, joblib
-from selfspec_cli.stages.launch.supervise import Ended, points_of
+from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
 from selfspec_cli.stages.launch.units import Unit, description
 
-Sent = tuple[Unit, str | Ended]
 POLL = 0.5  # seconds
 JOBS_AT_ONCE = 16  # of Slurm, where nothing is said
 MINUTES = 240  # that a job may take; Slurm's own SBATCH_TIMELIMIT and SBATCH_PARTITION win
@@ -60,19 +58,21 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     executor = AutoExecutor(folder=place, cluster="slurm" if on_slurm() else "local")
     on_cpu = device_of(cfg) == "cpu"
     executor.update_parameters(timeout_min=MINUTES, cpus_per_task=devices.A_WORKER if on_cpu else 8)
-    free, count = _free(cfg), workers(cfg)  # once: the load of this host's own workers would lessen it
+    # Once: the load of this host's own workers would lessen it. Slurm says itself what a job has; here submitit would
+    # give the first GPU to each.
+    free, count = None if on_slurm() else devices.free(cfg), workers(cfg)
     waiting, running = list(units), dict[str, tuple[Unit, Path, Any]]()
     held: dict[str, list[str]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < count and (free is None or len(free) >= _needs(waiting[0], on_cpu)):
+            while waiting and len(running) < count and (free is None or len(free) >= waiting[0].devices):
                 unit = waiting.pop(0)
-                held[unit.name] = [free.pop(0) for _ in range(_needs(unit, on_cpu))] if free is not None else []
+                held[unit.name] = [free.pop(0) for _ in range(unit.devices)] if free is not None else []
                 spool = place / f"spool-{unit.name}"
                 spool.mkdir(parents=True)
                 if not on_cpu:
                     executor.update_parameters(gpus_per_node=unit.gpus)
-                environment = _environment(held[unit.name], on_cpu)
+                environment = devices.environment(cfg, held[unit.name])
                 words = (description(unit, f"{run_id}{unit.name}"), str(spool), environment, log(unit))
                 running[unit.name] = unit, spool, executor.submit(job, *words)
             for name, (unit, spool, submitted) in list(running.items()):
@@ -90,26 +90,6 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     finally:
         for _, _, submitted in running.values():
             submitted.cancel()
-
-
-def _free(cfg: RunConfig) -> list[str] | None:
-    """The GPUs of this host, or its idle pairs of cores, where jobs are processes of it, because submitit gives the
-    first GPU to each of them. None where Slurm says what a job has."""
-    if on_slurm():
-        return None
-    if device_of(cfg) == "cpu":
-        return [",".join(map(str, pair)) for pair in joblib.idle_pairs()]
-    return devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
-
-
-def _needs(unit: Unit, on_cpu: bool) -> int:
-    return 1 if on_cpu else unit.gpus
-
-
-def _environment(held: list[str], on_cpu: bool) -> dict[str, str]:
-    if held:
-        return joblib.of_cores(held[0].split(",")) if on_cpu else devices.of_gpus(held)
-    return {"OMP_NUM_THREADS": str(devices.A_WORKER)} if on_cpu else {}
 
 
 def _end(submitted: Any) -> Ended:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.stages.launch.units import ENDS
+from selfspec_cli.stages.launch.units import ENDS, Unit
 from selfspec_cli.terminal import last_lines
 
 POLL = 0.1  # seconds between two looks at the spool
@@ -30,6 +30,10 @@ class Ended:
     def __str__(self) -> str:
         how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with {self.code}"
         return f"its worker {how}" + (f": {self.why}" if self.why else "")
+
+
+Sent = tuple[Unit, str | Ended]
+"""What a launcher hands on: a unit, and one of its points as JSON or how its worker ended."""
 
 
 def points_of(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from selfspec_cli.config import machine
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.stages.plan import Family, Planned
@@ -35,6 +36,11 @@ class Unit:
     def gpus(self) -> int:
         """GPUs that its engines take."""
         return max(planned.cfg.model.tensor_parallel_size for planned in self.points)
+
+    @property
+    def devices(self) -> int:
+        """What of `devices.free` it takes: a pair of cores, or its GPUs."""
+        return 1 if device_of(self.points[0].cfg) == "cpu" else self.gpus
 
 
 def description(unit: Unit, run_id: str) -> dict[str, Any]:

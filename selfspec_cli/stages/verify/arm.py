@@ -31,8 +31,8 @@ class Wanted:
     """What a run is to do.
 
     only: groups of cases, empty for all. tolerance: None is that of the dtype. plant: a fault that stays in the arm's
-    engine for the whole run, or EVERY for runs without and with each of them. probabilistic: drafts are drawn, not the
-    likeliest tokens. repeat: runs on one engine. brief: nothing is planted for proof, and one way to sample is enough.
+    engine for the whole run, or EVERY for runs without and with each of them. repeat: runs on one engine. brief:
+    nothing is planted for proof, and one way to sample is enough.
     """
 
     size: Size = cases.QUICK
@@ -41,7 +41,6 @@ class Wanted:
     batch_invariant: bool = False
     tolerance: float | None = None
     plant: str | None = None
-    probabilistic: bool = False
     repeat: int = 1
     brief: bool = False
 

@@ -31,7 +31,6 @@ from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
-SAMPLE_METHOD, PROBABILISTIC = "draft_sample_method", "probabilistic"
 COMPILATION = "compilation_config"
 CONTEXT, THOROUGH_CONTEXT, BUDGET = 512, 1024, 256  # tokens, where the user names no context
 TELLING = ("preempted", "gate")  # with mixed and cache: the cases by which faults are told apart
@@ -46,9 +45,6 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
             Method.baseline: "it drafts nothing, and is what the others are compared with",
         }[cfg.method]
         raise ConfigError(f"method={cfg.method}: {why}; allowed: {', '.join(SPECULATIVE)}")
-    own = cfg.speculative.get(SAMPLE_METHOD)
-    if wanted.probabilistic and cfg.method is Method.vllm and own not in (None, PROBABILISTIC):
-        raise ConfigError(f"--probabilistic and speculative.{SAMPLE_METHOD}={own}: give one of them")
     if wanted.plant not in (None, FOREIGN_HEAD, *verdict.PLANTED_FOR_PROOF) and not FAULTS_FOLDER.is_dir():
         raise ConfigError(f"--plant {wanted.plant}: this fault comes with the repository, not with the package")
     if cfg.acceptance_length is not None:
@@ -102,19 +98,8 @@ def deterministic(compilation: int | Mapping[str, Any] | None) -> dict[str, Any]
     return given | {"inductor_compile_config": {"deterministic": True, **given.get("inductor_compile_config", {})}}
 
 
-def as_wanted(cfg: RunConfig, wanted: Wanted) -> RunConfig:
-    """The arm with drafts that are drawn, where that is wanted: it is another arm than the one that takes the likeliest
-    tokens, and its verdict is its own."""
-    if not wanted.probabilistic:
-        return cfg
-    if cfg.method is Method.vllm:
-        return replace(cfg, speculative=cfg.speculative | {SAMPLE_METHOD: PROBABILISTIC})
-    return replace(cfg, draft_sample_method=PROBABILISTIC)
-
-
 def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
     """What a run would do; starts no engine."""
-    cfg = as_wanted(cfg, wanted)
     settings = engine_config(cfg, wanted)
     engines = ["the arm", "the same without drafts", "where tokens are level: the same, k + 1 tokens at a time"]
     return {
@@ -135,7 +120,6 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         ConfigError: what `check` refuses.
     """
     check(cfg, wanted)
-    cfg = as_wanted(cfg, wanted)
     start, keys = time.perf_counter(), Keys()
     about: dict[str, Any] = {"key": keys.run(cfg), "arm_key": keys.arm(cfg), "device": keys.device(cfg)}
     about["arm"] = named(cfg)

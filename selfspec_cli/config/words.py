@@ -58,7 +58,7 @@ def parse(words: Iterable[str]) -> list[Word]:
     return [_by_its_own_name(_parse(text)) for text in _written_out(list(words))]
 
 
-_OTHER_NAMES = dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0])
+_OTHER_NAMES = dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0]) | {"workload.path": "workload.prompts"}
 """Other names of a setting whose values are the same."""
 
 

@@ -22,12 +22,12 @@ from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, point
 from selfspec_cli.record.point import Measurement
-from selfspec_cli.stages import cores, measure, quality
+from selfspec_cli.stages import cores, humaneval, measure, quality
 from selfspec_cli.texts.prompts import Turn, workload_turns
 
 
-def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurement:
-    """Warm up, time `cfg.repeats` repeats, score held-out text."""
+def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
+    """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
     began = time.perf_counter()
     reset_peak_memory()
     start: list[cores.Moment | None] = []
@@ -60,6 +60,8 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
         facts["categories"] = categories.measured(
             [list(zip(kinds, part.requests, part.steps, strict=True)) for (part,) in arm.repeats]
         )
+    if execute:
+        facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
     outputs = point.output_digests(arm.outputs())
     tells = cfg.workload.batch > 1 and not cfg.workload.temperature and cfg.model.load_format != "dummy"
     if cfg.method is Method.baseline and tells:

@@ -72,7 +72,8 @@ def test_tasks_of_gsm8k_and_humaneval_go_through_the_template(tmp_path, monkeypa
 
 def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
-    (cfg,) = compose_runs(None, ["workload=spec_bench", f"workload.prompts={file}"])
+    (cfg,) = compose_runs(None, ["workload=spec_bench", f"workload.path={file}"])
+    assert cfg.workload.prompts == file
     preflight.check_prompts(cfg)
     (missing,) = compose_runs(None, ["workload=gsm8k"])
     with pytest.raises(ConfigError, match=r"workload\.prompts=test\.jsonl: must be .* that exists"):

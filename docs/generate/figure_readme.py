@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from figure_cells import ROOT, at, data_of, points_of, ratio, table
-from figure_serving import LOADS as SERVED
 
 sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
 from table import lost
@@ -23,6 +22,22 @@ REAL, SET = (
 SAME = "the same"
 CODER, FILES = (f"gpu/qwen_1.5b_h200/{part}" for part in ("code", "long"))
 EDITS = "gpu/qwen_1.5b_tuned_h100/edits"
+SERVED = (
+    "load_h200",
+    "load_h200_swapped",
+    "load_h200_alone",
+    "load_h200_late",
+    "load_h200_again",
+    "load_h200_full_graphs",
+    "load_h200_128",
+    "load_h200_rust",
+    "load_h200_rust_measured",
+    "load_h200_rust_long",
+    "load_h200_python_long",
+    "load_h200_trimmed",
+    "load_h200_two_api_servers",
+)
+"""Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 RUNS = {
     "load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
     "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)",

@@ -158,12 +158,16 @@ def header(kind: type) -> list[str]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """What each column holds, as the comments beside them say."""
+    """What each column holds: the comment next to its field, which may go on below it."""
     found: dict[str, str] = {}
-    for one in reversed(kind.__mro__[:-1]):
-        text = inspect.getsource(one)
-        found |= dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", text, re.MULTILINE))
-    return {name: meaning.strip() for name, meaning in found.items()}
+    for base in reversed(kind.__mro__[:-1]):
+        name = ""
+        for field_name, comment in re.findall(r"^    (\w+):|# *(.+)$", inspect.getsource(base), re.MULTILINE):
+            if field_name:
+                name, found[field_name] = field_name, ""
+            elif name:
+                found[name] = f"{found[name]} {comment}".strip()
+    return found
 
 
 def has_line(kind: type, made: Record | AcceptRow) -> bool:

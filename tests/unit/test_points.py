@@ -164,7 +164,10 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
         assert "key" in columns.header(kind) and columns.header(kind)[-1] == "point"
     assert len(columns.header(columns.Summary)) <= 48  # what everybody reads
     assert set(columns.TABLES) < set(archive.MADE)
-    assert all(columns.meanings(columns.Record)[name] for name in ("delta_ppl_low", "clients", "sm_util"))
+    meanings = columns.meanings(columns.Record)
+    assert all(meanings[name] for name in ("delta_ppl_low", "clients", "sm_util"))
+    wrapped = meanings["goodput"]
+    assert wrapped.startswith("requests a second") and wrapped.endswith("median of the runs")
     assert len(columns.NAMES) <= 90
 
 

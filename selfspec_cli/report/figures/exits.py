@@ -9,7 +9,7 @@ import altair as alt
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import HeadRow
-from selfspec_cli.report.figures.base import Figure, Panel, figure, rows_chart, sig, titles_above
+from selfspec_cli.report.figures.base import SERIES, Figure, Panel, bars, by_arm, figure, rows_chart, sig
 
 HEAD_PANELS = {
     "agreement_generated": "agreement with the full model on its own generations",
@@ -102,12 +102,9 @@ def roc(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
                 for x, y in zip(xs, ys, strict=True)
             ]
             panels.append(Panel(place, f"{one['title']}: {one['of']}", data))
-    known = [gate for gate in GATES if gate != "none"]
+    colour = _gate_colours("gate_name", [gate for gate in GATES if gate != "none"])
     x = alt.X("false:Q", axis=alt.Axis(title="rejected drafts that pass the gate", format="%", tickCount=5))
     y = alt.Y("true:Q", axis=alt.Axis(title="accepted drafts that pass the gate", format="%", tickCount=5))
-    colour = alt.Color(
-        "gate_name:N", scale=alt.Scale(domain=known, range=[GATES[gate].colour for gate in known]), legend=None
-    )
     line = (
         rows_chart()
         .mark_line(strokeWidth=2)
@@ -134,6 +131,11 @@ def roc(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
     return figure("roc", "ROC of the gates", about, chart, panels)
 
 
+def _gate_colours(name: str, gates: Sequence[str]) -> Any:
+    scale = alt.Scale(domain=gates, range=[GATES[gate].colour for gate in gates])
+    return alt.Color(f"{name}:N", scale=scale, legend=None)
+
+
 def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
     """The area under each gate's curve, at each exit, from the table of `selfspec roc`."""
     panels = []
@@ -152,25 +154,10 @@ def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
             panels.append(
                 Panel(place, f"{name[0]} E={name[1]} {name[2]}, {members[0]['drafted']} tokens drafted", data)
             )
-    y = alt.Y("arm:N", sort=None, axis=None)
-    known = list(GATES)
-    colour = alt.Color(
-        "arm:N", scale=alt.Scale(domain=known, range=[GATES[gate].colour for gate in known]), legend=None
-    )
-    bars = (
-        rows_chart()
-        .mark_bar(size=13, yOffset=4)
-        .encode(
-            x=alt.X(
-                "auc:Q", axis=alt.Axis(title="area under the ROC curve", tickCount=6), scale=alt.Scale(domain=[0, 1])
-            ),
-            y=y,
-            color=colour,
-            tooltip=["arm:N", "auc:Q", "at_stake:Q"],
-        )
-    )
+    x = alt.X("auc:Q", axis=alt.Axis(title="area under the ROC curve", tickCount=6), scale=alt.Scale(domain=[0, 1]))
     chance = alt.Chart(alt.Data(values=[{"at": 0.5}])).mark_rule(strokeDash=[4, 3]).encode(x="at:Q")
-    chart = (bars + chance + titles_above()).properties(width="container", height=alt.Step(36))
+    tips = ["arm:N", "auc:Q", "at_stake:Q"]
+    chart = by_arm(bars(x, tips, color=_gate_colours("arm", list(GATES))), chance)
     about = (
         "From real drafts: an area of 0.5 (dashed) tells nothing. Beside it the speedup that the best threshold is "
         "expected to bring."
@@ -188,12 +175,7 @@ def step_costs(found: Mapping[str, Mapping[str, float]]) -> list[Figure]:
             if name != "layers" and seconds > 0
         ]
         panels.append(Panel("", place, data))
-    y = alt.Y("arm:N", sort=None, axis=None)
-    bars = (
-        rows_chart()
-        .mark_bar(size=13, yOffset=4, color="#3b82c4")
-        .encode(x=alt.X("ms:Q", axis=alt.Axis(title="milliseconds", tickCount=6)), y=y, tooltip=["arm:N", "ms:Q"])
-    )
-    chart = (bars + titles_above()).properties(width="container", height=alt.Step(36))
+    x = alt.X("ms:Q", axis=alt.Axis(title="milliseconds", tickCount=6))
+    chart = by_arm(bars(x, ["arm:N", "ms:Q"], color=alt.value(SERIES[0])))
     about = "What the cost model is fed with: the time of each step, from rounds timed in the engine."
     return figure("steps", "What the steps of a round cost", about, chart, panels)

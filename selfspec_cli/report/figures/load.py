@@ -14,7 +14,7 @@ from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK, Point
-from selfspec_cli.report.figures.base import Figure, Panel, colour, figure, rows_chart, short, sig
+from selfspec_cli.report.figures.base import Figure, Panel, figure, lines, of_rows, rows_chart, short, sig
 from selfspec_cli.report.rows import label, latest, task
 
 CURVES = {
@@ -55,14 +55,11 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
             ]
             title = f"{meaning}, by {'clients' if column == 'clients' else 'requests that arrive in a second'}"
             if any(one["value"] for one in data):
-                panels.append(Panel(_where(some[0]), title, data, tuple(row.point for row in some)))
+                panels.append(of_rows(_where(some[0]), title, data, some))
     x = alt.X("load:Q", axis=alt.Axis(title="clients, or requests a second"), scale=alt.Scale(type="sqrt"))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
     tips = ["series:N", "asked:N", "value:Q", "point:N"]
-    base = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=tips)
-    chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=70, opacity=1)).properties(
-        width="container", height=300
-    )
+    chart = lines(x, y, tips, 70).properties(width="container", height=300)
     about = (
         "A closed loop keeps each client at one request; in an open loop requests arrive whether or not others have "
         "ended, and a server that is asked for more than it can do falls behind. Percentiles are over the requests of "
@@ -85,8 +82,8 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
         family = (*_family(row), asked(row))
         names[family].append(point.id)
         for part in parts:
-            values: dict[str, float | None] = {"tok_s": part.tok_s, "ttft": _last(part.ttft), "tpot": _last(part.tpot)}
-            for name, value in values.items():
+            tails = {"ttft": part.ttft and part.ttft[-1], "tpot": part.tpot and part.tpot[-1]}
+            for name, value in ({"tok_s": part.tok_s} | tails).items():
                 if value is not None:
                     minute = 1 + part.start / latency.WINDOW
                     data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
@@ -98,10 +95,8 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
     ]
     x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
-    base = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=["series:N", "minute:Q", "value:Q", "point:N"])
-    chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=40, opacity=1)).properties(
-        width="container", height=260
-    )
+    tips = ["series:N", "minute:Q", "value:Q", "point:N"]
+    chart = lines(x, y, tips, 40).properties(width="container", height=260)
     about = "Every whole minute of the last run, by the requests that ended in it."
     return figure("over_time", "Over time", about, chart, panels)
 
@@ -151,10 +146,6 @@ def _family(row: Record) -> tuple[Any, ...]:
         load,
         load_patterns.comparable(row, without=("clients", "rate", "load_share")),
     )
-
-
-def _last(values: Sequence[float] | None) -> float | None:
-    return None if values is None else values[-1]
 
 
 def _where(row: Record) -> str:

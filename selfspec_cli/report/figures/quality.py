@@ -14,16 +14,19 @@ from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK, Point, control
 from selfspec_cli.report.figures.base import (
     LONGEST,
-    STEP,
     Figure,
     Panel,
+    arm_axis,
+    bars,
+    by_arm,
     colour,
     figure,
     labels,
+    of_rows,
     rows_chart,
     short,
     sig,
-    titles_above,
+    spans,
 )
 from selfspec_cli.report.rows import Group
 
@@ -78,14 +81,12 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
         "share:Q", axis=alt.Axis(title="share of outputs", format="%", tickCount=6), scale=alt.Scale(domain=[0, 1])
     )
     tips = ["arm:N", "share:Q", "identical:Q", "outputs:Q", "point:N"]
-    bars = rows_chart().mark_bar(size=13, yOffset=4)
-    bars = bars.encode(x=x, y=alt.Y("arm:N", sort=None, axis=None), color=colour("arm", legend=False), tooltip=tips)
     about = (
         "Drafts are verified, so outputs differ where the arithmetic of a batch decides a near-tie between two tokens. "
         "Plain decoding differs from itself in the same way at another batch size: that is the control, in grey. "
         "`selfspec verify` tells such near-ties from faults."
     )
-    chart = (bars + titles_above()).properties(width="container", height=alt.Step(STEP))
+    chart = by_arm(bars(x, tips, color=colour("arm", legend=False)))
     return figure("identical", "Identical outputs", about, chart, panels)
 
 
@@ -158,18 +159,13 @@ def _dot(name: str, row: Record, value: float, low: float | None, high: float | 
 
 
 def _panel(group: Group, name: str, rows: list[Record], data: list[dict[str, Any]]) -> Panel:
-    where = f"{group.title}, {short(rows[0])}" if rows else ""
-    return Panel(where, name, data, tuple(row.point for row in rows))
+    return of_rows(f"{group.title}, {short(rows[0])}" if rows else "", name, data, rows)
 
 
 def _dots(title: str) -> Any:
-    y = alt.Y("arm:N", sort=None, axis=None)
     x = alt.X(
         "value:Q", axis=alt.Axis(title=title, tickCount=6, format=".4~g"), scale=alt.Scale(zero=False, padding=12)
     )
     tips = ["arm:N", "value:Q", "low:Q", "high:Q", "point:N"]
-    known = rows_chart().transform_filter("isValid(datum.low)")
-    whisker = known.mark_rule(strokeWidth=2, yOffset=4).encode(x="low:Q", x2="high:Q", y=y, tooltip=tips)
     dots = rows_chart().mark_point(filled=True, size=90, opacity=1, yOffset=4)
-    dots = dots.encode(x=x, y=y, color=colour("arm", legend=False), tooltip=tips)
-    return (whisker + dots + titles_above()).properties(width="container", height=alt.Step(STEP))
+    return by_arm(spans(tips), dots.encode(x=x, y=arm_axis(), color=colour("arm", legend=False), tooltip=tips))

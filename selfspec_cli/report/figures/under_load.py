@@ -144,18 +144,15 @@ def speedups(found: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
     middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
-    line = rows_chart().mark_line(strokeWidth=2.5).encode(x=load_axis(), y=middle, color=colour("series"))
-    dots = (
-        rows_chart()
-        .mark_point(filled=True, size=70, opacity=1)
-        .encode(x=load_axis(), y=alt.Y("speedup:Q", scale=scale), color=colour("series"), tooltip=tips)
-    )
-    losses = (
-        rows_chart().transform_filter("datum.slower").mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
-    )
+    each = rows_chart().encode(x=load_axis(), color=colour("series"))
+    line = each.mark_line(strokeWidth=2.5).encode(y=middle)  # of a median: with tooltips it would be of each point
+    dots = each.mark_point(filled=True, size=70, opacity=1)
+    dots = dots.encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
+    losses = rows_chart().transform_filter("datum.slower")
+    losses = losses.mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
+    marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
     bars = whiskers(load_axis(), color=colour("series"), tooltip=tips)
-    marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
     chart = (one + line + bars + dots + marked).properties(width="container", height=320)
     about = (
         "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
@@ -252,14 +249,12 @@ def waits(found: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "value:Q", alt.Tooltip("high:Q", title="p99"), "point:N"]
 
     def part(what: str, title: str) -> Any:
-        ours = rows_chart().transform_filter(f"datum.what == '{what}'")
+        each = rows_chart().transform_filter(f"datum.what == '{what}'")
+        each = each.encode(x=load_axis(), color=colour("series"))
         scale = alt.Scale(zero=True)
-        line = ours.mark_line(strokeWidth=2).encode(
-            x=load_axis(), y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale), color=colour("series")
-        )
-        dots = ours.mark_point(filled=True, size=60, opacity=1).encode(
-            x=load_axis(), y=alt.Y("value:Q", scale=scale), color=colour("series"), tooltip=tips
-        )
+        line = each.mark_line(strokeWidth=2).encode(y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale))
+        dots = each.mark_point(filled=True, size=60, opacity=1)
+        dots = dots.encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
         tails = whiskers(load_axis(), color=colour("series"), tooltip=tips).transform_filter(
             f"datum.what == '{what}' && isValid(datum.high)"
         )

@@ -80,8 +80,6 @@ class Details:
     seed: int | None = None
     repeats: int | None = None
     draft_context: str | None = None  # what drafts attend to, where `draft_window` does not say it; empty: everything
-    adaptive_length: bool | None = None  # draft lengths by what is accepted of each request
-    bandit: bool | None = None  # thresholds and draft lengths by Thompson sampling
     model_fingerprint: str | None = None
     efficiency: float | None = None  # speedup / predicted
     drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request

@@ -67,8 +67,6 @@ def _arm(row: Record) -> str:
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     lengths = f", by load {shown_lengths(row.length_table)}" if row.length_table else ""
-    lengths += ", by acceptance" if row.adaptive_length else ""
-    lengths += ", by bandit" if row.bandit else ""
     return f"{layer} k={row.k}{lengths} · {head} · {gate_label(row)}{tail}"
 
 

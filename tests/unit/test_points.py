@@ -234,8 +234,8 @@ def test_a_row_names_the_file_of_the_copies_that_drafted():
 def test_points_from_before_the_column_name_the_file_of_their_copies():
     before = point(config={"draft_weights_path": "fits/copies.safetensors"})
     assert tables.row(before).draft_weights_file == "copies.safetensors"
-    chosen = replace(before, config={"method": "layer_skip", "adaptive_length": True, "bandit": False})
-    assert (tables.row(chosen).adaptive_length, tables.row(chosen).bandit) == (True, None)
+    chosen = replace(before, config={"method": "layer_skip", "length_table": "1:5 9:0", "bandit": True})
+    assert tables.row(chosen).length_table == "1:5 9:0"
     assert tables.row(point()).draft_weights_file is None
     assert tables.row(point(arm={**ARM, "draft_weights_file": None}, config=before.config)).draft_weights_file is None
 

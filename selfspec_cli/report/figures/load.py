@@ -82,12 +82,12 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
         family = (*_family(row), asked(row))
         names[family].append(point.id)
         for part in parts:
-            tails = {"ttft": part.ttft and part.ttft[-1], "tpot": part.tpot and part.tpot[-1]}
-            for name, value in ({"tok_s": part.tok_s} | tails).items():
-                if value is not None:
-                    minute = 1 + part.start / latency.WINDOW
-                    data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
-                    found[family][name].append(data)
+            tails = {"ttft": part.ttft, "tpot": part.tpot}
+            values = {"tok_s": part.tok_s} | {name: tail[-1] for name, tail in tails.items() if tail is not None}
+            for name, value in values.items():
+                minute = 1 + part.start / latency.WINDOW
+                data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
+                found[family][name].append(data)
     panels = [
         Panel(f"{family[0]}, {family[2]}: {family[-1]}", PARTS[name], data, tuple(names[family]))
         for family, by_name in found.items()

@@ -79,38 +79,28 @@ class Pool:
 def table(found: Sources) -> dict[str, Any]:
     """Columns with their values, one for each point; columns in which nothing was measured are left out."""
     explained = {"arm": COLUMNS[0][1], "folder": "where the point lies"} | meanings(Record)
-    columns = []
     names = [*SHOWN, *(name for name in header(Record) if name not in (*SHOWN, *NOT_SHOWN))]
-    for name in names:
-        values = [_cell(row, name) for row in found.rows]
-        if any(value is not None for value in values):
-            columns.append(
-                {
-                    "name": name,
-                    "title": TITLES.get(name, name.replace("_", " ")),
-                    "about": explained.get(name, ""),
-                    "shown": name in SHOWN,
-                    "number": all(
-                        value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-                        for value in values
-                    ),
-                    "share": name in SHARES,
-                    "values": values,
-                }
-            )
+    values = {name: [_cell(row, name) for row in found.rows] for name in names}
     if len(set(found.places)) > 1:
-        columns.append(
-            {
-                "name": "folder",
-                "title": "folder",
-                "about": explained["folder"],
-                "shown": False,
-                "number": False,
-                "share": False,
-                "values": found.places,
-            }
-        )
+        values["folder"] = found.places
+    columns = [
+        {
+            "name": name,
+            "title": TITLES.get(name, name.replace("_", " ")),
+            "about": explained.get(name, ""),
+            "shown": name in SHOWN,
+            "number": all(cell is None or _is_number(cell) for cell in cells),
+            "share": name in SHARES,
+            "values": cells,
+        }
+        for name, cells in values.items()
+        if any(cell is not None for cell in cells)
+    ]
     return {"columns": columns, "points": [row.point for row in found.rows]}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(row: Record, name: str) -> Any:

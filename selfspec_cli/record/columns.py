@@ -157,20 +157,20 @@ def header(kind: type) -> list[str]:
 
 def meanings(kind: type) -> dict[str, str]:
     """What each column holds: the comment next to its field, which may go on below it."""
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         name = ""
         for field_name, comment in re.findall(r"^    (\w+):|# *(.+)$", inspect.getsource(base), re.MULTILINE):
             if field_name:
-                name, found[field_name] = field_name, ""
+                name, comments[field_name] = field_name, ""
             elif name:
-                found[name] = f"{found[name]} {comment}".strip()
-    return found
+                comments[name] = f"{comments[name]} {comment}".strip()
+    return comments
 
 
-def has_line(kind: type, made: Record | AcceptRow) -> bool:
+def has_line(kind: type, row: Record | AcceptRow) -> bool:
     """Whether a point has a line in a table: always in that of all points, else where it has a value of it."""
-    return kind is Summary or any(getattr(made, column.name) is not None for column in fields(kind))
+    return kind is Summary or any(getattr(row, column.name) is not None for column in fields(kind))
 
 
 def plain(row: Record) -> dict[str, Any]:
@@ -184,14 +184,14 @@ def header_line(kind: type) -> str:
     return _line(header(kind), kind)
 
 
-def line(kind: type, made: Record | AcceptRow) -> str:
+def line(kind: type, row: Record | AcceptRow) -> str:
     """A point's line of a table's file."""
-    return _line([_cell(getattr(made, name)) for name in header(kind)], kind)
+    return _line([_cell(getattr(row, name)) for name in header(kind)], kind)
 
 
 def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
     """A whole file."""
-    return "".join([header_line(kind), *(line(kind, made) for made in rows if has_line(kind, made))])
+    return "".join([header_line(kind), *(line(kind, row) for row in rows if has_line(kind, row))])
 
 
 def _line(cells: list[str], kind: type) -> str:

@@ -76,7 +76,7 @@ def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequenc
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Every request of the logs of a results folder, the oldest first; lines that are no rows are left out."""
-    found = []
+    rows = []
     for file in sorted((folder / FOLDER).glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
@@ -84,8 +84,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
             except ValueError:
                 continue  # one that a full disk cut off
             if isinstance(row, dict) and "route" in row and "at" in row:
-                found.append(row)
-    return sorted(found, key=lambda row: row["at"])
+                rows.append(row)
+    return sorted(rows, key=lambda row: row["at"])
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def routes(rows: Iterable[Mapping[str, Any]]) -> list[Route]:
 
 
 def _route(model: str, route: str, plain: bool, rows: Sequence[Mapping[str, Any]]) -> Route:
-    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in (*TIMES, *SUMS)}
-    figures: dict[str, Any] = {name: median_high(known[name]) if known[name] else None for name in TIMES}
-    figures |= {name: sum(known[name]) if known[name] else None for name in SUMS}
+    measured = {name: [row[name] for row in rows if row.get(name) is not None] for name in (*TIMES, *SUMS)}
+    figures: dict[str, Any] = {name: median_high(measured[name]) if measured[name] else None for name in TIMES}
+    figures |= {name: sum(measured[name]) if measured[name] else None for name in SUMS}
     figures |= {name: sum(row.get(name) or 0 for row in rows) for name in ("tokens", "survived")}
     hits = sum(row.get("cache") == "hit" for row in rows)
     return Route(model, route, plain, len(rows), hits, **figures)

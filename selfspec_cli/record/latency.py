@@ -60,17 +60,17 @@ def summary(requests: Iterable[RequestTimes]) -> dict[str, float]:
 
     ttft_ms, tpot_ms, itl_ms and e2e_ms are medians; ttft_p90_ms and ttft_p99_ms are percentiles, and so on.
     """
-    known = list(requests)
+    measured = list(requests)
     values = {
-        "ttft": [ttft(request) for request in known],
-        "tpot": [value for request in known if (value := tpot(request)) is not None],
-        "itl": [value for request in known for value in itl(request)],
-        "e2e": [end_to_end(request) for request in known],
+        "ttft": [ttft(request) for request in measured],
+        "tpot": [value for request in measured if (value := tpot(request)) is not None],
+        "itl": [value for request in measured for value in itl(request)],
+        "e2e": [end_to_end(request) for request in measured],
     }
     columns: dict[str, float] = {}
     for name, seconds in values.items():
-        if (found := quantiles(seconds)) is not None:
-            columns |= dict(zip((f"{name}_ms", f"{name}_p90_ms", f"{name}_p99_ms"), found, strict=True))
+        if (percentiles := quantiles(seconds)) is not None:
+            columns |= dict(zip((f"{name}_ms", f"{name}_p90_ms", f"{name}_p99_ms"), percentiles, strict=True))
     return columns
 
 

@@ -56,27 +56,29 @@ def limits(arm: dict[str, Any]) -> latency.Limits:
 
 def measured(point: Point) -> dict[str, Any]:
     """What a load test found, besides speed and latencies, which every point has."""
-    found: dict[str, Any] = {name: point.engine[name] for name in FROM_ENGINE if point.engine.get(name) is not None}
+    values: dict[str, Any] = {name: point.engine[name] for name in FROM_ENGINE if point.engine.get(name) is not None}
     if not point.repeats:
-        return found
-    found["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
-    wanted = limits(point.arm)
-    if wanted.any:
-        found["goodput"] = median([latency.goodput(one.requests, one.seconds, wanted) for one in point.repeats])
-    return found
+        return values
+    values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
+    target = limits(point.arm)
+    if target.any:
+        values["goodput"] = median(
+            [latency.goodput(repeat.requests, repeat.seconds, target) for repeat in point.repeats]
+        )
+    return values
 
 
 def searched(point: Point, row: Record) -> str | None:
     """What a search found, in words: the greatest load that keeps the limits; None for a point of no search."""
-    found = point.engine.get(FACT)
-    if found is None:
+    search = point.engine.get(FACT)
+    if search is None:
         return None
-    limits = ", ".join(found["limits"])
-    if not found["kept"]:
+    limits = ", ".join(search["limits"])
+    if not search["kept"]:
         return f"no load that was tried keeps {limits} (the least: {asked(row)})"
-    broken = found["broken_at"]
+    broken = search["broken_at"]
     next_load = "" if broken is None else f", and at {broken:.3g} no longer"
-    unsure = "" if found["sure"] else "; too few requests to be sure of it"
+    unsure = "" if search["sure"] else "; too few requests to be sure of it"
     good = "" if row.goodput is None else f"; goodput {row.goodput:.3g} requests/s"
     return f"{asked(row)} keep {limits}{next_load}{unsure}{good}"
 

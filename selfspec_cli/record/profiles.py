@@ -73,8 +73,8 @@ class Profile:
 
     def share(self, *parts: str) -> float | None:
         """Of the wall time, that of some parts; None where the profile has none of them."""
-        known = [self.seconds[part] for part in parts if part in self.seconds]
-        return sum(known) / self.wall if known else None
+        seconds = [self.seconds[part] for part in parts if part in self.seconds]
+        return sum(seconds) / self.wall if seconds else None
 
     def columns(self) -> dict[str, float | None]:
         """The share of each of SHARES, as `NAME_share`."""
@@ -95,5 +95,5 @@ def save(results: str | os.PathLike[str], profile: Profile, trace: bytes) -> Pat
 
 def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:
     """The newest profile of each run key of a results folder. Files that hold none are left alone."""
-    found = documents.read(Path(results) / FOLDER, Profile)
-    return {profile.key: profile for profile in sorted(found, key=lambda profile: profile.run_id)}
+    saved = documents.read(Path(results) / FOLDER, Profile)
+    return {profile.key: profile for profile in sorted(saved, key=lambda profile: profile.run_id)}

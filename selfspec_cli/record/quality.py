@@ -136,17 +136,17 @@ class Book:
 
     def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
         """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
         if verdict is not None:
             cases = verdict.get("cases")
-            found |= {"verdict": str(verdict["verdict"])}
-            found |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
+            values |= {"verdict": str(verdict["verdict"])}
+            values |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
         if arm_key is not None:
             for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
                 finding = self.findings.get((kind, arm_key))
-                found |= columns(finding) if finding is not None else {}
-        return found
+                values |= columns(finding) if finding is not None else {}
+        return values
 
 
 def read(results: str | os.PathLike[str]) -> Book:

@@ -165,8 +165,8 @@ def bars(x: Any, tips: Sequence[Any], **more: Any) -> Any:
 
 def spans(tips: Sequence[Any]) -> Any:
     """The interval of each arm, from `low` to `high`."""
-    known = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=2, yOffset=4)
-    return known.encode(x="low:Q", x2="high:Q", y=arm_axis(), tooltip=tips)
+    rule = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=2, yOffset=4)
+    return rule.encode(x="low:Q", x2="high:Q", y=arm_axis(), tooltip=tips)
 
 
 def by_arm(*layers: Any) -> Any:

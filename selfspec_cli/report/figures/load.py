@@ -36,11 +36,11 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
         if row.arrivals is not None and row.status == OK:
             families[_family(row)].append(row)
     panels = []
-    for some in families.values():
-        column = "clients" if some[0].clients is not None else "rate"
-        if len({getattr(row, column) for row in some}) < 2:
+    for members in families.values():
+        column = "clients" if members[0].clients is not None else "rate"
+        if len({getattr(row, column) for row in members}) < 2:
             continue
-        ordered = sorted(some, key=lambda row: getattr(row, column) or 0)
+        ordered = sorted(members, key=lambda row: getattr(row, column) or 0)
         for name, meaning in CURVES.items():
             data = [
                 {
@@ -54,8 +54,8 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
                 if getattr(row, name) is not None
             ]
             title = f"{meaning}, by {'clients' if column == 'clients' else 'requests that arrive in a second'}"
-            if any(one["value"] for one in data):
-                panels.append(of_rows(_where(some[0]), title, data, some))
+            if any(dot["value"] for dot in data):
+                panels.append(of_rows(_where(members[0]), title, data, members))
     x = alt.X("load:Q", axis=alt.Axis(title="clients, or requests a second"), scale=alt.Scale(type="sqrt"))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
     tips = ["series:N", "asked:N", "value:Q", "point:N"]
@@ -70,27 +70,27 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
 
 def over_time(points: Sequence[Point]) -> list[Figure]:
     """Each minute of the last run of long load tests: does what is served stay what it was?"""
-    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    by_family: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     names: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for point in points:
         if not point.arm.get("arrivals") or not point.repeats:
             continue
-        parts = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
-        if len(parts) < 3:
+        windows = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        if len(windows) < 3:
             continue
         row = tables.row(point)
         family = (*_family(row), asked(row))
         names[family].append(point.id)
-        for part in parts:
-            tails = {"ttft": part.ttft, "tpot": part.tpot}
-            values = {"tok_s": part.tok_s} | {name: tail[-1] for name, tail in tails.items() if tail is not None}
+        for window in windows:
+            tails = {"ttft": window.ttft, "tpot": window.tpot}
+            values = {"tok_s": window.tok_s} | {name: tail[-1] for name, tail in tails.items() if tail is not None}
             for name, value in values.items():
-                minute = 1 + part.start / latency.WINDOW
+                minute = 1 + window.start / latency.WINDOW
                 data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
-                found[family][name].append(data)
+                by_family[family][name].append(data)
     panels = [
         Panel(f"{family[0]}, {family[2]}: {family[-1]}", PARTS[name], data, tuple(names[family]))
-        for family, by_name in found.items()
+        for family, by_name in by_family.items()
         for name, data in by_name.items()
     ]
     x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))

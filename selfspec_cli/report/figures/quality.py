@@ -46,14 +46,14 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
     for group in groups:
         rows = [row for row in group.rows if row.status == OK]
         for column, meaning in PERPLEXITIES.items():
-            known = [row for row in rows if getattr(row, column) is not None][:LONGEST]
-            ends = [(getattr(row, f"{column}_low", None), getattr(row, f"{column}_high", None)) for row in known]
+            measured = [row for row in rows if getattr(row, column) is not None][:LONGEST]
+            ends = [(getattr(row, f"{column}_low", None), getattr(row, f"{column}_high", None)) for row in measured]
             data = [
                 _dot(name, row, getattr(row, column), *pair)
-                for name, row, pair in zip(labels(known), known, ends, strict=True)
+                for name, row, pair in zip(labels(measured), measured, ends, strict=True)
             ]
-            if len(data) > 1 and any(one["value"] for one in data):  # else the table says it
-                panels.append(_panel(group, meaning, known, data))
+            if len(data) > 1 and any(dot["value"] for dot in data):  # else the table says it
+                panels.append(_panel(group, meaning, measured, data))
     about = (
         "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap "
         "over documents or prompts; no line: one sum was kept. An arm whose outputs are all the baseline's has 0."
@@ -70,13 +70,13 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
         arms = [row for row in group.rows if row.status == OK and row.arm != "baseline"]
         rows = [row for row in arms if row.identical is not None and row.outputs][:LONGEST]
         base = by_id.get(group.rows[0].point)
-        found = [
+        data = [
             _equal(name, row.identical or 0, row.outputs or 1, row.point)
             for name, row in zip(labels(rows), rows, strict=True)
         ]
-        if found and base is not None and base.arm["arm"] == "baseline":
-            found = [_equal(name, *counts, base.id) for name, counts in controls(base, points).items()] + found
-        panels.append(_panel(group, "outputs equal to plain decoding's, token for token", rows, found))
+        if data and base is not None and base.arm["arm"] == "baseline":
+            data = [_equal(name, *counts, base.id) for name, counts in controls(base, points).items()] + data
+        panels.append(_panel(group, "outputs equal to plain decoding's, token for token", rows, data))
     x = alt.X(
         "share:Q", axis=alt.Axis(title="share of outputs", format="%", tickCount=6), scale=alt.Scale(domain=[0, 1])
     )
@@ -95,17 +95,17 @@ def controls(base: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]
 
     Of several measurements at one load the newest counts.
     """
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     if (again := control(base)) is not None:
-        found["control: plain decoding, asked again"] = again
+        counts["control: plain decoding, asked again"] = again
     for other in points:
         if other is base or not other.outputs or _prompts(other) != _prompts(base):
             continue
         pairs = [pair for pair in zip(base.outputs, other.outputs, strict=True) if all(pair)]
         if pairs:
             load = asked(tables.of_arm(other.arm))
-            found[f"control: plain decoding, {load}"] = (sum(one == two for one, two in pairs), len(pairs))
-    return found
+            counts[f"control: plain decoding, {load}"] = (sum(one == two for one, two in pairs), len(pairs))
+    return counts
 
 
 def _prompts(point: Point) -> tuple[Any, ...]:
@@ -132,18 +132,18 @@ def scores(groups: Iterable[Group]) -> list[Figure]:
         rows = [row for row in group.rows if row.status == OK and row.scores]
         by_title: dict[str, list[tuple[Record, dict[str, Any]]]] = {}
         for row in rows:
-            for found in map(_SCORE.fullmatch, (row.scores or "").split("; ")):
-                if found is not None:
-                    title = found["name"] + (" (drafted)" if found["drafted"] else "")
-                    by_title.setdefault(title, []).append((row, found.groupdict()))
+            for match in map(_SCORE.fullmatch, (row.scores or "").split("; ")):
+                if match is not None:
+                    title = match["name"] + (" (drafted)" if match["drafted"] else "")
+                    by_title.setdefault(title, []).append((row, match.groupdict()))
         for title, members in by_title.items():
-            known = [row for row, _ in members][:LONGEST]
+            measured = [row for row, _ in members][:LONGEST]
             data = []
-            for name, (row, score) in zip(labels(known), members, strict=False):
+            for name, (row, score) in zip(labels(measured), members, strict=False):
                 value, error = float(score["value"]), score["error"] and float(score["error"])
                 low, high = (value - error, value + error) if error is not None else (None, None)
                 data.append(_dot(name, row, value, low, high))
-            panels.append(_panel(group, title, known, data))
+            panels.append(_panel(group, title, measured, data))
     about = (
         "What `selfspec eval` found; the line is one standard error to each side. Only a task that goes through "
         "drafting, marked so, can differ for a verified arm."

@@ -84,8 +84,8 @@ def _times(row: Record) -> str:
 
 
 def _target(row: Record, targets: Sequence[Target]) -> float | None:
-    wanted = [target.values["speedup"][0] for target in targets if "speedup" in target.values and target.is_for(row)]
-    return sig(wanted[0]) if wanted else None
+    least = [target.values["speedup"][0] for target in targets if "speedup" in target.values and target.is_for(row)]
+    return sig(least[0]) if least else None
 
 
 def _left_out(count: int) -> str:
@@ -105,12 +105,12 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
         ]
         panels.append(of_rows(where, "tokens a second: slowest, median and fastest repeat", _known(speeds), rows))
         for column, meaning in LATENCIES.items():
-            found = [
+            percentiles = [
                 _percentiles(name, row, tuple(getattr(row, f"{column}{part}_ms", None) for part in ("", "_p99")), "ms")
                 for name, row in named
             ]
             title = f"{meaning} ({column.upper()}, ms): median" + ("" if column == "itl" else " and 99th percentile")
-            panels.append(of_rows(where, title, _known(found), rows))
+            panels.append(of_rows(where, title, _known(percentiles), rows))
     tips = ["arm:N", "first:Q", "middle:Q", "last:Q", "unit:N", "point:N"]
     x = alt.X("middle:Q", axis=alt.Axis(title=None, tickCount=6), scale=alt.Scale(zero=True))
     each = rows_chart().encode(y=arm_axis(), color=colour("arm", legend=False), tooltip=tips)
@@ -130,15 +130,15 @@ def _percentiles(name: str, row: Record, values: tuple[Any, ...], unit: str) -> 
     middle = values[1] if unit == "tok/s" else values[0]
     if middle is None:
         return None
-    known = [value for value in values if value is not None]
+    present = [value for value in values if value is not None]
     text = f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}"
     return {
         "arm": name,
         "first": sig(values[0]),
         "middle": sig(middle),
         "last": sig(values[-1]),
-        "least": sig(min(known)),
-        "most": sig(max(known)),
+        "least": sig(min(present)),
+        "most": sig(max(present)),
         "unit": unit,
         "text": f"{text} {unit}",
         "point": row.point,

@@ -63,7 +63,7 @@ class Family:
 
 def families(groups: Iterable[Group]) -> list[Family]:
     """Families of at least two loads, those with real acceptance first, then those with the most loads and points."""
-    found: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     titles: dict[tuple[Any, ...], str] = {}
     for group in groups:
         rows = measured(group)
@@ -76,17 +76,19 @@ def families(groups: Iterable[Group]) -> list[Family]:
         load = load_patterns.comparable(first, without=drawn)
         names = ("model", "device", "workload", "input_len", "output_len", "temperature")
         key = (*(getattr(first, name) for name in names), first.acceptance_length, axis, load)
-        found[key] += rows
+        by_family[key] += rows
         more = ", in a load test" if axis != "batch" else ""
         titles[key] = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
-    made = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in found.items()]
-    made = [one for one in made if len({one.load(row) for row in one.rows if row.arm != "baseline"}) > 1]
+    families = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in by_family.items()]
+    families = [
+        family for family in families if len({family.load(row) for row in family.rows if row.arm != "baseline"}) > 1
+    ]
     return sorted(
-        made,
-        key=lambda one: (
-            any(row.acceptance_length is not None for row in one.rows),
-            -len({one.load(row) for row in one.rows}),
-            -len(one.rows),
+        families,
+        key=lambda family: (
+            any(row.acceptance_length is not None for row in family.rows),
+            -len({family.load(row) for row in family.rows}),
+            -len(family.rows),
         ),
     )
 
@@ -123,10 +125,10 @@ def _series(family: Family, rows: Iterable[Record]) -> list[tuple[str, float, Re
     return sorted(((name_of(row), family.load(row), row) for row in rows), key=lambda one: (one[0], one[1]))
 
 
-def speedups(found: Sequence[Family]) -> list[Figure]:
+def speedups(families: Sequence[Family]) -> list[Figure]:
     """The speedup of each arm over the baseline of the same load, with its interval."""
     panels = []
-    for family in found:
+    for family in families:
         data = [
             {
                 "series": name,

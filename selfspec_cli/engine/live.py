@@ -319,7 +319,7 @@ def _as_bad_input(error: Exception) -> Exception:
         if isinstance(cause, ConfigError):
             return cause
         if getattr(cause, "title", None) == "SpeculativeConfig" and hasattr(cause, "errors"):  # pydantic's
-            return ConfigError(f"speculative: {'; '.join(one['msg'] for one in cause.errors())}")
+            return ConfigError(f"speculative: {'; '.join(problem['msg'] for problem in cause.errors())}")
         cause = cause.__cause__ or cause.__context__
     return error
 

@@ -38,10 +38,10 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
     if value is None:
         return rule.default
     if rule.key is None:
-        used = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, uses the latter
-        users = [name for name, other in GATES.items() if used in (other.key, "threshold") and other.key]
+        own = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, uses the latter
+        users = [name for name, other in GATES.items() if own in (other.key, "threshold") and other.key]
         raise SettingsError(
-            f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {used}: {', '.join(users)}"
+            f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: {', '.join(users)}"
         )
     threshold = number(value, key)
     if not rule.low <= threshold <= rule.high:
@@ -59,8 +59,8 @@ def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list
     if rule.key is None or threshold is None:
         return []
     calibration = settings.gate.calibration
-    fitted_map = calibration_from_dict(calibration) if isinstance(calibration, Mapping) else None
-    least, greatest = rule.statistic_range(vocab_size, fitted_map)
+    known = calibration_from_dict(calibration) if isinstance(calibration, Mapping) else None
+    least, greatest = rule.statistic_range(vocab_size, known)
     at_least = rule.direction == "at_least"
     never_closes = threshold <= least if at_least else threshold >= greatest
     never_opens = threshold > greatest if at_least else threshold < least

@@ -33,8 +33,9 @@ class Loads:
     frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
     failed_requests: int | None = None  # refused, broken off or without an output
     req_s: float | None = None  # requests that end in a second, median of the runs
-    goodput: float | None = None  # requests a second that keep the stated limits of latency (`load.*_limit`),
-    # median of the runs
+    goodput: float | None = (
+        None  # requests a second that keep the stated limits of latency (`load.*_limit`), median of the runs
+    )
 
 
 def asked_for(load: LoadConfig) -> dict[str, Any]:
@@ -56,29 +57,27 @@ def limits(arm: dict[str, Any]) -> latency.Limits:
 
 def measured(point: Point) -> dict[str, Any]:
     """What a load test found, besides speed and latencies, which every point has."""
-    values: dict[str, Any] = {name: point.engine[name] for name in FROM_ENGINE if point.engine.get(name) is not None}
+    found: dict[str, Any] = {name: point.engine[name] for name in FROM_ENGINE if point.engine.get(name) is not None}
     if not point.repeats:
-        return values
-    values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
-    target = limits(point.arm)
-    if target.any:
-        values["goodput"] = median(
-            [latency.goodput(repeat.requests, repeat.seconds, target) for repeat in point.repeats]
-        )
-    return values
+        return found
+    found["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
+    wanted = limits(point.arm)
+    if wanted.any:
+        found["goodput"] = median([latency.goodput(one.requests, one.seconds, wanted) for one in point.repeats])
+    return found
 
 
 def searched(point: Point, row: Record) -> str | None:
     """What a search found, in words: the greatest load that keeps the limits; None for a point of no search."""
-    search = point.engine.get(FACT)
-    if search is None:
+    found = point.engine.get(FACT)
+    if found is None:
         return None
-    limits = ", ".join(search["limits"])
-    if not search["kept"]:
+    limits = ", ".join(found["limits"])
+    if not found["kept"]:
         return f"no load that was tried keeps {limits} (the least: {asked(row)})"
-    broken = search["broken_at"]
+    broken = found["broken_at"]
     next_load = "" if broken is None else f", and at {broken:.3g} no longer"
-    unsure = "" if search["sure"] else "; too few requests to be sure of it"
+    unsure = "" if found["sure"] else "; too few requests to be sure of it"
     good = "" if row.goodput is None else f"; goodput {row.goodput:.3g} requests/s"
     return f"{asked(row)} keep {limits}{next_load}{unsure}{good}"
 

@@ -39,21 +39,21 @@ def run(
     Raises:
         ConfigError: there are no points, or `out` cannot be written.
     """
-    material = sources.read(results, where)
+    found = sources.read(results, where)
     if archive.inside(out) is not None:
         raise ConfigError(f"{out} is an archive, which is only read; name a folder for the page: --out FOLDER")
     from selfspec_cli.report import export, figures, page
 
-    drawn = figures.of_sources(material)
+    drawn = figures.of_sources(found)
     html = Path(out) / PAGE
     try:
-        report = Report(material.rows, material.targets, material.warnings, page.write(material, drawn, html, reload))
-        report.figures = export.every(drawn, Path(out) / FIGURES) if files else []
+        made = Report(found.rows, found.targets, found.warnings, page.write(found, drawn, html, reload))
+        made.figures = export.every(drawn, Path(out) / FIGURES) if files else []
     except OSError as error:
         raise ConfigError(
             f"{error.filename or html} cannot be written ({error.strerror}); name another folder: --out FOLDER"
         ) from error
-    return report
+    return made
 
 
 def pictures(results: str | Path, out: str | Path) -> list[Path]:

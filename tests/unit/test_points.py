@@ -21,15 +21,6 @@ def test_a_point_comes_back_as_it_went():
     assert from_json(to_json(drafted)) == drafted
 
 
-def test_the_first_line_says_what_a_list_of_points_shows():
-    made = against(baseline())
-    line = to_json(made).splitlines()[0]
-    head = head_from_line(line)
-    assert (head.id, head.key, head.arm, head.seconds, head.ok) == (made.id, made.key, made.arm, 2.0, True)
-    assert head.repeats == ()
-    assert "requests" not in line
-
-
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": 99}', '{"format": 1}', "no", '{"format": 1, "repeats": [1]}'])
 def test_what_is_no_point_is_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011 (JSON's own error among them)
@@ -160,6 +151,7 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
     own = [column for kind in kinds.values() for column in columns.header(kind) if column not in ("key", "point")]
     assert len(own) == len(set(own))
     assert {*own, "key", "point"} == {field.name for field in fields(columns.Record)}
+    assert sorted(columns.header(columns.Record)) == sorted(columns.NAMES)
     for kind in columns.TABLES.values():
         assert "key" in columns.header(kind) and columns.header(kind)[-1] == "point"
     assert len(columns.header(columns.Summary)) <= 48  # what everybody reads
@@ -169,10 +161,6 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
     wrapped = meanings["goodput"]
     assert wrapped.startswith("requests a second") and wrapped.endswith("median of the runs")
     assert len(columns.NAMES) <= 90
-
-
-def test_key_and_point_are_columns_once():
-    assert sorted(columns.header(columns.Record)) == sorted(columns.NAMES)
 
 
 @pytest.mark.parametrize("where", ["arm", "quality", "figures"])

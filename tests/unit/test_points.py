@@ -5,7 +5,7 @@ import pytest
 from points import ARM, BASELINE, against, baseline, drafts, failed, measured, point, repeat
 
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
-from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import compare, from_json, head_from_line, output_digests, to_json
@@ -86,13 +86,6 @@ def test_drafts_that_no_pass_looked_at_are_in_no_round():
     assert row.accept_rate == 8 / 36
     assert row.drafted_per_round == 4.0
     assert tables.drafts_per_round(40, drafts()) == 4.0  # on CUDA: 50 places, 40 of them drafted, 10 rounds
-
-
-def test_counts_of_repeats_add_up():
-    both = VerifyCounts.total([drafts(), None, drafts()])
-    assert (both.rounds, both.places, both.accepted, both.accepted_at) == (20, 100, 60, [20, 16, 12, 8, 4])
-    assert both.since(drafts()) == drafts()
-    assert VerifyCounts.total([None]) is None
 
 
 def test_what_was_not_measured_is_empty_and_not_zero():

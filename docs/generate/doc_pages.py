@@ -13,14 +13,13 @@ import re
 from pathlib import Path
 
 from figure_cells import ROOT, at, data_of, names, table
+from figure_files import patterns, sections
 from figure_grid import by_arm, by_load
 from figure_hosts import hosts
 from figure_hosts import served as served_coder
 from figure_one_line import fixed_lengths, one_line
 from figure_one_line import served as one_line_served
-from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
-from figure_profiles import profile_tables
 from figure_quality import quality_tables
 from figure_readme import rivals, served, settings
 from figure_sprint import conversations, in_short, milestones
@@ -43,10 +42,21 @@ This page is made from `results/published/` by `docs/generate/` whenever the sit
 """
 
 
+ELSEWHERE = (
+    "*/runs/*",
+    "quality/*",
+    "serving/*",
+    "install/*",
+    "gpu/qwen_1.5b_h200/by_context.json",
+    "gpu/two_gpus/*",
+    "blog/streams_qwen.json",
+)
+"""Published files that other parts of the page, or other pages, show, and transcripts without figures."""
+
+
 def left_out() -> list[str]:
     """Return the published files that no part of the page shows."""
-    patterns = [pattern for _, files in PARTS for pattern in files] + [*NO_FIGURES, "*/runs/*"]
-    covered = {name for pattern in patterns for name in names(pattern)}
+    covered = {name for pattern in (*patterns(), *ELSEWHERE) for name in names(pattern)}
     return sorted(set(names()) - covered)
 
 
@@ -55,8 +65,7 @@ def page() -> str:
     names = point_folders()
     now = [points_section(name) for name in names if "earlier" not in name]
     before = [points_section(name) for name in names if "earlier" in name]
-    others = [write() for write, _ in PARTS]
-    others += ["### Quality", quality_tables(), "### Profiles", profile_tables()]
+    others = [sections(), "### Quality", quality_tables()]
     others += ["### Other methods of vLLM", rivals_tables(at("rivals"))]
     if left_out():
         others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]

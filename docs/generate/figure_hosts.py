@@ -69,37 +69,3 @@ def served() -> str:
         "drafts",
     )
     return table(header, rows)
-
-
-def served_section() -> str:
-    """Write the same as a section of the page of all figures, with its command."""
-    given = {
-        name: value
-        for name, value in data_of(SERVED)["arguments"].items()
-        if name
-        in (
-            "layer",
-            "k",
-            "draft_weights",
-            "table",
-            "clients",
-            "groups",
-            "seconds",
-            "few_seconds",
-            "kv_gib",
-            "memory_share",
-            "minutes",
-            "prompts",
-        )
-    }
-    words = " ".join(f"--{name.replace('_', '-')} '{value}'" for name, value in given.items())
-    return f"""### serving: a pretrained coder on chat questions
-
-Qwen2.5-Coder-1.5B-Instruct, all layers on 4-bit copies, a table of lengths; two servers on one H200, asked in turns, each
-behind vLLM's API server in Python; once, 7 to 10 seconds a level.
-
-```
-python experiments/serving/load_on_gpu.py --model ./qwen2.5-coder-1.5b {words} --out served.json
-```
-
-""" + served()

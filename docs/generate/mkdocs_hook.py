@@ -9,19 +9,23 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-LAB_BOOK = "../results/LOG.md"  # so that links lead somewhere in the repository, too
+ON_THE_SITE = {
+    "../results/LOG.md": "lab_book.md",
+    "../../results/LOG.md": "../lab_book.md",
+    "measurements.md#published-files": "figures.md",
+    "../measurements.md#published-files": "../figures.md",
+    "#published-files": "figures.md",
+}
+"""Links that lead somewhere in the repository, too, and the page of the site that they lead to."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Make figures.md, which in the repository says only how it is made, and lab_book.md from the lab book."""
+    """Make figures.md, the page of all published figures, and lab_book.md from the lab book."""
     for folder in (ROOT, ROOT / "docs" / "generate"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     from doc_pages import page
 
-    kept = files.get_file_from_path("figures.md")
-    if kept is not None:
-        files.remove(kept)
     files.append(File.generated(config, "figures.md", content=page()))
     lab_book = (ROOT / "results" / "LOG.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "lab_book.md", content=lab_book))
@@ -29,5 +33,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to the lab book's file lead to its page."""
-    return markdown.replace(f"]({LAB_BOOK}", "](lab_book.md").replace(f"](../{LAB_BOOK}", "](../lab_book.md")
+    """Let links that are for the repository lead to pages of the site."""
+    for link, page in ON_THE_SITE.items():
+        markdown = markdown.replace(f"]({link})", f"]({page})")
+    return markdown

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Simulate how many GPUs a day of requests needs, with plain and with drafting servers (docs/scale.md).
+"""Simulate how many GPUs a day of requests needs, with plain and with drafting servers (docs/serving.md).
 
     PYTHONPATH=. python experiments/scale/fleet.py check          # the simulation compared with measured open loops
     PYTHONPATH=. python experiments/scale/fleet.py day            # GPUs for a day, by server and by policy

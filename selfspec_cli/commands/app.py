@@ -31,7 +31,7 @@ from selfspec_cli.commands.sweep import sweep
 from selfspec_cli.commands.tune import tune
 from selfspec_cli.commands.verify import verify
 from selfspec_cli.commands.views import compare_views
-from selfspec_cli.early_exit import old_words
+from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (
     doctor,
@@ -81,7 +81,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 @app.callback()
 def main(ctx: typer.Context, version: Version = False) -> None:
     """Early-exit self-speculative decoding inside vLLM, measured."""
-    answer = old_words.answer_for_environment(os.environ, ctx.invoked_subcommand or "COMMAND")
+    answer = sprint_aliases.answer_for_environment(os.environ, ctx.invoked_subcommand or "COMMAND")
     warn([answer] if answer else [])
 
 

@@ -38,7 +38,7 @@ PLANTS = "planted"  # folder of runs with a fault, below the results folder
 )
 def check(
     out: Output,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/checks/; docs/verify.md.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/checks/; docs/report.md.")],
     overrides: Overrides = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdict as JUnit XML, too.")] = None,
     plant: Annotated[

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from selfspec_cli.commands.screen import guard
 from selfspec_cli.config import options
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit import old_words
+from selfspec_cli.early_exit import sprint_aliases
 from selfspec_cli.early_exit.errors import closest, nearest
 
 PASS_ON = ("serve", "load")
@@ -101,7 +101,7 @@ class TakesSettings(NamesValues):
         """Answer words of the first sprint and options of vLLM's, exit code 2, before Typer calls them unknown."""
         name = str(ctx.info_name)
         with guard("--json" in args, "--debug" in args):
-            answer = old_words.answer_for_arguments(name, args)
+            answer = sprint_aliases.answer_for_arguments(name, args)
             if answer is None and name in PASS_ON:
                 answer = self._answer_for_options(name, args)
             if answer is not None:

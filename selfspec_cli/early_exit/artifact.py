@@ -104,10 +104,10 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     taken: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        place = own.untyped_storage().data_ptr()
-        result[name] = own.clone() if place in taken else own
-        taken.add(place)
+        apart = tensor.detach().cpu().contiguous()
+        memory = apart.untyped_storage().data_ptr()
+        result[name] = apart.clone() if memory in taken else apart
+        taken.add(memory)
     return result
 
 

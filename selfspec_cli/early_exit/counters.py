@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 Snapshot = dict[str, Any]
@@ -44,14 +45,14 @@ class VerifyCounts:
     @classmethod
     def total(cls, parts: Iterable[VerifyCounts | None]) -> VerifyCounts | None:
         """Several stretches together; None where none of them drafted."""
-        known = [part for part in parts if part is not None]
-        if not known:
+        counted = [part for part in parts if part is not None]
+        if not counted:
             return None
-        at = [sum(position) for position in zip(*(part.accepted_at for part in known), strict=True)]
+        at = [sum(position) for position in zip(*(part.accepted_at for part in counted), strict=True)]
         return cls(
-            sum(part.rounds for part in known),
-            sum(part.places for part in known),
-            sum(part.accepted for part in known),
+            sum(part.rounds for part in counted),
+            sum(part.places for part in counted),
+            sum(part.accepted for part in counted),
             at,
         )
 
@@ -178,8 +179,7 @@ def _combine(parts: list[Snapshot]) -> Snapshot:
 
 
 def _added(lists: list[list[int]]) -> list[int]:
-    length = max(map(len, lists))
-    return [sum(values[place] for values in lists if place < len(values)) for place in range(length)]
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 def _negative(value: Any) -> Any:

@@ -102,7 +102,7 @@ def load_counts(folder: str | os.PathLike[str], vocab_size: int, corpus: str | N
     try:
         with safe_open(Path(folder) / COUNTS_FILE, framework="pt") as opened:
             counts = opened.get_tensor("counts")
-            found = (opened.metadata() or {}).get("corpus")
+            counted = (opened.metadata() or {}).get("corpus")
     except (SafetensorError, OSError):
         return None
-    return counts if counts.shape == (vocab_size,) and corpus in (None, found) else None
+    return counts if counts.shape == (vocab_size,) and corpus in (None, counted) else None

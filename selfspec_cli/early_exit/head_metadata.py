@@ -81,8 +81,8 @@ def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
             f"head {file} has format version {header.get('format_version')}; this selfspec reads {FORMAT_VERSION}"
         )
     try:
-        known = {item.name: json.loads(header[item.name]) for item in fields(HeadMetadata) if item.name in header}
-        metadata = HeadMetadata(**known)
+        values = {item.name: json.loads(header[item.name]) for item in fields(HeadMetadata) if item.name in header}
+        metadata = HeadMetadata(**values)
     except (TypeError, ValueError) as error:
         raise HeadError(f"head {file} has damaged metadata: {error}") from error
     require_shapes(file, shapes, metadata)
@@ -106,11 +106,11 @@ def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
 
 def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
     """Raises HeadError unless tensors of these shapes are exactly those of the head that the metadata describe."""
-    own = {name: shape for name, shape in shapes.items() if name != "vocab_ids"}
+    of_head = {name: shape for name, shape in shapes.items() if name != "vocab_ids"}
     rows = shapes["vocab_ids"][0] if shapes.get("vocab_ids") else metadata.vocab_size
-    known = {"rows": rows, "hidden": metadata.hidden} | ({} if metadata.rank is None else {"rank": metadata.rank})
+    sizes_known = {"rows": rows, "hidden": metadata.hidden} | ({} if metadata.rank is None else {"rank": metadata.rank})
     try:
-        sizes = check_shapes(HEADS[metadata.spec.kind], own, known)
+        sizes = check_shapes(HEADS[metadata.spec.kind], of_head, sizes_known)
         if sizes.get("rank") is not None and metadata.rank is None:
             raise HeadError(f"its rank is {sizes['rank']}, and the metadata have none")
     except SettingsError as error:
@@ -124,21 +124,21 @@ def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> di
     whose sizes contradict each other or what is known.
     """
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
-    wanted = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
-    if wanted is None:
+    expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
+    if expected_shapes is None:
         names = " or ".join(dict.fromkeys(", ".join(expected) or "none" for expected in possible))
         raise HeadError(f"a {kind.name} head has the tensors {names}; here there are {', '.join(shapes) or 'none'}")
-    found = dict(sizes)
-    for name, shape in wanted.items():
-        got, known = shapes[name], dict(found)
+    fitted = dict(sizes)
+    for name, shape in expected_shapes.items():
+        got, known = shapes[name], dict(fitted)
         fits = len(got) == len(shape) and all(
-            size == (found.setdefault(want, size) if isinstance(want, str) else want)
+            size == (fitted.setdefault(want, size) if isinstance(want, str) else want)
             for want, size in zip(shape, got, strict=True)
         )
         if not fits:
             expected = ", ".join(f"{want} = {known[want]}" if want in known else str(want) for want in shape)
             raise HeadError(f"{kind.name} {name} has shape {list(got)}; expected [{expected}]")
-    return found
+    return fitted
 
 
 # ---- which file, which head -----------------------------------------------------------------------------------------
@@ -172,15 +172,15 @@ def find_head(
                 unreadable.append(str(error))
         elif (old := legacy_layer(file)) is not None:
             seen.append((old, LEGACY_KIND, None, file))
-    wanted = None if spec is None else (spec.name, draft_vocab)
-    fits = [file for at, what, vocab, file in seen if at == layer and wanted in (None, (what, vocab))]
+    sought = None if spec is None else (spec.name, draft_vocab)
+    fits = [file for at, what, vocab, file in seen if at == layer and sought in (None, (what, vocab))]
     if len(fits) == 1:
         return fits[0]
-    asked = f"layer {layer}" + (f", {spec.name}" if spec else "") + (f" over {draft_vocab}" if draft_vocab else "")
+    what_for = f"layer {layer}" + (f", {spec.name}" if spec else "") + (f" over {draft_vocab}" if draft_vocab else "")
     if fits:
-        raise HeadError(f"{root} has {len(fits)} heads for {asked}; name one: {', '.join(f.name for f in fits)}")
+        raise HeadError(f"{root} has {len(fits)} heads for {what_for}; name one: {', '.join(f.name for f in fits)}")
     there = ", ".join(f"{what}{f' over {vocab}' if vocab else ''} at layer {at}" for at, what, vocab, _ in seen)
-    raise HeadError("; ".join([f"{root} has no head for {asked}; it has {there or 'no head'}", *unreadable]))
+    raise HeadError("; ".join([f"{root} has no head for {what_for}; it has {there or 'no head'}", *unreadable]))
 
 
 def spec_of(path: str | os.PathLike[str], layer: int | None = None) -> HeadSpec | None:

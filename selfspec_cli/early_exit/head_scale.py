@@ -63,10 +63,10 @@ def fit_scale(head: ExitHead, counts: Tensor, batches: Batches) -> HeadScale | N
     before = _loss(head, prior, held_out, torch.tensor([1.0, 0.0], dtype=torch.float64))
     alone = _fitted(head, prior, held_out, with_prior=False)
     both = _fitted(head, prior, held_out, with_prior=True)
-    found = [one for one in (alone, both) if one[0][0] > 0]
-    if not found:
+    usable = [fit for fit in (alone, both) if fit[0][0] > 0]
+    if not usable:
         return None
-    best = max(found, key=lambda one: (one[1].agreement, -one[1].nats))
+    best = max(usable, key=lambda fit: (fit[1].agreement, -fit[1].nats))
     scale, weight = best[0].tolist()
     return HeadScale(scale, weight, before.nats, best[1].nats, best[1].agreement)
 

@@ -23,11 +23,11 @@ def skipped_layers(value: object, key: str = "skip_layers") -> tuple[int, ...]:
         return tuple(sorted({layer for part in parts for layer in _range(part, value, key)}))
     if not isinstance(value, Iterable) or isinstance(value, (bytes, dict)):
         raise SettingsError(f"{key} = {value!r} must be {FORM}")
-    found = list(value)
-    for layer in found:
+    layers = list(value)
+    for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, Integral) or layer < 0:
-            raise SettingsError(f"{key} = {found!r}: {layer!r} is no layer; allowed: {FORM}")
-    return tuple(sorted({int(layer) for layer in found}))
+            raise SettingsError(f"{key} = {layers!r}: {layer!r} is no layer; allowed: {FORM}")
+    return tuple(sorted({int(layer) for layer in layers}))
 
 
 def as_text(layers: Sequence[int]) -> str | None:

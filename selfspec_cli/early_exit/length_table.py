@@ -114,7 +114,7 @@ def _cell(word: str, text: str) -> Cell:
 
 def _ordered(cells: Iterable[Cell], k: int, what: str) -> tuple[Cell, ...]:
     """The entries in order, beginning with one for any batch, which is the full length where the user wrote none."""
-    found: dict[tuple[int, int], Cell] = {}
+    by_load: dict[tuple[int, int], Cell] = {}
     for cell in cells:
         if not 1 <= cell.requests <= LARGEST or cell.context > LARGEST:
             raise SettingsError(
@@ -123,16 +123,16 @@ def _ordered(cells: Iterable[Cell], k: int, what: str) -> tuple[Cell, ...]:
             )
         if cell.k > k:
             raise SettingsError(f"{what}: {str(cell)!r} drafts more than the engine's k; allowed: 0 to {k}")
-        if found.setdefault((cell.requests, cell.context), cell) is not cell:
+        if by_load.setdefault((cell.requests, cell.context), cell) is not cell:
             raise SettingsError(
-                f"{what}: two entries are for the same load, {found[cell.requests, cell.context]} and "
+                f"{what}: two entries are for the same load, {by_load[cell.requests, cell.context]} and "
                 f"{cell}; give one of them"
             )
-    found.setdefault((1, 0), Cell(1, 0, k))
-    for requests, _ in list(found):
-        if (requests, 0) not in found:
+    by_load.setdefault((1, 0), Cell(1, 0, k))
+    for requests, _ in list(by_load):
+        if (requests, 0) not in by_load:
             raise SettingsError(
                 f"{what}: from {requests} requests on there are entries for long contexts only; add "
                 f"one for the others, such as {requests}:{k}"
             )
-    return tuple(found[place] for place in sorted(found))
+    return tuple(by_load[load] for load in sorted(by_load))

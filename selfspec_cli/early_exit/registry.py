@@ -69,17 +69,17 @@ class Registry(Mapping[str, T], Generic[T]):
     @cached_property
     def _loaded(self) -> tuple[dict[str, T], dict[str, str]]:
         built_in = sorted(self._built_in(), key=lambda thing: thing.name != self.first)
-        found = {thing.name: thing for thing in built_in}
+        objects = {thing.name: thing for thing in built_in}
         broken: dict[str, str] = {}
         for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
             try:
-                thing = self._load(point, found)
+                thing = self._load(point, objects)
             except Exception as error:  # another package's code may raise anything
                 reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
                 broken[point.name] = f"{self.noun} {point.name!r} of {_origin(point)} cannot be used: {reason}"
             else:
-                found[thing.name] = thing
-        return found, broken
+                objects[thing.name] = thing
+        return objects, broken
 
     def _built_in(self) -> Iterator[T]:
         package = importlib.import_module(self.package)

@@ -92,18 +92,18 @@ def settings_for(
 ) -> list[Setting]:
     """Every gate of `names` at each of its `thresholds`, with every draft length. Gates whose statistic the log does
     not hold are left out, and without a calibration those that need one."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for name in names:
         gate = GATES[name]
         if gate.needs_calibration and calibration is None:
             continue
         feature = gate.rule(None, calibration).feature
         if feature is None:
-            found += [Setting(name, None, k) for k in lengths]
+            settings += [Setting(name, None, k) for k in lengths]
         elif feature in log.features:
             limits = thresholds(log, name, calibration=calibration)
-            found += [Setting(name, limit, k) for limit in limits for k in lengths if k > 1]
-    return found
+            settings += [Setting(name, limit, k) for limit in limits for k in lengths if k > 1]
+    return settings
 
 
 def _outcome(log: DraftLog, setting: Setting, steps: Tensor, costs: Costs) -> Outcome:

@@ -133,9 +133,9 @@ class ResolvedSettings(DraftSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; `from_dict` gives back an equal object."""
-        found = asdict(self)
-        found["head"] = {"kind": self.head.kind, "path": self.head.path}  # its file says the rest
-        return found
+        document = asdict(self)
+        document["head"] = {"kind": self.head.kind, "path": self.head.path}  # its file says the rest
+        return document
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ResolvedSettings:

@@ -89,5 +89,5 @@ def _labelled(log: DraftLog, gate: str, calibration: Calibration | None, at_stak
     if not at_stake:
         score = score.nan_to_num(nan=-torch.inf).cummin(1).values  # NaN closes the gate for the rest of the draft
         score = torch.where(torch.isfinite(score), score, -_FAR)
-    asked = (log.was_at_stake if at_stake else log.was_drafted) & torch.isfinite(score)
-    return log.was_accepted[asked], score[asked]
+    kept = (log.was_at_stake if at_stake else log.was_drafted) & torch.isfinite(score)
+    return log.was_accepted[kept], score[kept]

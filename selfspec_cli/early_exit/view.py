@@ -47,8 +47,8 @@ class DraftView:
         Raises SettingsError for layers or a context that are written in no way that there is.
         """
         head = settings.head
-        own = type(head)()
-        changed = tuple((name, value) for name, value in vars(head).items() if value != getattr(own, name))
+        default = type(head)()
+        changed = tuple((name, value) for name, value in vars(head).items() if value != getattr(default, name))
         bare = cls(settings.layer, head=changed, vocab=settings.vocab)
         if settings.method == "skip":
             return bare
@@ -95,10 +95,10 @@ class DraftView:
 
     def options(self) -> dict[str, Any]:
         """The settings of weights, layers and context that are not at their default, by name."""
-        found: dict[str, Any] = {} if self.weights == SHARED else {"draft_weights": self.weights}
-        found |= {"draft_weights_path": self.weights_path} if self.weights_path else {}
-        found |= {"skip_layers": as_text(self.skipped)} if self.skipped else {}  # 10,11 and 10-11 are one setting
-        return found | self.context.settings()
+        settings: dict[str, Any] = {} if self.weights == SHARED else {"draft_weights": self.weights}
+        settings |= {"draft_weights_path": self.weights_path} if self.weights_path else {}
+        settings |= {"skip_layers": as_text(self.skipped)} if self.skipped else {}  # 10,11 and 10-11 are one setting
+        return settings | self.context.settings()
 
     def facts(self) -> dict[str, Any]:
         """What of it decides the result of a run, in plain values, apart from E."""

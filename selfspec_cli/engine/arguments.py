@@ -129,31 +129,47 @@ def load_tokenizer(cfg: RunConfig, without: str) -> Any:
         raise ConfigError(f"model={model.name}: {without}") from error
 
 
-def chat_tokens(tokenizer: Any, question: str | Sequence[str], name: str) -> list[int]:
-    """A user's question -> the token ids of a prompt, by a tokenizer's own chat template. name: of its model.
+class Tokens:
+    """A model's tokenizer. cfg: of the model."""
 
-    question: or what user and model said in turn; the user begins and ends.
+    cfg: RunConfig
 
-    Raises:
-        ConfigError: it has none.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(chat.no_template(name))
-    said = [question] if isinstance(question, str) else question
-    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    @property
+    def tokenizer(self) -> Any:
+        """As transformers has it."""
+        raise NotImplementedError
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
-def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of an output up to its first special token: what follows, where its end was ignored, is no answer."""
-    special = set(tokenizer.all_special_ids)
-    end = next((place for place, token in enumerate(ids) if token in special), len(ids))
-    return str(tokenizer.decode(list(ids[:end])))
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def chat(self, question: str | Sequence[str]) -> list[int]:
+        """A user's question -> the token ids of a prompt, by the model's own chat template; or user and model in turn,
+        of which the user begins and ends.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if not self.has_template:
+            raise ConfigError(chat.no_template(self.cfg.model.name))
+        said = [question] if isinstance(question, str) else question
+        messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
+        return self.encode(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def answer(self, ids: Sequence[int]) -> str:
+        """The text of an output up to its first special token: what follows an end that was ignored is no answer."""
+        special = set(self.tokenizer.all_special_ids)
+        end = next((place for place, token in enumerate(ids) if token in special), len(ids))
+        return str(self.tokenizer.decode(list(ids[:end])))
 
 
 @dataclass
-class ModelTokens:
+class ModelTokens(Tokens):
     """What prompts need to know of a model, from its files; starts no engine."""
 
     cfg: RunConfig
@@ -169,22 +185,14 @@ class ModelTokens:
         return needed(self.cfg, "vocab_size")
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """Raises ConfigError where the model has none."""
         return load_tokenizer(self.cfg, "it has no tokenizer; use workload.prompts=random")
 
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-    def chat(self, question: str | Sequence[str]) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template; raises ConfigError."""
-        return chat_tokens(self._tokenizer, question, self.cfg.model.name)
+        """Text -> token ids, without special tokens; a text longer than the model takes is no reason for a warning."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: list[int]) -> str:
         """Token ids -> text."""
-        return str(self._tokenizer.decode(ids))
+        return str(self.tokenizer.decode(ids))

@@ -94,12 +94,13 @@ class Run:
     @property
     def good(self) -> list[Sample]:
         """Requests that ended well, in the order in which they were sent."""
-        return sorted((one for one in self.samples if one.error is None), key=lambda one: (one.sent, one.number))
+        ended = (sample for sample in self.samples if sample.error is None)
+        return sorted(ended, key=lambda sample: (sample.sent, sample.number))
 
     @property
     def failed(self) -> list[Sample]:
         """Requests that did not."""
-        return [one for one in self.samples if one.error is not None]
+        return [sample for sample in self.samples if sample.error is not None]
 
     @property
     def began(self) -> float:
@@ -159,12 +160,12 @@ def run(
         finally:
             for process in running:
                 children.end(process, signal.SIGTERM, STOP_SECONDS)  # locust writes its tables first
-    found = _joined(folder, parts)
-    found.interrupted = interrupted
+    result = _joined(folder, parts)
+    result.interrupted = interrupted
     failed = any(process.returncode not in (0, 1) for process in running)  # 1: locust saw requests that failed
-    if not interrupted and (failed or not found.samples):
+    if not interrupted and (failed or not result.samples):
         raise ClientsError(_why(log))
-    return found
+    return result
 
 
 def warm_up(job: Job, clients: int, *, check: Callable[[], None]) -> None:
@@ -178,21 +179,21 @@ def warm_up(job: Job, clients: int, *, check: Callable[[], None]) -> None:
     bodies = [dict(job.body) | dict(job.prompts[number % len(job.prompts)]) for number in range(clients)]
     pool = ThreadPoolExecutor(clients)
     try:
-        asked = [pool.submit(ask, f"{job.url}{job.path}", body, job.timeout) for body in bodies]
-        while waiting(asked, timeout=POLL_SECONDS).not_done:
+        answers = [pool.submit(ask, f"{job.url}{job.path}", body, job.timeout) for body in bodies]
+        while waiting(answers, timeout=POLL_SECONDS).not_done:
             interrupts.check()
             check()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    problems = [problem for one in asked if (problem := one.exception()) is not None]
-    if len(problems) == len(asked):
+    problems = [problem for answer in answers if (problem := answer.exception()) is not None]
+    if len(problems) == len(answers):
         raise ClientsError(f"no request of the warm-up ended well: {problems[0]}")
 
 
 def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
     """The settings of each process. Process n of N asks the requests n, n + N, n + 2 N and so on."""
     whole, count = asdict(job), max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
-    found = []
+    shares = []
     for number in range(count):
         share = whole | {"first": number, "step": count, "out": str((folder / _samples(number)).absolute())}
         share["csv"] = str(folder / f"locust{number or ''}")
@@ -207,8 +208,8 @@ def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
                 name: str((folder / word).absolute())
                 for name, word in (("ready", f"ready{number}"), ("begin", "begin"))
             }
-        found.append(share)
-    return found
+        shares.append(share)
+    return shares
 
 
 def _samples(number: int) -> str:
@@ -256,31 +257,31 @@ def _joined(folder: Path, parts: Sequence[Mapping[str, Any]]) -> Run:
 
 def read(samples: Path) -> Run:
     """The run that a file of samples holds; a line that was cut off is left out."""
-    found = Run()
+    run = Run()
     for line in samples.read_text(encoding="utf-8").splitlines():
         try:
-            one = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue
-        if "client_s" in one:
-            found.cpu = max(found.cpu or 0.0, one["client_cpu_s"] / max(one["client_s"], 1e-9))
+        if "client_s" in entry:
+            run.cpu = max(run.cpu or 0.0, entry["client_cpu_s"] / max(entry["client_s"], 1e-9))
             continue
-        events = tuple(moment / MICRO for moment in one["events_us"])
-        found.counted = found.counted and (one["tokens"] is not None or one["error"] is not None)
-        found.samples.append(
+        events = tuple(moment / MICRO for moment in entry["events_us"])
+        run.counted = run.counted and (entry["tokens"] is not None or entry["error"] is not None)
+        run.samples.append(
             Sample(
-                number=one["number"],
-                sent=one["sent_us"] / MICRO,
+                number=entry["number"],
+                sent=entry["sent_us"] / MICRO,
                 events=events,
-                tokens=len(events) if one["tokens"] is None else one["tokens"],
-                prompt_tokens=one["prompt_tokens"],
-                digest=one["digest"],
-                late=one["late_us"] / MICRO,
-                error=one["error"],
-                again=one.get("again", False),
+                tokens=len(events) if entry["tokens"] is None else entry["tokens"],
+                prompt_tokens=entry["prompt_tokens"],
+                digest=entry["digest"],
+                late=entry["late_us"] / MICRO,
+                error=entry["error"],
+                again=entry.get("again", False),
             )
         )
-    return found
+    return run
 
 
 def _watch(

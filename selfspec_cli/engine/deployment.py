@@ -137,8 +137,8 @@ def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
 def _program(name: str) -> str:
     """A program of this environment: its name where a shell would find it by that, else its path."""
     beside = Path(sysconfig.get_path("scripts")) / name
-    found = shutil.which(name)
-    return str(beside) if beside.is_file() and (found is None or Path(found) != beside) else name
+    on_path = shutil.which(name)
+    return str(beside) if beside.is_file() and (on_path is None or Path(on_path) != beside) else name
 
 
 def _option(name: str, value: Any) -> list[str]:
@@ -150,12 +150,12 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _environment(cfg: RunConfig) -> dict[str, str]:
-    found = {}
+    variables = {}
     if cfg.runner is not Runner.auto:
-        found["VLLM_USE_V2_MODEL_RUNNER"] = "1" if cfg.runner is Runner.v2 else "0"
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1" if cfg.runner is Runner.v2 else "0"
     if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
-        found["LD_PRELOAD"] = ":".join(map(str, libraries))
-    return found
+        variables["LD_PRELOAD"] = ":".join(map(str, libraries))
+    return variables
 
 
 def preloaded() -> list[Path]:

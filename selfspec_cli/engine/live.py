@@ -25,7 +25,7 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import answer_text, chat_tokens, llm_arguments
+from selfspec_cli.engine.arguments import Tokens, llm_arguments
 from selfspec_cli.engine.processes import how_they_start
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.texts.prompts import Turn
@@ -66,7 +66,7 @@ class Generation:
 
 
 @dataclass
-class Engine:
+class Engine(Tokens):
     """A live vLLM engine."""
 
     llm: Any
@@ -101,26 +101,10 @@ class Engine:
         """Token ids run from 0 to this, exclusive."""
         return int(self.llm.model_config.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens."""
-        return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
-
-    def chat(self, question: str | Sequence[str]) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template; or user and model in turn.
-
-        Raises:
-            ConfigError: it has none.
-        """
-        return chat_tokens(self.llm.get_tokenizer(), question, self.cfg.model.name)
-
-    def answer(self, ids: Sequence[int]) -> str:
-        """The text of an output, up to its end."""
-        return answer_text(self.llm.get_tokenizer(), ids)
-
     @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self.llm.get_tokenizer(), "chat_template", None))
+    def tokenizer(self) -> Any:
+        """The engine's own."""
+        return self.llm.get_tokenizer()
 
     def set_view(self, cfg: RunConfig) -> None:
         """Draft by the layers, weights and context of another config from now on; the engine must be eager."""
@@ -335,7 +319,7 @@ def _as_bad_input(error: Exception) -> Exception:
         if isinstance(cause, ConfigError):
             return cause
         if getattr(cause, "title", None) == "SpeculativeConfig" and hasattr(cause, "errors"):  # pydantic's
-            return ConfigError(f"speculative: {'; '.join(one['msg'] for one in cause.errors())}")
+            return ConfigError(f"speculative: {'; '.join(problem['msg'] for problem in cause.errors())}")
         cause = cause.__cause__ or cause.__context__
     return error
 

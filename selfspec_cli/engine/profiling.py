@@ -80,6 +80,6 @@ def record(
 def _frontend_profiler() -> Any:
     import torch
 
-    made = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    made.start()
-    return made
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profiler.start()
+    return profiler

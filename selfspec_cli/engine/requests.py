@@ -117,16 +117,16 @@ def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list
     size = engine.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=size, detokenize=False, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(prefix)} for prefix in prefixes]
-    found = []
+    distributions = []
     for output in engine.llm.generate(prompts, params, use_tqdm=False):
         (scores,) = output.outputs[0].logprobs
-        found.append([scores[token].logprob for token in range(size)])
-    return found
+        distributions.append([scores[token].logprob for token in range(size)])
+    return distributions
 
 
 def metric(engine: Engine, name: str) -> int:
     """One of vLLM's counters since the engine started; 0 for one that it does not keep."""
-    return sum(int(found.value) for found in engine.llm.get_metrics() if found.name == f"vllm:{name}")
+    return sum(int(counter.value) for counter in engine.llm.get_metrics() if counter.name == f"vllm:{name}")
 
 
 def preempt_all(engine: Engine) -> None:

@@ -67,23 +67,23 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     # Long ones first, and equal lengths together: a step then holds about as many tokens from its first request to
     # its last.
     order = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
 
     def take(chunk: Sequence[int]) -> None:
         for index, output in zip(
             chunk, _run(engine, [passages[i].ids for i in chunk], [params] * len(chunk)), strict=True
         ):
-            found[index] = _score(passages[index], output.prompt_logprobs)
+            scores[index] = _score(passages[index], output.prompt_logprobs)
 
     _chunks(order, take, "scored", progress)
-    return [found[index] for index in range(len(passages))]
+    return [scores[index] for index in range(len(passages))]
 
 
 def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
     scored = [
-        place[token] for token, place in zip(passage.ids[passage.context :], logprobs[passage.context :], strict=True)
+        ranked[token] for token, ranked in zip(passage.ids[passage.context :], logprobs[passage.context :], strict=True)
     ]
-    return Score(sum(one.logprob for one in scored), len(scored), all(one.rank == 1 for one in scored))
+    return Score(sum(token.logprob for token in scored), len(scored), all(token.rank == 1 for token in scored))
 
 
 def complete(
@@ -94,22 +94,22 @@ def complete(
 
     params = [
         SamplingParams(
-            temperature=one.temperature,
-            max_tokens=one.max_tokens,
-            seed=one.seed if one.temperature > 0 else None,
-            stop=list(one.stop) or None,
-            **one.other,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed if request.temperature > 0 else None,
+            stop=list(request.stop) or None,
+            **request.other,
         )
-        for one in sampling
+        for request in sampling
     ]
-    found: list[str] = []
+    texts: list[str] = []
 
     def take(chunk: Sequence[int]) -> None:
         for output in _run(engine, [prompts[i] for i in chunk], [params[i] for i in chunk]):
-            found.append(str(output.outputs[0].text))
+            texts.append(str(output.outputs[0].text))
 
     _chunks(range(len(prompts)), take, "completed", progress)
-    return found
+    return texts
 
 
 def _run(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:

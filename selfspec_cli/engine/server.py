@@ -9,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ class Server:
     def call(self, method: str, *args: Any) -> Any:
         """The first worker's answer to one of `EarlyExitWorker`'s methods; of a server that was started here."""
         answer = ask(f"{self.url}/collective_rpc", {"method": method, "args": list(args)})
-        found = json.loads(answer) if answer else {"results": [None]}
-        return found["results"][0]
+        document = json.loads(answer) if answer else {"results": [None]}
+        return document["results"][0]
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """The server's Prometheus metrics: name -> labels -> value; empty for a server without them."""
@@ -75,12 +76,12 @@ class Server:
         ]
         if name.format("drafts") not in metrics:
             return None
-        found: dict[int, float] = {}
+        by_position: dict[int, float] = defaultdict(float)
         for labels, value in metrics.get(name.format("accepted_tokens_per_pos"), {}).items():
-            place = re.search(r'position="(\d+)"', labels)
-            if place is not None:
-                found[int(place[1])] = found.get(int(place[1]), 0.0) + value
-        at = [int(found[place]) for place in sorted(found)]
+            position = re.search(r'position="(\d+)"', labels)
+            if position is not None:
+                by_position[int(position[1])] += value
+        at = [int(by_position[number]) for number in sorted(by_position)]
         rounds, places, accepted = map(int, sums)
         return VerifyCounts(rounds, places, accepted, at)
 
@@ -109,10 +110,10 @@ class Server:
 
     def cpu_seconds(self) -> dict[str, float]:
         """Seconds of a processor that a server that was started here has used, by the names of its processes."""
-        found: dict[str, float] = {}
+        ticks, by_process = os.sysconf("SC_CLK_TCK"), defaultdict[str, float](float)
         for _, name, fields in self.processes():
-            found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return found
+            by_process[name] += (int(fields[11]) + int(fields[12])) / ticks
+        return by_process
 
     def check(self) -> None:
         """Raises ServerError if a server that was started here has ended."""
@@ -133,7 +134,7 @@ def connect(url: str, model: str | None = None) -> Server:
     if not re.match(r"https?://[^/]+", base):
         raise ConfigError(f"--url {url}: write http://HOST:PORT")
     try:
-        known = [str(one["id"]) for one in json.loads(ask(f"{base}/v1/models"))["data"]]
+        models = [str(entry["id"]) for entry in json.loads(ask(f"{base}/v1/models"))["data"]]
     except urllib.error.HTTPError as error:
         advice = ": set OPENAI_API_KEY" if error.code in (401, 403) else ""
         raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{advice}") from error
@@ -142,11 +143,11 @@ def connect(url: str, model: str | None = None) -> Server:
         raise ConfigError(
             f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"
         ) from error
-    if model is not None and model not in known:
-        raise ConfigError(f"--served-model {model}: the server at {url} has {', '.join(known)}")
-    if not known:
+    if model is not None and model not in models:
+        raise ConfigError(f"--served-model {model}: the server at {url} has {', '.join(models)}")
+    if not models:
         raise ConfigError(f"--url {url}: the server names no model; give one with --served-model")
-    return Server(base, model or known[0])
+    return Server(base, model or models[0])
 
 
 def front_end(cfg: RunConfig) -> dict[str, str]:
@@ -245,16 +246,16 @@ def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
 
 def read_metrics(text: str) -> dict[str, dict[str, float]]:
     """Prometheus's text format: name -> labels as they stand -> value."""
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for name, labels, value in re.findall(r"^([\w:]+)(\{.*\})? (\S+)$", text, re.MULTILINE):
-        found.setdefault(name, {})[labels] = float(value)
-    return found
+        metrics.setdefault(name, {})[labels] = float(value)
+    return metrics
 
 
 def _environment(made: Deployment) -> dict[str, str]:
     """Of the server. Its development mode lets this command read the draft loop's counters."""
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | own | made.environment
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | variables | made.environment
 
 
 def _wait(server: Server) -> None:

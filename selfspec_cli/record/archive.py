@@ -33,11 +33,11 @@ KEPT = (".json", ".csv", ".tsv", ".yaml")
 
 def inside(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
     """The archive that a path names or leads into, and the place inside it ("" for all of it); None for other paths."""
-    wanted = Path(path)
-    for place in (wanted, *wanted.parents):
-        if place.name.endswith(SUFFIX) and place.is_file():
-            rest = wanted.relative_to(place).as_posix()
-            return place, "" if rest == "." else rest
+    full = Path(path)
+    for candidate in (full, *full.parents):
+        if candidate.name.endswith(SUFFIX) and candidate.is_file():
+            rest = full.relative_to(candidate).as_posix()
+            return candidate, "" if rest == "." else rest
     return None
 
 
@@ -60,31 +60,33 @@ def expect(path: str | os.PathLike[str], setting: str) -> None:
     Raises:
         ConfigError: there is no such folder, and no such archive.
     """
-    place = Path(path)
-    if is_folder(place):
+    folder = Path(path)
+    if is_folder(folder):
         return
-    here = {str(other): other.name for other in place.parent.glob("*") if other.is_dir() or other.name.endswith(SUFFIX)}
-    near = get_close_matches(place.name, here.values(), n=1)
+    here = {
+        str(other): other.name for other in folder.parent.glob("*") if other.is_dir() or other.name.endswith(SUFFIX)
+    }
+    near = get_close_matches(folder.name, here.values(), n=1)
     hint = f"; did you mean {next(name for name, short in here.items() if short == near[0])}?" if near else ""
     raise ConfigError(f"{setting}={path}: there is no such folder{hint}")
 
 
 def is_folder(path: Path) -> bool:
     """Whether a path is a folder, or one of an archive."""
-    found = inside(path)
-    if found is None:
+    located = inside(path)
+    if located is None:
         return path.is_dir()
-    archive, place = found
-    return not place or any(name.startswith(f"{place}/") for name in _lines(archive))
+    archive, within = located
+    return not within or any(name.startswith(f"{within}/") for name in _lines(archive))
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
     """The files of a folder, or of a folder of an archive, whose names match a pattern; sorted, not those below it."""
-    found = inside(folder)
-    if found is None:
+    located = inside(folder)
+    if located is None:
         return sorted(folder.glob(pattern))
-    archive, place = found
-    above = f"{place}/" if place else ""
+    archive, within = located
+    above = f"{within}/" if within else ""
     names = [name[len(above) :] for name in _lines(archive) if name.startswith(above)]
     return [folder / name for name in sorted(names) if "/" not in name and fnmatchcase(name, pattern)]
 
@@ -96,29 +98,29 @@ def read_text(file: Path) -> str:
         OSError: there is none.
         UnicodeDecodeError: it is no text.
     """
-    found = inside(file)
-    if found is None:
+    located = inside(file)
+    if located is None:
         return file.read_text(encoding="utf-8")
-    archive, place = found
-    if place not in _lines(archive):
+    archive, within = located
+    if within not in _lines(archive):
         raise FileNotFoundError(2, "there is no such file in the archive", str(file))
-    line = json.loads(_lines(archive)[place])
+    line = json.loads(_lines(archive)[within])
     return str(line["text"]) if "text" in line else json.dumps(line["data"], ensure_ascii=False)
 
 
 def below(root: Path, name: str) -> list[Path]:
     """Every folder or file called `name` at or below `root`, also in archives; sorted."""
     if inside(root) is None:
-        found = list(root.rglob(name))
+        paths = list(root.rglob(name))
         for archive in root.rglob(f"*{SUFFIX}"):
-            found += below(archive, name)
-        return sorted(found)
+            paths += below(archive, name)
+        return sorted(paths)
     archive = (inside(root) or (root,))[0]
-    made = set()
+    matches = set()
     for file in _lines(archive):
         parts = file.split("/")
-        made |= {archive.joinpath(*parts[: at + 1]) for at, part in enumerate(parts) if fnmatchcase(part, name)}
-    return sorted(path for path in made if path.is_relative_to(root))
+        matches |= {archive.joinpath(*parts[: at + 1]) for at, part in enumerate(parts) if fnmatchcase(part, name)}
+    return sorted(path for path in matches if path.is_relative_to(root))
 
 
 def contents(archive: Path) -> list[Path]:
@@ -146,8 +148,8 @@ def _lines(archive: Path) -> dict[str, str]:
     Raises:
         ConfigError: it is no archive.
     """
-    known = archive.stat()
-    return _read(archive, (known.st_mtime_ns, known.st_size))
+    status = archive.stat()
+    return _read(archive, (status.st_mtime_ns, status.st_size))
 
 
 def pack(folder: Path, archive: Path) -> int:

@@ -48,9 +48,9 @@ def rows(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
     tok_s of the same category, with the 95 % interval; None without a baseline among the points. tok_step: tokens that
     a step yields. accepted: share of the steps that kept the first draft, the first two, ...
     """
-    known = {point.id: point for point in points}
-    for point in known.values():
-        base = known.get(point.compared_with.baseline) if point.compared_with is not None else None
+    by_id = {point.id: point for point in points}
+    for point in by_id.values():
+        base = by_id.get(point.compared_with.baseline) if point.compared_with is not None else None
         theirs = {} if base is None else base.engine.get("categories") or {}
         for name, ours in (point.engine.get("categories") or {}).items():
             yield {"point": point.id, "category": name} | _row(ours, theirs.get(name) or {})

@@ -80,8 +80,6 @@ class Details:
     seed: int | None = None
     repeats: int | None = None
     draft_context: str | None = None  # what drafts attend to, where `draft_window` does not say it; empty: everything
-    adaptive_length: bool | None = None  # draft lengths by what is accepted of each request
-    bandit: bool | None = None  # thresholds and draft lengths by Thompson sampling
     model_fingerprint: str | None = None
     efficiency: float | None = None  # speedup / predicted
     drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
@@ -158,17 +156,21 @@ def header(kind: type) -> list[str]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """What each column holds, as the comments beside them say."""
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__[:-1]):
-        text = inspect.getsource(one)
-        found |= dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", text, re.MULTILINE))
-    return {name: meaning.strip() for name, meaning in found.items()}
+    """What each column holds: the comment next to its field, which may go on below it."""
+    comments: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        name = ""
+        for field_name, comment in re.findall(r"^    (\w+):|# *(.+)$", inspect.getsource(base), re.MULTILINE):
+            if field_name:
+                name, comments[field_name] = field_name, ""
+            elif name:
+                comments[name] = f"{comments[name]} {comment}".strip()
+    return comments
 
 
-def has_line(kind: type, made: Record | AcceptRow) -> bool:
+def has_line(kind: type, row: Record | AcceptRow) -> bool:
     """Whether a point has a line in a table: always in that of all points, else where it has a value of it."""
-    return kind is Summary or any(getattr(made, column.name) is not None for column in fields(kind))
+    return kind is Summary or any(getattr(row, column.name) is not None for column in fields(kind))
 
 
 def plain(row: Record) -> dict[str, Any]:
@@ -182,14 +184,14 @@ def header_line(kind: type) -> str:
     return _line(header(kind), kind)
 
 
-def line(kind: type, made: Record | AcceptRow) -> str:
+def line(kind: type, row: Record | AcceptRow) -> str:
     """A point's line of a table's file."""
-    return _line([_cell(getattr(made, name)) for name in header(kind)], kind)
+    return _line([_cell(getattr(row, name)) for name in header(kind)], kind)
 
 
 def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
     """A whole file."""
-    return "".join([header_line(kind), *(line(kind, made) for made in rows if has_line(kind, made))])
+    return "".join([header_line(kind), *(line(kind, row) for row in rows if has_line(kind, row))])
 
 
 def _line(cells: list[str], kind: type) -> str:

@@ -87,9 +87,9 @@ def _sync(folder: Path) -> None:
 def _add_lines(results: Path, point: Point) -> None:
     row, accept = tables.row(point), tables.accept_row(point)
     for name, kind in reversed(TABLES.items()):  # summary.csv last: what it lists is in the others, too (`prepare`)
-        made = accept if kind is AcceptRow else row
-        if made is not None and columns.has_line(kind, made):
-            _add_line(results / name, columns.header_line(kind), columns.line(kind, made))
+        record = accept if kind is AcceptRow else row
+        if record is not None and columns.has_line(kind, record):
+            _add_line(results / name, columns.header_line(kind), columns.line(kind, record))
 
 
 def _add_line(path: Path, head: str, line: str) -> None:
@@ -113,11 +113,11 @@ def heads(results: str | os.PathLike[str]) -> list[Point]:
     """Of every readable point what its first line says, in the order in which they were measured."""
     if archive.inside(results) is not None:
         return read(results)[0]
-    found = []
+    points = []
     for file in _files(results):
         with suppress(ValueError, OSError), file.open(encoding="utf-8") as opened:
-            found.append(head_from_line(opened.readline()))
-    return in_order(found)
+            points.append(head_from_line(opened.readline()))
+    return in_order(points)
 
 
 def read(results: str | os.PathLike[str], names: Collection[str] | None = None) -> tuple[list[Point], list[str]]:

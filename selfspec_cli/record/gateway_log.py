@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from selfspec_cli.record.intervals import mean_ratio_interval
@@ -75,7 +76,7 @@ def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequenc
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Every request of the logs of a results folder, the oldest first; lines that are no rows are left out."""
-    found = []
+    rows = []
     for file in sorted((folder / FOLDER).glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
@@ -83,8 +84,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
             except ValueError:
                 continue  # one that a full disk cut off
             if isinstance(row, dict) and "route" in row and "at" in row:
-                found.append(row)
-    return sorted(found, key=lambda row: row["at"])
+                rows.append(row)
+    return sorted(rows, key=lambda row: row["at"])
 
 
 @dataclass(frozen=True)
@@ -113,30 +114,17 @@ def routes(rows: Iterable[Mapping[str, Any]]) -> list[Route]:
     for row in rows:
         if row.get("status") == 200 and row.get("route") is not None:
             groups.setdefault((str(row.get("model")), row["route"], bool(row.get("plain"))), []).append(row)
-    return [
-        Route(
-            *key,
-            len(found),
-            sum(row.get("cache") == "hit" for row in found),
-            _middle(found, "ttft_ms"),
-            _middle(found, "expected_ttft_ms"),
-            _middle(found, "tpot_ms"),
-            _middle(found, "expected_tpot_ms"),
-            _middle(found, "e2e_ms"),
-            sum(row.get("tokens") or 0 for row in found),
-            _sum(found, "cost"),
-            _sum(found, "machine_s"),
-            sum(row.get("survived") or 0 for row in found),
-        )
-        for key, found in sorted(groups.items())
-    ]
+    return [_route(*key, members) for key, members in sorted(groups.items())]
 
 
-def _middle(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = sorted(row[name] for row in rows if row.get(name) is not None)
-    return values[len(values) // 2] if values else None
+def _route(model: str, route: str, plain: bool, rows: Sequence[Mapping[str, Any]]) -> Route:
+    measured = {name: [row[name] for row in rows if row.get(name) is not None] for name in (*TIMES, *SUMS)}
+    figures: dict[str, Any] = {name: median_high(measured[name]) if measured[name] else None for name in TIMES}
+    figures |= {name: sum(measured[name]) if measured[name] else None for name in SUMS}
+    figures |= {name: sum(row.get(name) or 0 for row in rows) for name in ("tokens", "survived")}
+    hits = sum(row.get("cache") == "hit" for row in rows)
+    return Route(model, route, plain, len(rows), hits, **figures)
 
 
-def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) if values else None
+TIMES = ("ttft_ms", "expected_ttft_ms", "tpot_ms", "expected_tpot_ms", "e2e_ms")
+SUMS = ("cost", "machine_s")

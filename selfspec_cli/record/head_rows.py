@@ -67,16 +67,16 @@ class HeadRow:
     @classmethod
     def of(cls, model: str, report: dict[str, Any]) -> HeadRow:
         """The row of one of `fit.run`'s reports, with no prediction in it yet."""
-        known = {column.name for column in fields(cls)}
-        values = {name: value for name, value in report.items() if name in known}
+        names = {column.name for column in fields(cls)}
+        values = {name: value for name, value in report.items() if name in names}
         file = {"path": Path(values["path"]).name} if values.get("path") else {}
         return cls(model=model, E=report["layer"], **(values | file))
 
     @property
     def tokens(self) -> dict[int, float]:
         """k -> tokens a round; empty without a replay."""
-        found = {k: getattr(self, f"tokens_k{k}") for k in LENGTHS}
-        return {k: value for k, value in found.items() if value is not None}
+        by_length = {k: getattr(self, f"tokens_k{k}") for k in LENGTHS}
+        return {k: value for k, value in by_length.items() if value is not None}
 
     @property
     def label(self) -> str:
@@ -91,8 +91,8 @@ def by_speedup(rows: list[HeadRow]) -> list[HeadRow]:
 
 def load(document: dict[str, Any]) -> list[HeadRow]:
     """The rows of a heads.json; columns that this version does not know are left out."""
-    known = {column.name for column in fields(HeadRow)}
-    return [HeadRow(**{name: value for name, value in row.items() if name in known}) for row in document["rows"]]
+    names = {column.name for column in fields(HeadRow)}
+    return [HeadRow(**{name: value for name, value in row.items() if name in names}) for row in document["rows"]]
 
 
 def save(rows: list[HeadRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:

@@ -118,7 +118,7 @@ def _of_documents(sides: tuple[tuple[float, ...], ...]) -> Interval:
 def _resampled(sides: Sequence[Sequence[float]], statistic: Any, paired: bool) -> Interval:
     from scipy.stats import bootstrap
 
-    found = bootstrap(
+    interval = bootstrap(
         sides,
         statistic,
         n_resamples=RESAMPLES,
@@ -128,4 +128,4 @@ def _resampled(sides: Sequence[Sequence[float]], statistic: Any, paired: bool) -
         confidence_level=LEVEL,
         random_state=SEED,
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)

@@ -55,22 +55,26 @@ def quantiles(seconds: Sequence[float]) -> tuple[float, ...] | None:
     return tuple(1000 * float(value) for value in numpy.percentile(seconds, QUANTILES))
 
 
+def by_name(requests: Iterable[RequestTimes]) -> dict[str, list[float]]:
+    """The values of all requests together, in seconds: ttft, tpot, itl and e2e."""
+    measured = list(requests)
+    return {
+        "ttft": [ttft(request) for request in measured],
+        "tpot": [value for request in measured if (value := tpot(request)) is not None],
+        "itl": [value for request in measured for value in itl(request)],
+        "e2e": [end_to_end(request) for request in measured],
+    }
+
+
 def summary(requests: Iterable[RequestTimes]) -> dict[str, float]:
     """Columns of a row, in milliseconds, over all requests together; what there is no value of is left out.
 
     ttft_ms, tpot_ms, itl_ms and e2e_ms are medians; ttft_p90_ms and ttft_p99_ms are percentiles, and so on.
     """
-    known = list(requests)
-    values = {
-        "ttft": [ttft(request) for request in known],
-        "tpot": [value for request in known if (value := tpot(request)) is not None],
-        "itl": [value for request in known for value in itl(request)],
-        "e2e": [end_to_end(request) for request in known],
-    }
     columns: dict[str, float] = {}
-    for name, seconds in values.items():
-        if (found := quantiles(seconds)) is not None:
-            columns |= dict(zip((f"{name}_ms", f"{name}_p90_ms", f"{name}_p99_ms"), found, strict=True))
+    for name, seconds in by_name(requests).items():
+        if (percentiles := quantiles(seconds)) is not None:
+            columns |= dict(zip((f"{name}_ms", f"{name}_p90_ms", f"{name}_p99_ms"), percentiles, strict=True))
     return columns
 
 

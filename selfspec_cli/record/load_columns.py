@@ -33,9 +33,8 @@ class Loads:
     frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
     failed_requests: int | None = None  # refused, broken off or without an output
     req_s: float | None = None  # requests that end in a second, median of the runs
-    goodput: float | None = (
-        None  # requests a second that keep the stated limits of latency (`load.*_limit`), median of the runs
-    )
+    goodput: float | None = None  # requests a second that keep the stated limits of latency (`load.*_limit`),
+    # median of the runs
 
 
 def asked_for(load: LoadConfig) -> dict[str, Any]:

@@ -224,13 +224,13 @@ def from_json(text: str) -> Point:
     """
     data = json.loads(text)
     _check(data)
-    known = {name: data[name] for name in KEPT if name in data}
+    sections = {name: data[name] for name in KEPT if name in data}
     try:
-        if (comparison := known.get("compared_with")) is not None:
-            known["compared_with"] = Comparison(**comparison | {"tok_s": tuple(comparison["tok_s"])})
-        known["repeats"] = tuple(map(_repeat_from_plain, known.get("repeats", ())))
-        known["outputs"] = tuple(known.get("outputs", ()))
-        return Point(**known)
+        if (comparison := sections.get("compared_with")) is not None:
+            sections["compared_with"] = Comparison(**comparison | {"tok_s": tuple(comparison["tok_s"])})
+        sections["repeats"] = tuple(map(_repeat_from_plain, sections.get("repeats", ())))
+        sections["outputs"] = tuple(sections.get("outputs", ()))
+        return Point(**sections)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is no point: {error}") from error
 

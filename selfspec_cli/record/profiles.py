@@ -4,17 +4,15 @@ One profile, one file `results/profiles/<run key>-<run>.json`, with the trace be
 is in the figure of the page. A profiled run is slower than a measured one, so it is no point.
 """
 
-import json
 import os
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import archive
+from selfspec_cli.record import documents
 from selfspec_cli.whole import written
 
-FOLDER, FORMAT = "profiles", 1
+FOLDER = "profiles"
 SHARES = {
     "trunk": ("trunk",),
     "head": ("head",),
@@ -75,8 +73,8 @@ class Profile:
 
     def share(self, *parts: str) -> float | None:
         """Of the wall time, that of some parts; None where the profile has none of them."""
-        known = [self.seconds[part] for part in parts if part in self.seconds]
-        return sum(known) / self.wall if known else None
+        seconds = [self.seconds[part] for part in parts if part in self.seconds]
+        return sum(seconds) / self.wall if seconds else None
 
     def columns(self) -> dict[str, float | None]:
         """The share of each of SHARES, as `NAME_share`."""
@@ -90,21 +88,12 @@ def save(results: str | os.PathLike[str], profile: Profile, trace: bytes) -> Pat
         OSError: one could not be written.
     """
     folder = Path(results) / FOLDER
-    text = json.dumps({"format": FORMAT} | asdict(profile), ensure_ascii=False) + "\n"
-    target = folder / f"{profile.name}.json"
-    for file, content in ((folder / profile.trace, trace), (target, text.encode())):
-        with written(file) as part:
-            part.write_bytes(content)
-    return target
+    with written(folder / profile.trace) as part:
+        part.write_bytes(trace)
+    return documents.save(folder / f"{profile.name}.json", profile)
 
 
 def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:
     """The newest profile of each run key of a results folder. Files that hold none are left alone."""
-    names = {item.name for item in fields(Profile)}
-    found: list[Profile] = []
-    for file in archive.files(Path(results) / FOLDER, "[!.]*.json"):
-        with suppress(ValueError, OSError, TypeError, KeyError):
-            data = json.loads(archive.read_text(file))
-            if data["format"] == FORMAT:
-                found.append(Profile(**{name: value for name, value in data.items() if name in names}))
-    return {profile.key: profile for profile in sorted(found, key=lambda one: one.run_id)}
+    saved = documents.read(Path(results) / FOLDER, Profile)
+    return {profile.key: profile for profile in sorted(saved, key=lambda profile: profile.run_id)}

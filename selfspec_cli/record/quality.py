@@ -8,23 +8,20 @@ an arm or the key of one point.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
-from selfspec_cli.record import archive
+from selfspec_cli.record import documents
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
-from selfspec_cli.whole import written
 
-FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
+FOLDER, VERDICTS = "quality", "verify"
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
 NO_NAMES = (
@@ -126,15 +123,8 @@ def perplexity(nats: Sequence[float], tokens: Sequence[int]) -> float:
 
 
 def save(results: str | os.PathLike[str], finding: Finding) -> Path:
-    """Write a finding, whole or not at all.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    target = Path(results) / FOLDER / f"{finding.name}.json"
-    with written(target) as part:
-        part.write_text(json.dumps({"format": FORMAT} | asdict(finding), ensure_ascii=False) + "\n", encoding="utf-8")
-    return target
+    """Write a finding, whole or not at all; raises OSError."""
+    return documents.save(Path(results) / FOLDER / f"{finding.name}.json", finding)
 
 
 @dataclass
@@ -146,44 +136,28 @@ class Book:
 
     def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
         """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
         if verdict is not None:
             cases = verdict.get("cases")
-            found |= {"verdict": str(verdict["verdict"])}
-            found |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
+            values |= {"verdict": str(verdict["verdict"])}
+            values |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
         if arm_key is not None:
             for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
                 finding = self.findings.get((kind, arm_key))
-                found |= columns(finding) if finding is not None else {}
-        return found
+                values |= columns(finding) if finding is not None else {}
+        return values
 
 
 def read(results: str | os.PathLike[str]) -> Book:
     """The findings of a results folder. Files that hold none are left alone."""
-    book = Book()
-    names = {item.name for item in fields(Finding)}
-    for data in _documents(Path(results) / FOLDER):
-        with suppress(TypeError, KeyError):
-            if data["format"] == FORMAT:
-                finding = Finding(**{name: value for name, value in data.items() if name in names})
-                book.findings[finding.kind, finding.arm_key] = finding
-    for data in _documents(Path(results) / VERDICTS):
+    findings = documents.read(Path(results) / FOLDER, Finding)
+    book = Book({(finding.kind, finding.arm_key): finding for finding in findings})
+    for data in documents.plain(Path(results) / VERDICTS):
         # Not of a run that was to find one planted fault; with "all" the verdict is that of the clean runs.
         if "verdict" in data and data.get("planted") in (None, "all"):
             book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}
     return book
-
-
-def _documents(folder: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a folder, oldest first, so that the newest stays."""
-    found = []
-    for file in archive.files(folder, "[!.]*.json"):
-        with suppress(ValueError, OSError):
-            data = json.loads(archive.read_text(file))
-            if isinstance(data, dict):
-                found.append(((str(data.get("time")), file.stem.partition("-")[2]), data))
-    return [data for _, data in sorted(found, key=lambda pair: pair[0])]
 
 
 def attach(points: Iterable[Point], book: Book) -> list[Point]:

@@ -40,10 +40,10 @@ def condition(word: str) -> Condition:
 
     An empty value means that nothing was measured. A row without a value meets no comparison of size.
     """
-    found = _CONDITION.fullmatch(word.strip())
-    if found is None:
+    match = _CONDITION.fullmatch(word.strip())
+    if match is None:
         raise ConfigError(f"cannot read the condition {word!r}: write COLUMN=VALUE, such as gate=varH or speedup>1.5")
-    name, sign, text = found[1], found[2], found[3].strip()
+    name, sign, text = match[1], match[2], match[3].strip()
     name = SHORT.get(name, name)
     if name not in COLUMNS:
         raise ConfigError(closest(name, COLUMNS, "column"))

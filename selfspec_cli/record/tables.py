@@ -56,21 +56,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     return columns
 
 
-def _name_of(path: str | None) -> str | None:
-    """A file's name without its folder."""
-    return Path(path).name if path else None
-
-
 UNVERIFIED = ("baseline", "skip")
 """Arms without drafts that are verified."""
-LENGTHS = ("length_table", "adaptive_length", "bandit")
-"""What decided how long a draft was in old points, as well as k and the gate; the first still does."""
-
-
-def _lengths_of(point: Point) -> dict[str, Any]:
-    """`LENGTHS` of a point from before there were their columns."""
-    config = point.config or {}
-    return {name: config.get(name) or None for name in LENGTHS if config.get("method") == "layer_skip"}
 
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
@@ -85,11 +72,16 @@ def of_arm(arm: Mapping[str, Any]) -> Record:
 
 def row(point: Point) -> Record:
     """The row of a point."""
-    copies = _name_of((point.config or {}).get("draft_weights_path"))  # for points from before there was the column
+    config = point.config or {}
+    older: dict[str, Any] = {}  # columns that came after some of the published points
+    if path := config.get("draft_weights_path"):
+        older["draft_weights_file"] = Path(path).name
+    if config.get("method") == "layer_skip":
+        older["length_table"] = config.get("length_table")
     record = Record(
         run_id=point.run_id,
         time=point.time,
-        **known({"draft_weights_file": copies} | _lengths_of(point) | point.arm),
+        **known(older | point.arm),
         device=point.device,
         status=OK if point.ok else f"{FAILED}: {point.reason}",
         key=point.key,

@@ -102,8 +102,8 @@ def _target(experiment: str, stated: dict[str, Any]) -> Target:
     return Target(experiment, arm, values, source)
 
 
-def _range(value: Any, place: str) -> Range:
+def _range(value: Any, where: str) -> Range:
     numbers = value if isinstance(value, list) else [value]
-    if not 1 <= len(numbers) <= 2 or not all(isinstance(one, (int, float)) for one in numbers):
-        raise ConfigError(f"{place}={value!r}: write one number, or the least and the greatest as [low, high]")
+    if not 1 <= len(numbers) <= 2 or not all(isinstance(number, (int, float)) for number in numbers):
+        raise ConfigError(f"{where}={value!r}: write one number, or the least and the greatest as [low, high]")
     return float(numbers[0]), float(numbers[-1])

@@ -56,7 +56,12 @@ class _Wandb(Tracker):
         facts = about | {"digests": point.digests, "versions": point.versions, "git": point.git}
         with self._run(point.id, _name(row), "point", (point.config or {}) | facts) as run:
             run.summary.update({name: value for name, value in asdict(row).items() if value is not None})
-            logged: dict[str, Any] = {name: self._wandb.Histogram(ms) for name, ms in latencies(point).items()}
+            times = latency.by_name(request for repeat in point.repeats for request in repeat.requests)
+            logged: dict[str, Any] = {
+                f"latency/{name}_ms": self._wandb.Histogram([1000 * value for value in seconds])
+                for name, seconds in times.items()
+                if seconds
+            }
             for number, speed in enumerate(point.tok_s):
                 run.log({"repeat": number, "tok_s": speed})
             if logged:
@@ -124,18 +129,6 @@ class _Wandb(Tracker):
                 start_new_session=True,
             )
         self.messages.append(f"W&B: {len(self.places)} runs are being uploaded ({log}); to do it again: {command}")
-
-
-def latencies(point: Point) -> dict[str, list[float]]:
-    """Raw latencies of all requests of all repeats, in milliseconds, by name; `record.latency` defines them."""
-    requests = [request for repeat in point.repeats for request in repeat.requests]
-    seconds = {
-        "ttft_ms": [latency.ttft(request) for request in requests],
-        "tpot_ms": [value for request in requests if (value := latency.tpot(request)) is not None],
-        "itl_ms": [value for request in requests for value in latency.itl(request)],
-        "e2e_ms": [latency.end_to_end(request) for request in requests],
-    }
-    return {f"latency/{name}": [1000 * value for value in values] for name, values in seconds.items() if values}
 
 
 def _name(row: Record) -> str:

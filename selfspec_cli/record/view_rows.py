@@ -82,12 +82,10 @@ def wilson(successes: int, trials: int) -> tuple[float, float] | None:
     """
     if not trials:
         return None
-    z = 1.96
-    share, spread = successes / trials, z * z / trials
-    middle = share + spread / 2
-    reach = z * (share * (1 - share) / trials + spread / (4 * trials)) ** 0.5
-    # Rounding may leave an end just outside.
-    return max((middle - reach) / (1 + spread), 0.0), min((middle + reach) / (1 + spread), 1.0)
+    from scipy.stats import binomtest
+
+    low, high = binomtest(successes, trials).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def save(rows: Sequence[ViewRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:

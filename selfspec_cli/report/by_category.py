@@ -33,33 +33,33 @@ class Matrix:
     notes: list[str]
 
 
-def document(found: Sources) -> list[dict[str, Any]]:
+def document(sources: Sources) -> list[dict[str, Any]]:
     """Every category of every point: what its row says of the arm and the load, and `categories.rows`.
 
     Raises:
         ConfigError: no point has categories.
     """
-    by_point = {row.point: row for row in found.rows}
-    made = []
-    for line in categories.rows(found.points):
+    by_point = {row.point: row for row in sources.rows}
+    lines = []
+    for line in categories.rows(sources.points):
         row = by_point[line["point"]]
         about = {name: getattr(row, name) for name in ("model", "workload", "batch", "clients", "rate", "device")}
-        made.append({"arm": label(row)} | about | line)
-    if not made:
+        lines.append({"arm": label(row)} | about | line)
+    if not lines:
         raise ConfigError(
             "no point has categories; measure prompts that have some, such as: "
             "selfspec sweep workload=spec_bench workload.prompts=question.jsonl"
         )
-    return made
+    return lines
 
 
-def matrices(found: Sources) -> list[Matrix]:
+def matrices(sources: Sources) -> list[Matrix]:
     """A table for each group of arms that were compared with one baseline, rows ALL last; raises ConfigError."""
     lines: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in document(found):
+    for line in document(sources):
         lines.setdefault(line["point"], {})[line["category"]] = line
-    made = []
-    for group in groups(found.rows):
+    tables = []
+    for group in groups(sources.rows):
         plain = next((lines[row.point] for row in group.rows if row.arm == "baseline" and row.point in lines), {})
         arms = [row for row in group.rows if row.arm != "baseline" and row.point in lines]
         names = [*plain] or [name for row in arms[:1] for name in lines[row.point]]
@@ -72,8 +72,8 @@ def matrices(found: Sources) -> list[Matrix]:
                 cells += _cells(lines[row.point].get(name))
         if body:
             notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in zip(letters, arms, strict=False)]
-            made.append(Matrix(f"{group.title}, {group.rows[0].device}", head, body, notes))
-    return made
+            tables.append(Matrix(f"{group.title}, {group.rows[0].device}", head, body, notes))
+    return tables
 
 
 def _count(line: dict[str, Any] | None) -> str:
@@ -101,30 +101,30 @@ ABOUT = (
 )
 
 
-def text(found: Sources, form: Format) -> str:
+def text(sources: Sources, form: Format) -> str:
     """The report in a format that is text; raises ConfigError."""
     if form is Format.json:
-        return json.dumps(document(found), ensure_ascii=False, indent=1) + "\n"
+        return json.dumps(document(sources), ensure_ascii=False, indent=1) + "\n"
     if form is Format.csv:
-        rows = document(found)
+        rows = document(sources)
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(row | {"accepted": " ".join(f"{share:.4g}" for share in row["accepted"])} for row in rows)
         return buffer.getvalue()
     parts: list[str] = []
-    for one in matrices(found):
-        parts += static.titled(one.title, static.table(one.head, one.body, form), one.notes, form)
+    for matrix in matrices(sources):
+        parts += static.titled(matrix.title, static.table(matrix.head, matrix.body, form), matrix.notes, form)
     return "\n\n".join([*parts, ABOUT if form is Format.md else f"% {ABOUT}"]) + "\n"
 
 
-def show(found: Sources, console: Console) -> None:
+def show(sources: Sources, console: Console) -> None:
     """Print the tables; raises ConfigError."""
-    for one in matrices(found):
-        table = Table(title=one.title, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for place, name in enumerate(one.head):
-            table.add_column(name, justify="right" if place else "left")
-        for cells in one.body:
+    for matrix in matrices(sources):
+        table = Table(title=matrix.title, title_justify="left", title_style="bold", header_style="bold", box=None)
+        for number, name in enumerate(matrix.head):
+            table.add_column(name, justify="right" if number else "left")
+        for cells in matrix.body:
             table.add_row(*cells)
-        console.print(table, *(Text(f"  {note}") for note in one.notes), "", sep="\n")
+        console.print(table, *(Text(f"  {note}") for note in matrix.notes), "", sep="\n")
     console.print(Text(ABOUT, style="dim"))

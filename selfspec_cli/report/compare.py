@@ -108,21 +108,21 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
         lambda point: word.lower() in point.device.lower(),
     ]
     for way in ways:
-        if found := [point for point in points if way(point)]:
-            return found, warnings
-    known = {
+        if chosen := [point for point in points if way(point)]:
+            return chosen, warnings
+    values = {
         value
         for point in points
         for value in (point.device, str((point.git or {}).get("revision", ""))[:10], point.run_id)
     }
-    names = sorted(filter(None, known))
+    names = sorted(filter(None, values))
     raise ConfigError(f"there is no folder {word}, and {closest(word, names, 'revision, machine or run')}")
 
 
 def _all(root: Path) -> tuple[list[Point], list[str]]:
     read = [folder.read(place) for place in sources.folders(root)]
     return folder.in_order([point for points, _ in read for point in points]), [
-        one for _, doubts in read for one in doubts
+        warning for _, doubts in read for warning in doubts
     ]
 
 
@@ -174,23 +174,23 @@ def between(
 
 def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, ...]:
     """Columns that have one value on each side, not the same one: they are what is compared, and tell no arms apart."""
-    found = []
+    names = []
     for name in dict.fromkeys(name for point, _ in [*ours, *theirs] for name in _arm(point)):
         values = [
             {_hashable(_arm(point).get(name)) for point, row in side if row.arm != "baseline"}
             for side in (ours, theirs)
         ]
         if all(len(side) == 1 for side in values) and values[0] != values[1]:
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def _by_arm(side: Sequence[Measured], apart: Sequence[str]) -> dict[tuple[Any, ...], list[Measured]]:
-    made: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
+    by_arm: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
     for point, row in side:
         arm = {name: value for name, value in _arm(point).items() if name not in apart}
-        made[tuple(sorted((name, _hashable(value)) for name, value in arm.items()))].append((point, row))
-    return dict(made)
+        by_arm[tuple(sorted((name, _hashable(value)) for name, value in arm.items()))].append((point, row))
+    return dict(by_arm)
 
 
 def _arm(point: Point) -> dict[str, Any]:
@@ -228,28 +228,28 @@ def _name(row: Record, apart: Sequence[str]) -> str:
 
 def _differing(ours: Sequence[Point], theirs: Sequence[Point]) -> dict[str, tuple[list[Any], list[Any]]]:
     """Of paired points: every setting, version and fact of the machine that is not the same in some pair."""
-    found: dict[str, tuple[list[Any], list[Any]]] = {}
-    for one, other in zip(ours, theirs, strict=True):
-        left, right = facts(one), facts(other)
+    differing: dict[str, tuple[list[Any], list[Any]]] = {}
+    for our, their in zip(ours, theirs, strict=True):
+        left, right = facts(our), facts(their)
         for name in dict.fromkeys([*left, *right]):
             if left.get(name) != right.get(name):
-                pair = found.setdefault(name, ([], []))
+                pair = differing.setdefault(name, ([], []))
                 for values, value in zip(pair, (left.get(name), right.get(name)), strict=True):
                     if value not in values:
                         values.append(value)
-    return found
+    return differing
 
 
 def facts(point: Point) -> dict[str, Any]:
     """Everything that decides a speed, by dotted name: configuration, files, versions, machine, revision."""
     config = completed(point.config, to_plain(RunConfig())) if point.config else {}
-    made = {name: value for name, value in flat(config) if name not in NOT_COMPARED}
-    made |= {f"digest of {name}": value for name, value in point.digests.items()}
-    made |= {f"version of {name}": value for name, value in point.versions.items()}
-    made |= {f"hardware {name}": value for name, value in flat(point.hardware or {})}
+    values = {name: value for name, value in flat(config) if name not in NOT_COMPARED}
+    values |= {f"digest of {name}": value for name, value in point.digests.items()}
+    values |= {f"version of {name}": value for name, value in point.versions.items()}
+    values |= {f"hardware {name}": value for name, value in flat(point.hardware or {})}
     git = point.git or {}
     revision = str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
-    return made | {"machine": point.device, "git revision": revision or None}
+    return values | {"machine": point.device, "git revision": revision or None}
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,20 +257,20 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
     Settings that were removed since are left out where they were not in use (None, false, 0 or empty).
     """
-    made: dict[str, Any] = {}
+    complete: dict[str, Any] = {}
     for name, default in defaults.items():
         value = config.get(name, default)
         nested = isinstance(default, Mapping) and default and isinstance(value, Mapping)
-        made[name] = completed(value, default) if nested else value
-    return made | {name: value for name, value in config.items() if name not in defaults and value}
+        complete[name] = completed(value, default) if nested else value
+    return complete | {name: value for name, value in config.items() if name not in defaults and value}
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
     """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
-    made: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            made += flat(value, f"{above}{name}.")
+            leaves += flat(value, f"{above}{name}.")
         else:
-            made.append((f"{above}{name}", value))
-    return made
+            leaves.append((f"{above}{name}", value))
+    return leaves

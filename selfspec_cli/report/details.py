@@ -76,41 +76,31 @@ class Pool:
         return self._places[text]
 
 
-def table(found: Sources) -> dict[str, Any]:
+def table(sources: Sources) -> dict[str, Any]:
     """Columns with their values, one for each point; columns in which nothing was measured are left out."""
     explained = {"arm": COLUMNS[0][1], "folder": "where the point lies"} | meanings(Record)
-    columns = []
     names = [*SHOWN, *(name for name in header(Record) if name not in (*SHOWN, *NOT_SHOWN))]
-    for name in names:
-        values = [_cell(row, name) for row in found.rows]
-        if any(value is not None for value in values):
-            columns.append(
-                {
-                    "name": name,
-                    "title": TITLES.get(name, name.replace("_", " ")),
-                    "about": explained.get(name, ""),
-                    "shown": name in SHOWN,
-                    "number": all(
-                        value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-                        for value in values
-                    ),
-                    "share": name in SHARES,
-                    "values": values,
-                }
-            )
-    if len(set(found.places)) > 1:
-        columns.append(
-            {
-                "name": "folder",
-                "title": "folder",
-                "about": explained["folder"],
-                "shown": False,
-                "number": False,
-                "share": False,
-                "values": found.places,
-            }
-        )
-    return {"columns": columns, "points": [row.point for row in found.rows]}
+    values = {name: [_cell(row, name) for row in sources.rows] for name in names}
+    if len(set(sources.places)) > 1:
+        values["folder"] = sources.places
+    columns = [
+        {
+            "name": name,
+            "title": TITLES.get(name, name.replace("_", " ")),
+            "about": explained.get(name, ""),
+            "shown": name in SHOWN,
+            "number": all(cell is None or _is_number(cell) for cell in cells),
+            "share": name in SHARES,
+            "values": cells,
+        }
+        for name, cells in values.items()
+        if any(cell is not None for cell in cells)
+    ]
+    return {"columns": columns, "points": [row.point for row in sources.rows]}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(row: Record, name: str) -> Any:
@@ -127,43 +117,45 @@ KEPT = {
 """Which raw times a page holds, by level."""
 
 
-def details(found: Sources, level: str) -> dict[str, Any]:
+def details(sources: Sources, level: str) -> dict[str, Any]:
     """What each row opens, with raw times as detailed as `level` says.
 
     A row is sections, each its title and its parts. A part is a text, pairs of a name and a text, or a mapping of the
     title and the text of what is opened in turn; a number is the place of a part in the pool.
     """
     pool = Pool()
-    where = found.places or ["."] * len(found.points)
-    rows = [_sections(point, place, pool, level) for point, place in zip(found.points, where, strict=True)]
+    where = sources.places or ["."] * len(sources.points)
+    rows = [_sections(point, folder, pool, level) for point, folder in zip(sources.points, where, strict=True)]
     return {"pool": pool.values, "rows": rows, "level": level}
 
 
-def _sections(point: Point, place: str, pool: Pool, level: str) -> list[list[Any]]:
+def _sections(point: Point, folder: str, pool: Pool, level: str) -> list[list[Any]]:
     git = point.git or {}
     revision = {"git revision": f"{git.get('revision')}{', with changes' if git.get('dirty') else ''}"} if git else {}
-    file = f"{'' if place == '.' else f'{place}/'}runs/{point.id}.json"
+    file = f"{'' if folder == '.' else f'{folder}/'}runs/{point.id}.json"
     digests = {f"digest of {name}": value for name, value in point.digests.items()}
     produced = revision | point.versions | (point.hardware or {}) | digests
     settings = [
         (name, flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)])
         for name, value in (point.config or {}).items()
     ]
-    made: list[list[Any]] = [
+    sections: list[list[Any]] = [
         ["Command", pool.add(" ".join(point.command or []) or "not kept")],
         ["Provenance", _pairs({"point": file, "time": point.time}), pool.add(_pairs({"run": point.run_id} | produced))],
         ["Configuration", *[pool.add(_pairs(dict(pairs))) for _, pairs in settings]],
     ]
     if point.engine:
-        made.append(["Engine", *(pool.add(_pairs({name: value})) for name, value in point.engine.items())])
+        sections.append(["Engine", *(pool.add(_pairs({name: value})) for name, value in point.engine.items())])
     if (against := point.compared_with) is not None:
         speeds = ", ".join(str(sig(value)) for value in against.tok_s) or "not kept"
         facts = {"baseline": against.baseline, "measured by an earlier command": "yes" if against.reused else "no"}
-        made.append(["Compared with", _pairs(facts | {"its tokens a second": speeds})])
+        sections.append(["Compared with", _pairs(facts | {"its tokens a second": speeds})])
     kept = KEPT[level] if point.repeats or level == "none" else "were not kept"
     repeats = point.repeats if level != "none" else ()
-    made.append(["Raw times", pool.add(kept), *(_repeat(n, one, level) for n, one in enumerate(repeats, start=1))])
-    return made
+    sections.append(
+        ["Raw times", pool.add(kept), *(_repeat(n, repeat, level) for n, repeat in enumerate(repeats, start=1))]
+    )
+    return sections
 
 
 def _pairs(values: Mapping[str, Any]) -> list[list[str]]:
@@ -180,12 +172,12 @@ def _repeat(number: int, repeat: Repeat, level: str) -> Any:
     if level == "repeats":
         return title
     lines = []
-    for place, one in enumerate(repeat.requests, start=1):
-        events = one.events if level == "events" else (one.events[0], one.events[-1])
-        moments = [round(1e6 * moment) for moment in (one.arrival, *events)]
+    for index, request in enumerate(repeat.requests, start=1):
+        events = request.events if level == "events" else (request.events[0], request.events[-1])
+        moments = [round(1e6 * moment) for moment in (request.arrival, *events)]
         steps = " ".join(f"{(later - earlier) / 1000:.2f}" for earlier, later in itertools.pairwise(moments))
         lines.append(
-            f"request {place}: {one.tokens} tokens, arrived at {moments[0] / 1000:.2f} ms, outputs after {steps} ms"
+            f"request {index}: {request.tokens} tokens, arrived at {moments[0] / 1000:.2f} ms, outputs after {steps} ms"
         )
     return {"title": title, "text": "\n".join(lines)}
 
@@ -195,11 +187,11 @@ def provenance(points: Sequence[Point]) -> list[dict[str, str]]:
 
     What is unknown is left out.
     """
-    found: dict[tuple[str, str, str], list[Point]] = {}
+    by_origin: dict[tuple[str, str, str], list[Point]] = {}
     for point in points:
-        found.setdefault((point.device, _versions(point), _revision(point)), []).append(point)
+        by_origin.setdefault((point.device, _versions(point), _revision(point)), []).append(point)
     facts = []
-    for (device, versions, revision), members in found.items():
+    for (device, versions, revision), members in by_origin.items():
         days = sorted({point.time[:10] for point in members})
         commands = list(
             dict.fromkeys(

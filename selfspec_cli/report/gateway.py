@@ -35,7 +35,7 @@ def section(root: Path) -> dict[str, Any] | None:
     ledger = gateway_log.Ledger()
     for row in rows:
         ledger.add(row)
-    gains = {(one.model, one.route, one.of): _gain(one) for one in ledger.gains()}
+    gains = {(gain.model, gain.route, gain.of): _gain(gain) for gain in ledger.gains()}
     lines = [
         [
             one.model,

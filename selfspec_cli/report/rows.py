@@ -67,8 +67,6 @@ def _arm(row: Record) -> str:
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     lengths = f", by load {shown_lengths(row.length_table)}" if row.length_table else ""
-    lengths += ", by acceptance" if row.adaptive_length else ""
-    lengths += ", by bandit" if row.bandit else ""
     return f"{layer} k={row.k}{lengths} · {head} · {gate_label(row)}{tail}"
 
 
@@ -125,18 +123,18 @@ def groups(rows: Iterable[Record]) -> list[Group]:
     everything = list(rows)
     by_point = {row.point: row for row in everything if row.point}
     places = {name: place for place, name in enumerate(by_point)}
-    found: dict[tuple[object, ...], dict[str | None, list[Record]]] = {}
+    by_task: dict[tuple[object, ...], dict[str | None, list[Record]]] = {}
     for row in latest(everything):
-        alike = found.setdefault(_alike(row), {})
+        alike = by_task.setdefault(_alike(row), {})
         alike.setdefault(row.point if row.arm == "baseline" else row.baseline, []).append(row)
-    made: list[Group] = []
-    for alike in found.values():
+    result: list[Group] = []
+    for alike in by_task.values():
         _place_failures(alike, by_point)
         for baseline, members in sorted(alike.items(), key=lambda item: places.get(item[0] or "", len(places))):
             shown = by_point.get(baseline or "")
             arms = [row for row in members if row is not shown]
-            made += _by_acceptance([shown] if shown is not None else [], arms, several=len(alike) > 1)
-    return made
+            result += _by_acceptance([shown] if shown is not None else [], arms, several=len(alike) > 1)
+    return result
 
 
 def _alike(row: Record) -> tuple[object, ...]:
@@ -155,9 +153,9 @@ def _alike(row: Record) -> tuple[object, ...]:
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:
     """Move rows that were compared with nothing (failed arms) to the group of the newest baseline."""
-    known = [name for name in alike if name in by_point]
-    if None in alike and known:
-        newest = max(known, key=lambda name: by_point[name or ""].run_id)
+    measured = [name for name in alike if name in by_point]
+    if None in alike and measured:
+        newest = max(measured, key=lambda name: by_point[name or ""].run_id)
         alike[newest] += alike.pop(None)
 
 
@@ -188,17 +186,18 @@ def fastest(rows: Iterable[Record]) -> tuple[list[Record], bool]:
     if not ranked:
         return [], False
     best = interval(ranked[0])
-    known = best is not None and all(interval(row) is not None for row in ranked)
-    return [row for row in ranked if not known or overlap(best or (0, 0), interval(row) or (0, 0))], known
+    if best is None or any(interval(row) is None for row in ranked):
+        return ranked, False
+    return [row for row in ranked if overlap(best, interval(row) or best)], True
 
 
 def headline(rows: Iterable[Record]) -> str:
     """About arms that share a baseline: which is the fastest, or that this cannot be said; and of whom that speaks."""
     rows = list(rows)
-    candidates, known = fastest(rows)
+    candidates, have_intervals = fastest(rows)
     if not candidates:
         return " ".join([_nothing_compared(rows), *_of_others(rows)])
-    return " ".join([_fastest_in_words(candidates, known, rows), *_of_the_host(rows), *_of_others(rows)])
+    return " ".join([_fastest_in_words(candidates, have_intervals, rows), *_of_the_host(rows), *_of_others(rows)])
 
 
 def _nothing_compared(rows: Iterable[Record]) -> str:
@@ -248,14 +247,14 @@ def _of_others(rows: Sequence[Record]) -> list[str]:
     ]
 
 
-def _fastest_in_words(candidates: Sequence[Record], known: bool, rows: Sequence[Record]) -> str:
+def _fastest_in_words(candidates: Sequence[Record], have_intervals: bool, rows: Sequence[Record]) -> str:
     best = candidates[0]
     base = next((row for row in rows if row.point == best.baseline and row.identical is not None), None)
     control = "" if base is None else f"; plain decoding with itself: {base.identical} of {base.outputs}"
     accept = f", {best.accept_rate:.0%} of its drafts accepted" if best.accept_rate is not None else ""
     same = f", {best.identical} of {best.outputs} outputs identical{control}" if best.identical is not None else ""
     what = f"{times(best)} the baseline ({label(best)}{accept}{same})"
-    if not known:
+    if not have_intervals:
         return f"Greatest speedup measured: {what}; no interval, because repeats were not kept."
     slower = "" if (best.speedup_low or 0) > 1 else "; its interval holds 1, so it may be no faster than the baseline"
     if (best.speedup_high or 1) < 1:
@@ -274,16 +273,16 @@ def times(row: Record) -> str:
     return f"{row.speedup:.2f}x" + (f" ({pair[0]:.2f}x to {pair[1]:.2f}x)" if pair else "")
 
 
-def overview(found: list[Group]) -> str:
+def overview(tables: list[Group]) -> str:
     """What a whole report says: its one table's headline, or in how many of its tables an arm is surely faster."""
-    if len(found) == 1:
-        return found[0].headline
-    ranked = [(best[0], known) for group in found for best, known in [fastest(group.rows)] if best]
+    if len(tables) == 1:
+        return tables[0].headline
+    ranked = [(best[0], have_intervals) for group in tables for best, have_intervals in [fastest(group.rows)] if best]
     if not ranked:
-        return _nothing_compared(row for group in found for row in group.rows)
-    unsure = sum(not known for _, known in ranked)
-    surely = [row for row, known in ranked if known and (row.speedup_low or 0) > 1]
-    parts = [f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared."]
+        return _nothing_compared(row for group in tables for row in group.rows)
+    unsure = sum(not have_intervals for _, have_intervals in ranked)
+    surely = [row for row, have_intervals in ranked if have_intervals and (row.speedup_low or 0) > 1]
+    parts = [f"{len(tables)} tables, each with a baseline of its own, so arms of different tables are not compared."]
     if len(surely) + unsure < len(ranked) or surely:
         parts.append(
             f"In {len(surely)} of {len(ranked) - unsure} whose repeats were kept, an arm is faster than plain "

@@ -64,10 +64,10 @@ def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
 
 def folders(root: str | Path) -> list[Path]:
     """The results folders of a place: itself where it holds points, else every one below it, archives included."""
-    place = Path(root)
-    if archive.is_folder(place / folder.RUNS):
-        return [place]
-    return [found.parent for found in archive.below(place, folder.RUNS) if archive.is_folder(found)]
+    folder_ = Path(root)
+    if archive.is_folder(folder_ / folder.RUNS):
+        return [folder_]
+    return [runs.parent for runs in archive.below(folder_, folder.RUNS) if archive.is_folder(runs)]
 
 
 def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False) -> Sources:
@@ -82,25 +82,25 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
     warnings: list[str] = []
     profiled: dict[str, profiles.Profile] = {}
     checks: list[dict[str, Any]] = []
-    for place in folders(root) or [Path(root)]:
-        found, strange = folder.read(place)
-        profiled |= profiles.newest(place)
-        checks += history.read(place)
-        points += found
+    for results in folders(root) or [Path(root)]:
+        measured, strange = folder.read(results)
+        profiled |= profiles.newest(results)
+        checks += history.read(results)
+        points += measured
         warnings += strange
-        places |= {point.id: archive.shown(place.relative_to(root)) for point in found}
+        places |= {point.id: archive.shown(results.relative_to(root)) for point in measured}
     if not points and not no_points:
         raise ConfigError("\n".join([_no_points(Path(root)), *warnings]))
-    made = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
-    if points and not made.points:
+    sources = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
+    if points and not sources.points:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
-    made.places = [places[point.id] for point in made.points]
-    made.warnings, made.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
-    made.gateway = gateway.section(Path(root))
-    keys = {row.key for row in made.rows}
-    made.profiles = [one for one in profiled.values() if not where or one.key in keys]
-    _beside(made, Path(root))
-    return made
+    sources.places = [places[point.id] for point in sources.points]
+    sources.warnings, sources.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
+    sources.gateway = gateway.section(Path(root))
+    keys = {row.key for row in sources.rows}
+    sources.profiles = [profile for profile in profiled.values() if not where or profile.key in keys]
+    _beside(sources, Path(root))
+    return sources
 
 
 def _no_points(root: Path) -> str:
@@ -117,22 +117,22 @@ def _no_points(root: Path) -> str:
     )
 
 
-def _beside(made: Sources, root: Path) -> None:
+def _beside(sources: Sources, root: Path) -> None:
     """Add what lies beside the points."""
     alone = archive.is_folder(root / folder.RUNS)
     for file in archive.files(root, "heads.json") if alone else archive.below(root, "heads.json"):
-        if (document := _document(file, made.warnings)) is not None:
+        if (document := _document(file, sources.warnings)) is not None:
             name = _name(file, root)
-            made.heads[name] = load(document)
-            made.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
+            sources.heads[name] = load(document)
+            sources.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
     for file in archive.below(root / "roc" if alone else root, "auc.csv"):
         name = _name(file, root)
-        made.areas[name] = list(csv.DictReader(archive.read_text(file).splitlines()))
-        if (document := _document(file.with_name("choice.json"), made.warnings)) is not None:
+        sources.areas[name] = list(csv.DictReader(archive.read_text(file).splitlines()))
+        if (document := _document(file.with_name("choice.json"), sources.warnings)) is not None:
             exits = document.get("exits") or []
-            made.costs |= {f"{name} E={one['E']}": one["costs"] for one in exits if "costs" in one}
-        if (document := _document(file.with_name("curves.json"), made.warnings)) is not None:
-            made.curves[name] = document["panels"]
+            sources.costs |= {f"{name} E={exit_['E']}": exit_["costs"] for exit_ in exits if "costs" in exit_}
+        if (document := _document(file.with_name("curves.json"), sources.warnings)) is not None:
+            sources.curves[name] = document["panels"]
 
 
 def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:

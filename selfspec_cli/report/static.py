@@ -17,22 +17,23 @@ from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import cells, columns, filled
 
 
-def text(found: Sources, form: Format) -> str:
+def text(sources: Sources, form: Format) -> str:
     """The whole report in one of the formats that are text."""
     if form is Format.csv:
-        return file_of(Summary, found.rows)
+        return file_of(Summary, sources.rows)
     if form is Format.json:
-        return json.dumps(document(found), ensure_ascii=False, indent=1) + "\n"
-    parts = [overview(groups(found.rows)) if form is Format.md else _comment(overview(groups(found.rows)))]
-    shown = filled(found.rows, columns(found.targets))
-    for group in groups(found.rows):
+        return json.dumps(document(sources), ensure_ascii=False, indent=1) + "\n"
+    parts = [overview(groups(sources.rows)) if form is Format.md else _comment(overview(groups(sources.rows)))]
+    shown = filled(sources.rows, columns(sources.targets))
+    for group in groups(sources.rows):
         head = [name for name, _, _ in shown]
         body = [cells(row, shown) for row in group.rows if row.status == OK]
         failed = [f"{label(row)}: {row.status}" for row in group.rows if row.status != OK]
         title = f"{group.title}, {group.rows[0].device}"
         parts += titled(title, table(head, body, form), [group.headline, *failed], form)
-    made = [", ".join(f"{name} {value}" for name, value in known.items()) for known in details.provenance(found.points)]
-    parts += made if form is Format.md else map(_comment, made)
+    origins = details.provenance(sources.points)
+    sentences = [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
+    parts += sentences if form is Format.md else map(_comment, sentences)
     return "\n\n".join(parts) + "\n"
 
 
@@ -50,14 +51,14 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], form: Format) -> s
     align = ["left", *["right"] * (len(head) - 1)]
     if form is Format.md:
         body = [[cell.replace("|", "\\|") for cell in line] for line in body]
-    made = tabulate(
+    text_ = tabulate(
         body,
         headers=head,
         tablefmt="github" if form is Format.md else "latex_booktabs",
         colalign=align,
         disable_numparse=True,
     )
-    return made if form is Format.md else _signs(made)
+    return text_ if form is Format.md else _signs(text_)
 
 
 def _signs(text_: str) -> str:
@@ -71,9 +72,9 @@ def _comment(text_: str) -> str:
     return "% " + " ".join(text_.split())
 
 
-def document(found: Sources) -> dict[str, Any]:
+def document(sources: Sources) -> dict[str, Any]:
     """The report as JSON: what was found, rows, targets, provenance. What was not measured is null."""
-    together = groups(found.rows)
+    together = groups(sources.rows)
     tables_ = [
         {
             "title": group.title,
@@ -86,8 +87,8 @@ def document(found: Sources) -> dict[str, Any]:
     return {
         "found": overview(together),
         "tables": tables_,
-        "rows": [plain(row) for row in found.rows],
-        "targets": [asdict(target) for target in found.targets],
-        "provenance": details.provenance(found.points),
-        "warnings": found.warnings,
+        "rows": [plain(row) for row in sources.rows],
+        "targets": [asdict(target) for target in sources.targets],
+        "provenance": details.provenance(sources.points),
+        "warnings": sources.warnings,
     }

@@ -170,29 +170,23 @@ def breakdown(
     rounds = sum(name == "verify" and at < end for at, _, name in ranges)
     if not rounds:
         raise ValueError("the trace has no range of a verify pass")
-    host = _exclusive([(at, until, PART_OF.get(name, OTHER)) for at, until, name in ranges])
+    host = _host(ranges)
     device = [event for event in engine if event.get("cat") in GPU_WORK]
     if device:
-        pieces = _device_pieces(engine, device, ranges, step)
-        busy = _covered(pieces)
+        pieces = _device_pieces(engine, device, host, step)
         unseen, doubts = _unseen_steps(pieces, step, steps)
-        busy = _filled(busy, unseen)
         waiting = [(at, until, part if part in ("scheduler", "detokenise") else HOST) for at, until, part in host]
-        timeline = _filled(busy, waiting)
+        engines = [*waiting, *unseen, *_covered(pieces)]
     else:
-        pieces, timeline = _operator_pieces(engine, host), host
-    in_front = [
-        one
-        for one in _exclusive([(b, e, PART_OF.get(n, OTHER)) for b, e, n in _ranges(frontend)])
-        if one[2] == "detokenise"
-    ]
-    timeline = _filled(timeline, in_front)
+        pieces, engines = _operator_pieces(engine, host), host
+    in_front = [interval for interval in _host(_ranges(frontend)) if interval[2] == "detokenise"]
+    timeline = painted([*in_front, *engines])
     outside = sum(until - at for at, until, _ in timeline)
     timeline = [(max(at, begin), min(until, end), part) for at, until, part in timeline if until > begin and at < end]
     outside = (outside - sum(until - at for at, until, _ in timeline)) / 1e6
     if outside > ROUNDS_AHEAD * wall / rounds + 0.05 * wall:
         doubts.append(f"{outside:.3g} s of work lie outside the run: the clocks of the processes disagree")
-    timeline = _filled(timeline, [(begin, end, IDLE)])
+    timeline = painted([(begin, end, IDLE), *timeline])
     seconds = dict.fromkeys(PARTS, 0.0)
     for at, until, part in timeline:
         seconds[part] += (until - at) / 1e6
@@ -220,7 +214,7 @@ def _unseen_steps(
     if steps is None or steps <= seen:
         return [], []
     spent: dict[str, float] = {}
-    for begin, end, part in _covered(drafted):
+    for begin, end, part in painted(_covered(drafted)):
         spent[part] = spent.get(part, 0.0) + end - begin
     total = sum(spent.values())
     needed = left = total / seen * (steps - seen)
@@ -280,7 +274,7 @@ def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     A step ends with its gate. The steps that are most often alike are taken; none where nothing was drafted.
     """
     device = [event for event in engine if event.get("cat") in GPU_WORK]
-    pieces = [piece for piece in _device_pieces(engine, device, _ranges(engine), ()) if piece.part in DRAFTING]
+    pieces = [piece for piece in _device_pieces(engine, device, _host(_ranges(engine)), ()) if piece.part in DRAFTING]
     steps: Counter[tuple[tuple[str, str], ...]] = Counter()
     step: list[tuple[str, str]] = []
     for piece in pieces:
@@ -301,61 +295,38 @@ def _ranges(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
     )
 
 
-def _exclusive(ranges: Iterable[Interval]) -> list[Interval]:
-    """Ranges that nest as intervals that do not: every moment belongs to the innermost."""
-    found: list[Interval] = []
-    stack: list[tuple[float, str]] = []  # ends and parts of the ranges that are open
-    at = float("-inf")
+def painted(intervals: Sequence[Interval]) -> list[Interval]:
+    """Intervals without overlaps, in order: each moment is that of the last of `intervals` that holds it."""
+    import numpy
 
-    def close(until: float) -> None:
-        nonlocal at
-        while stack and stack[-1][0] <= until:
-            end, part = stack.pop()
-            if end > at:
-                found.append((at, end, part))
-                at = end
-
-    for begin, end, part in sorted(ranges, key=lambda one: (one[0], -one[1])):
-        close(begin)
-        if stack and begin > at:
-            found.append((at, begin, stack[-1][1]))
-        at = max(at, begin)
-        stack.append((min(end, stack[-1][0]) if stack else end, part))
-    close(float("inf"))
-    return found
+    if not intervals:
+        return []
+    bounds, places = numpy.unique([interval[:2] for interval in intervals], return_inverse=True)
+    parts = [part for _, _, part in intervals]
+    names = list(dict.fromkeys(parts))
+    shown = numpy.full(len(bounds), -1)  # the part from each bound on; -1: none
+    for (first, last), part in zip(places.reshape(-1, 2).tolist(), parts, strict=True):
+        shown[first:last] = names.index(part)
+    changes = numpy.flatnonzero(numpy.diff(shown, prepend=-1)).tolist()
+    edges = bounds.tolist()
+    return [(edges[at], edges[end], names[shown[at]]) for at, end in pairwise(changes) if shown[at] >= 0]
 
 
-def _filled(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """`first`, and of `second` what lies where `first` has nothing. Each is in order and free of overlaps."""
-    found, place = list(first), 0
-    for begin, end, part in second:
-        while place < len(first) and first[place][1] <= begin:
-            place += 1
-        at, next_ = begin, place
-        while next_ < len(first) and first[next_][0] < end:
-            if first[next_][0] > at:
-                found.append((at, first[next_][0], part))
-            at = max(at, first[next_][1])
-            next_ += 1
-        if end > at:
-            found.append((at, end, part))
-    return sorted(found)
+def _host(ranges: Sequence[Interval]) -> list[Interval]:
+    """The part that the host is in: of ranges that nest, the innermost."""
+    nested = sorted(ranges, key=lambda interval: (interval[0], -interval[1]))
+    return painted([(at, until, PART_OF.get(name, OTHER)) for at, until, name in nested])
 
 
 def _covered(pieces: Sequence[Piece]) -> list[Interval]:
-    """The parts of a device's moments; where streams overlap, that of the piece that began first."""
-    found, until = [], float("-inf")
-    for piece in pieces:
-        if piece.end > until:
-            found.append((max(piece.begin, until), piece.end, piece.part))
-            until = piece.end
-    return found
+    """The parts of pieces, for `painted`: where streams overlap, that of the piece that began first is seen."""
+    return [(piece.begin, piece.end, piece.part) for piece in reversed(pieces)]
 
 
 def _device_pieces(
     events: Sequence[Mapping[str, Any]],
     device: Sequence[Mapping[str, Any]],
-    ranges: Sequence[Interval],
+    host: Sequence[Interval],
     step: Sequence[tuple[str, str]],
 ) -> list[Piece]:
     """Work of a GPU with the part that launched it, in order.
@@ -364,21 +335,23 @@ def _device_pieces(
     loop inside a graph no launch may be known. What a graph or nobody launched is looked up in `step` where a range of
     drafting launched it, or nobody.
     """
-    begins = [begin for begin, _, _ in ranges]
+    begins = [begin for begin, _, _ in host]
     launched = {
-        event["args"]["correlation"]: (_innermost(event["ts"], ranges, begins), "GraphLaunch" in event["name"])
+        event["args"]["correlation"]: (_part_at(event["ts"], host, begins), "GraphLaunch" in event["name"])
         for event in events
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
     found, place, launch = [], -1, -1
     for event in sorted(device, key=lambda one: one["ts"]):
         correlation = event.get("args", {}).get("correlation", -1)
-        name, by_graph = launched.get(correlation, (None if step else UNSEEN_LAUNCHES.get(event["name"]), True))
+        nobody = IDLE if step else UNSEEN_LAUNCHES.get(event["name"], IDLE)
+        part, by_graph = launched.get(correlation, (nobody, True))
         if correlation in launched:  # else it is a loop's: it is inside the graph that the kernel before it is of
             launch = correlation
-        part = OTHER if name is None else PART_OF.get(name, OTHER)
-        if step and by_graph and (name is None or part == "draft"):
-            part, place = _in_step(event["name"], step, place, OTHER if name is None else part)
+        look_up = step and by_graph and part in (IDLE, "draft")
+        part = OTHER if part == IDLE else part
+        if look_up:
+            part, place = _in_step(event["name"], step, place, part)
         found.append(Piece(event["ts"], event["dur"] / 1e6, event["name"], part, launch))
     return found
 
@@ -391,15 +364,6 @@ def _in_step(name: str, step: Sequence[tuple[str, str]], place: int, unknown: st
         if step[at][0] == name:
             return step[at][1], at
     return unknown, place
-
-
-def _innermost(ts: float, ranges: Sequence[Interval], begins: Sequence[float]) -> str | None:
-    """The range that began last among those that hold `ts`; ranges nest a few deep at most."""
-    at = bisect_right(begins, ts)
-    for begin, end, name in reversed(ranges[max(0, at - 16) : at]):
-        if begin <= ts <= end:
-            return name
-    return None
 
 
 def _operator_pieces(events: Sequence[Mapping[str, Any]], host: Sequence[Interval]) -> list[Piece]:

@@ -56,7 +56,7 @@ def _warn_of_old_variables() -> None:
     """Once a process: what to type in place of the first sprint's environment variables."""
     if not any(os.environ.get(name) for name in ("LAYERSKIP", "EE_GATE", "EE_TAU", "EE_TAU_V")):
         return
-    from selfspec_cli.early_exit.old_words import answer_for_environment
+    from selfspec_cli.early_exit.sprint_aliases import answer_for_environment
 
     logging.getLogger("vllm.selfspec").warning(answer_for_environment(os.environ))
 

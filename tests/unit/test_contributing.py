@@ -47,10 +47,10 @@ def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
     # `fit-lsq` is a command of its own, and old .pt heads are lsq; the first sprint's thresholds were these gates'. The
     # greatest probability is what gate `auto` learns from, and copies of either width are what drafts by default.
     others = {
-        "maxp": {"old_words.py", "worth.py"},
+        "maxp": {"sprint_aliases.py", "worth.py"},
         "int4": {"defaults.py", "target_facts.py"},
         "int8": {"defaults.py"},
-        "varH": {"old_words.py"},
+        "varH": {"sprint_aliases.py"},
         "lsq": {"fit.py", "head_metadata.py", "head_files.py"},
         "window": {"ppl.py", "trace.py", "window.py"},
     }

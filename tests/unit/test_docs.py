@@ -1,5 +1,6 @@
 """docs/ builds without a network and without a dead link; what is generated of it is not stale; its figures exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,9 +10,6 @@ from pathlib import Path
 import points
 import pytest
 from scripts import importable
-
-from selfspec_cli.record import profiles
-from selfspec_cli.record.profiles import Profile
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,41 +42,20 @@ def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_page
         assert name in page
 
 
-def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monkeypatch):
-    module = sys.modules["figure_profiles"]
+def test_a_table_of_files_md_has_the_rows_and_the_columns_that_its_block_names(doc_pages, tmp_path, monkeypatch):
+    files = sys.modules["figure_files"]
     monkeypatch.setattr(sys.modules["figure_cells"], "PUBLISHED", tmp_path)
-    assert "Nothing has been profiled" in module.profile_tables()
-    kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
-    work = {"model": "m", "workload": "headline", "batch": 1, "input_len": 8, "output_len": 64}
-    for arm, seconds in (
-        ("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
-        ("baseline", {"verify": 0.9, "idle": 0.1}),
-    ):
-        made = Profile(
-            key=arm,
-            run_id="r",
-            time="",
-            device="GPU",
-            seconds=seconds,
-            wall=1.0,
-            rounds=100,
-            tokens=64,
-            tok_s=64.0,
-            tok_s_profiled=50.0,
-            kernels=[kernel],
-            memory_rate=None,
-            gpu=True,
-            unknown=[],
-            trace="t",
-            arm=work | {"arm": arm, "E": 3, "k": 4, "head": "lens"},
-            command=["selfspec", "profile", "k=4", "results_dir=x"],
-        )
-        profiles.save(tmp_path / "profile" / "gpu", made, b"")
-    text = module.profile_tables()
-    assert "m, headline: 8 tokens in, 64 out" in text and "selfspec profile k=4\n" in text and "kernel" in text
-    assert "| baseline |  | 90.0 % | 10.0 % | 100.0 % | 64.0 | 50.0 |" in text
-    assert "| E=3 k=4 · lens · no gate | 20.0 % | 70.0 % | 10.0 % | 100.0 % |" in text
-    assert "`gemm` | verify | 50.0 % | 2.0 | 60 % |" in text
+    document = {"card": "H200", "runs": {"a": [{"ms": 2.0, "over": 4.0}, {"ms": None}], "b": [{"late": [1, 2]}]}}
+    (tmp_path / "one.json").write_text(json.dumps(document))
+    (tmp_path / "two.csv").write_text("name,ms\nc,0.5\nd,1\n")
+    block = "rows: runs.*\ncolumns: card; run=name; ms; over=ms / over %; late"
+    text = files._table(files._settings(f"files: one.json\n{block}"))
+    assert text.splitlines()[2:] == ["| H200 | a | 2 | 50 % |  |", "| H200 | a |  |  |  |", "| H200 | b |  |  | 1, 2 |"]
+    chosen = files._table(files._settings("files: two.csv one.json\nwhere: name=c\ncolumns: ms x"))
+    assert chosen.splitlines()[0] == "| file | ms |" and chosen.splitlines()[2:] == ["| `two.csv` | 0.50x |"]
+    for wrong in ("files: none.json\ncolumns: ms", "files: one.json\nrows: nothing\ncolumns: ms"):
+        with pytest.raises(ValueError, match=r"json"):
+            files._table(files._settings(wrong))
 
 
 QUOTING = [
@@ -254,22 +231,13 @@ def test_the_page_of_all_figures_is_made_with_the_site(site, doc_pages):
     assert all(f">{name}<" in page for name in doc_pages.point_folders())
 
 
-def test_the_page_of_all_figures_leads_to_every_archive_before_the_site_is_made():
+def test_the_page_of_measurements_leads_to_every_archive():
     """A reader of the repository found a stub of nine lines behind ten links."""
-    text = (DOCS / "figures.md").read_text(encoding="utf-8")
-    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", text)}
+    text = (DOCS / "measurements.md").read_text(encoding="utf-8")
+    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\((\.\./results/[^)#]+)\)", text)}
     assert all(path.exists() for path in linked)
-    assert {path for path in linked if path.suffix == ".xz"} == set(
-        (ROOT / "results" / "published").rglob("*.jsonl.xz")
-    )
-    titles = {
-        re.sub(r"[^a-z0-9 ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in text.splitlines()
-        if line.startswith("#")
-    }
-    pages = [page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")]
-    anchors = {anchor for page in pages for anchor in re.findall(r"figures\.md#([\w-]+)", page)}
-    assert anchors and anchors <= titles
+    archives = set((ROOT / "results" / "published").rglob("*.jsonl.xz"))
+    assert {path for path in linked if path.suffix == ".xz"} == archives
 
 
 @pytest.mark.slow

@@ -71,13 +71,6 @@ def test_nan_closes_the_gate():
     assert draft_lengths(log, Setting("maxp", 0.0, K)).tolist() == [K, 1, K]
 
 
-def test_calibrated_follows_its_map():
-    log = make()
-    steep = Calibration("margin", (0.0, 0.4, 0.5, 1.0), (0.0, 0.0, 1.0, 1.0))
-    got = draft_lengths(log, Setting("calibrated", 1.0, K), steep)
-    assert got.tolist() == draft_lengths(log, Setting("margin", 0.5, K)).tolist()
-
-
 def test_the_outcome_counts_and_prices():
     log = make()
     setting = Setting("none", None, 3)
@@ -97,12 +90,6 @@ def test_settings_for_spans_gates_and_lengths():
     ]
     # One step leaves a gate nothing to decide, and without a map there is no calibrated gate.
     assert {(setting.gate, setting.k) for setting in found} == {("none", 1), ("none", 2), ("maxp", 2)}
-
-
-def test_a_start_is_paid_once_a_round():
-    log, setting = make(), Setting("none", None, 3)
-    free, paid = (replay(log, setting, Costs(7.0, 1.0, 7.2, 0.25, start)) for start in (0.0, 0.5))
-    assert free.speedup / paid.speedup == pytest.approx((7.2 + 0.5 + 3 * 1.25) / (7.2 + 3 * 1.25))
 
 
 STEEP = Calibration("margin", (0.0, 0.4, 0.5, 1.0), (0.0, 0.0, 1.0, 1.0))

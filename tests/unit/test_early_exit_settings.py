@@ -99,6 +99,12 @@ def test_bounds_follow_the_vocabulary_and_the_calibration():
     assert "never opens" in warnings_for(high)[0]
 
 
-def test_settings_do_not_import_torch():
-    code = "import sys, selfspec_cli.early_exit.settings; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_what_a_command_checks_before_it_starts_does_not_import_torch():
+    code = (
+        "import sys, selfspec_cli.early_exit.settings; from selfspec_cli.early_exit.gates import features; "
+        "from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights; "
+        "assert len(features()) > 5; assert {'shared', 'fp8'} <= set(DRAFT_WEIGHTS); "
+        "assert all(kind.help for kind in DRAFT_WEIGHTS.values()); require_draft_weights('fp8', WeightFacts('cpu')); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

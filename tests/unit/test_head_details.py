@@ -8,7 +8,7 @@ from exit_heads import lens_head, lsq_head, translator_head
 
 from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.evaluation import RIDGES, tokens_a_round
+from selfspec_cli.early_exit.evaluation import RIDGES
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.fitting import FitError, FitReport, NormalEquations, _row_blocks
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, read_metadata, spec_of
@@ -163,26 +163,6 @@ def test_a_folder_without_heads_says_so_and_passes_hidden_files_over(tmp_path):
 
 
 # ---- fits ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("agreed", "k", "tokens"),
-    [
-        ([True] * 8, 3, 4.0),  # two rounds of three drafts and the token after them
-        ([True] * 8, 1, 2.0),
-        ([False] * 5, 3, 1.0),
-        ([True, False, True, True, False], 4, 2.5),  # 2 and 3
-        ([True], 4, 1.0),  # nothing is left to accept a draft for
-    ],
-)
-def test_rounds_are_laid_over_what_agreed(agreed, k, tokens):
-    assert tokens_a_round([agreed], k) == pytest.approx(tokens)
-    assert tokens_a_round([agreed, agreed], k) == pytest.approx(tokens)
-
-
-def test_without_positions_there_are_no_rounds():
-    with pytest.raises(ValueError, match="no generated positions"):
-        tokens_a_round([[]], 3)
 
 
 def test_blocks_of_rows_are_all_rows_once():

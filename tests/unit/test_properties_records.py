@@ -103,6 +103,7 @@ def test_the_first_line_alone_says_what_a_list_shows(made):
     first, rest = to_json(made).split("\n", 1)
     head = head_from_line(first + "\n")
     assert rest
+    assert (head.ok, head.repeats, head.outputs) == (made.ok, (), ())
     for item in fields(Point):
         if item.name in HEAD:
             assert getattr(head, item.name) == getattr(made, item.name)

@@ -30,7 +30,7 @@ def place(tmp_path, monkeypatch):
         (["status~MEMORY"], "2"),
         (["tok_s>100"], "1"),
         (["gate="], "0"),
-        (["bandit="], "0123"),
+        (["read_first="], "0123"),
         (["machine~machine", "time>2027"], ""),
         ([], "0123"),
     ],
@@ -46,7 +46,7 @@ def test_conditions(place, words, keys):
         ("gaet=varH", "did you mean 'gate'"),
         ("speedup>fast", "speedup is a number"),
         ("varH", "cannot read"),
-        ("bandit=maybe", "true or false"),
+        ("read_first=maybe", "true or false"),
     ],
 )
 def test_conditions_that_mean_nothing(word, message):

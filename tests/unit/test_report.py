@@ -514,8 +514,6 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(fitted) == "E=4 k=5 · lens · int4 draft of copies.safetensors · varH ≤ 5 · launched first"
     tables = [rows.label(replace(ARM, length_table=text)) for text in ("2:8*1.4 8:6*1.6", "2:4")]
     assert tables == ["E=4 k=5, by load 2:8 8:6 · lens · varH ≤ 5", "E=4 k=5, by load 2:4 · lens · varH ≤ 5"]
-    chosen = [rows.label(replace(ARM, adaptive_length=True, length_table="2:4")), rows.label(replace(ARM, bandit=True))]
-    assert chosen == ["E=4 k=5, by load 2:4, by acceptance · lens · varH ≤ 5", "E=4 k=5, by bandit · lens · varH ≤ 5"]
     drawn = replace(ARM, draft_sample_method="probabilistic")
     assert rows.label(drawn) == "E=4 k=5 · lens · varH ≤ 5 · probabilistic drafts"
     own = "vLLM draft_model of 4 layers k=5 · probabilistic drafts"

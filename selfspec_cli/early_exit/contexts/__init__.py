@@ -99,14 +99,14 @@ def context_of(settings: Any) -> Context:
 
     Raises SettingsError for two of them, and for what names no context.
     """
-    own = [
+    by_key = [
         Context(kind.name, (value,))
         for kind in CONTEXTS.values()
         if kind.key and (value := getattr(settings, kind.key, None)) is not None
     ]
     named = Context.parse(getattr(settings, SETTING) or FULL)
-    given = [*own, *([] if named.is_full or named in own else [named])]
+    given = [*by_key, *([] if named.is_full or named in by_key else [named])]
     if len(given) > 1:
-        said = [f"{name} = {value}" for one in given for name, value in one.settings().items()]
-        raise SettingsError(f"{' and '.join(said)} mean the same setting; give one")
+        conflicting = [f"{name} = {value}" for context in given for name, value in context.settings().items()]
+        raise SettingsError(f"{' and '.join(conflicting)} mean the same setting; give one")
     return given[0] if given else named

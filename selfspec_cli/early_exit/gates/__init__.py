@@ -28,9 +28,9 @@ def device_features() -> tuple[str, ...]:
 
 def require_device(rule: Rule) -> None:
     """Raises SettingsError for a rule on a statistic that the CUDA kernel does not compute."""
-    known = device_features()
-    if rule.feature is not None and rule.feature not in known:
+    supported = device_features()
+    if rule.feature is not None and rule.feature not in supported:
         raise SettingsError(
             f"gate {rule.feature!r} has no device expression, so it runs on the CPU only; allowed on "
-            f"CUDA: none, {', '.join(known)}"
+            f"CUDA: none, {', '.join(supported)}"
         )

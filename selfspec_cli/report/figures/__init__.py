@@ -7,32 +7,32 @@ from selfspec_cli.report.rows import groups
 from selfspec_cli.report.sources import Sources
 
 
-def of_sources(found: Sources) -> list[Figure]:
+def of_sources(sources: Sources) -> list[Figure]:
     """Every figure that the sources have data for, in the order of a page."""
-    together = groups(found.rows)
+    together = groups(sources.rows)
     by_load = under_load.families(together)
-    made = [
+    figures = [
         *under_load.speedups(by_load),
-        *speed.speedups(together, found.targets),
+        *speed.speedups(together, sources.targets),
         *under_load.users_and_gpus(by_load),
         *under_load.waits(by_load),
-        *quality.identical(together, found.points),
+        *quality.identical(together, sources.points),
         *speed.throughput(together),
-        *load.curves(found.rows),
-        *load.over_time(found.points),
-        *load.categories(found.points),
+        *load.curves(sources.rows),
+        *load.over_time(sources.points),
+        *load.categories(sources.points),
         *drafts.frontier(together),
         *quality.perplexities(together),
         *quality.scores(together),
         *drafts.against(together, "threshold"),
         *drafts.against(together, "k"),
-        *drafts.positions(together, found.accepts),
+        *drafts.positions(together, sources.accepts),
         *engine.cost_model(together),
         *engine.energy(together),
-        *profile.shares(found.profiles),
-        *exits.heads(found.heads),
-        *exits.roc(found.curves),
-        *exits.areas(found.areas),
-        *exits.step_costs(found.costs),
+        *profile.shares(sources.profiles),
+        *exits.heads(sources.heads),
+        *exits.roc(sources.curves),
+        *exits.areas(sources.areas),
+        *exits.step_costs(sources.costs),
     ]
-    return coloured(made, found.rows)
+    return coloured(figures, sources.rows)

@@ -103,6 +103,16 @@ def rows_chart() -> Any:
     return alt.Chart(alt.NamedData(name=ROWS))
 
 
+def of_rows(group: str, name: str, data: list[dict[str, Any]], rows: Sequence[Record], note: str = "") -> Panel:
+    """A panel of some rows' points."""
+    return Panel(group, name, data, tuple(row.point for row in rows), note)
+
+
+def on_machine(group: Group, data: list[dict[str, Any]], rows: Sequence[Record]) -> list[Panel]:
+    """A panel of a group under the machine that measured it; none without rows."""
+    return [of_rows(short(rows[0]), group.title, data, rows)] if rows else []
+
+
 def slower(row: Record) -> bool:
     """Whether an arm is slower than its baseline beyond noise: its whole interval is below 1."""
     return row.speedup_high is not None and row.speedup_high < 1
@@ -141,6 +151,33 @@ def titles_above() -> Any:
             color={"condition": {"test": "datum.slower === true", "value": RED}},
         )
     )
+
+
+def arm_axis() -> Any:
+    """A row of the chart for each arm, without an axis: `titles_above` names it."""
+    return alt.Y("arm:N", sort=None, axis=None)
+
+
+def bars(x: Any, tips: Sequence[Any], **more: Any) -> Any:
+    """A bar for each arm."""
+    return rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=arm_axis(), tooltip=tips, **more)
+
+
+def spans(tips: Sequence[Any]) -> Any:
+    """The interval of each arm, from `low` to `high`."""
+    rule = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=2, yOffset=4)
+    return rule.encode(x="low:Q", x2="high:Q", y=arm_axis(), tooltip=tips)
+
+
+def by_arm(*layers: Any) -> Any:
+    """Layers with a row for each arm, under its name and value."""
+    return alt.layer(*layers, titles_above()).properties(width="container", height=alt.Step(STEP))
+
+
+def lines(x: Any, y: Any, tips: Sequence[Any], size: int) -> Any:
+    """A line for each series, with a dot of `size` square pixels for each of its points."""
+    each = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=tips)
+    return each.mark_line(strokeWidth=2) + each.mark_point(filled=True, size=size, opacity=1)
 
 
 def load_axis() -> Any:

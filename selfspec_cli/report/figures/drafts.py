@@ -10,11 +10,12 @@ import altair as alt
 from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.report.figures.base import (
     Figure,
-    Panel,
     colour,
     figure,
     labels,
     measured,
+    of_rows,
+    on_machine,
     rows_chart,
     short,
     sig,
@@ -45,7 +46,8 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
         series: dict[str, list[Record]] = defaultdict(list)
         for row in measured(group):
             if row.arm != "baseline" and getattr(row, column) is not None:
-                series[label(_without(row, column)).replace("k=None ", "")].append(row)
+                without: dict[str, Any] = {column: None}
+                series[label(replace(row, **without)).replace("k=None ", "")].append(row)
         lines = {name: rows for name, rows in series.items() if len({getattr(row, column) for row in rows}) > 1}
         by_gate: dict[str, list[tuple[str, Record]]] = defaultdict(list)
         for name, rows in lines.items():
@@ -53,28 +55,18 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
                 by_gate[(row.gate or "") if column == "threshold" else ""].append((name, row))
         for gate, members in by_gate.items():
             data = [point for name, row in members for point in _both(name, row, getattr(row, column))]
-            panels.append(
-                Panel(
-                    f"{group.title}, {short(members[0][1])}",
-                    f"gate {gate}" if gate else "all arms",
-                    data,
-                    tuple(row.point for _, row in members),
-                )
-            )
+            where = f"{group.title}, {short(members[0][1])}"
+            panels.append(of_rows(where, f"gate {gate}" if gate else "all arms", data, [row for _, row in members]))
     x = alt.X("x:Q", axis=alt.Axis(title=axis, tickCount=6), scale=alt.Scale(zero=False, nice=False, padding=12))
     tips = ["series:N", "x:Q", "value:Q", "low:Q", "high:Q", "point:N"]
 
     def part(what: str, axis_: Any) -> Any:
-        base = rows_chart().transform_filter(f"datum.what == '{what}'")
-        y = alt.Y("value:Q", axis=axis_, scale=alt.Scale(zero=False))
-        whisker = (
-            base.transform_filter("isValid(datum.low)")
-            .mark_rule()
-            .encode(x=x, y="low:Q", y2="high:Q", color=colour("series"), tooltip=tips)
+        base = (
+            rows_chart().transform_filter(f"datum.what == '{what}'").encode(x=x, color=colour("series"), tooltip=tips)
         )
-        line = base.mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2).encode(
-            x=x, y=y, color=colour("series"), tooltip=tips
-        )
+        whisker = base.transform_filter("isValid(datum.low)").mark_rule().encode(y="low:Q", y2="high:Q")
+        line = base.mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2)
+        line = line.encode(y=alt.Y("value:Q", axis=axis_, scale=alt.Scale(zero=False)))
         return (whisker + line).properties(width="container", height=200)
 
     chart = alt.vconcat(
@@ -84,20 +76,11 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
     return figure(f"by_{column}", title, about, chart, panels)
 
 
-def _without(row: Record, column: str) -> Record:
-    """A row that does not say what is varied."""
-    return replace(row, threshold=None) if column == "threshold" else replace(row, k=None)
-
-
 def _both(name: str, row: Record, x: float) -> list[dict[str, Any]]:
-    known = {"series": name, "x": x, "point": row.point}
-    made = [
-        known
-        | {"what": "speedup", "value": sig(row.speedup), "low": sig(row.speedup_low), "high": sig(row.speedup_high)}
-    ]
-    if row.accept_rate is not None:
-        made.append(known | {"what": "accepted", "value": sig(row.accept_rate)})
-    return made
+    dot = {"series": name, "x": x, "point": row.point}
+    speed = {"value": sig(row.speedup), "low": sig(row.speedup_low), "high": sig(row.speedup_high)}
+    accepted = [] if row.accept_rate is None else [dot | {"what": "accepted", "value": sig(row.accept_rate)}]
+    return [dot | {"what": "speedup"} | speed, *accepted]
 
 
 def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> list[Figure]:
@@ -116,8 +99,7 @@ def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> l
             for name, row in zip(labels(rows), rows, strict=True)
             for place, count in enumerate((counted[row.point].accepted_at or "").split(), start=1)
         ]
-        if rows:
-            panels.append(Panel(short(rows[0]), group.title, data, tuple(row.point for row in rows)))
+        panels += on_machine(group, data, rows)
     chart = (
         rows_chart()
         .mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2)
@@ -158,7 +140,7 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
             }
             for place, (name, row) in enumerate(zip(labels(rows), rows, strict=True))
         ]
-        panels.append(Panel(short(rows[0]), group.title, data, tuple(row.point for row in rows)))
+        panels += on_machine(group, data, rows)
     x = alt.X(
         "delta:Q",
         axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)", tickCount=6),

@@ -8,18 +8,19 @@ import altair as alt
 
 from selfspec_cli.report.figures.base import (
     LONGEST,
-    STEP,
     Figure,
     Panel,
+    bars,
+    by_arm,
     colour,
     figure,
     labels,
     measured,
+    on_machine,
     rows_chart,
     short,
     sig,
     times_axis,
-    titles_above,
 )
 from selfspec_cli.report.rows import Group, label
 
@@ -84,19 +85,9 @@ def energy(groups: Iterable[Group]) -> list[Figure]:
             }
             for name, row in zip(labels(rows), rows, strict=True)
         ]
-        if rows:
-            panels.append(Panel(short(rows[0]), group.title, data, tuple(row.point for row in rows)))
-    y = alt.Y("arm:N", sort=None, axis=None)
-    bars = (
-        rows_chart()
-        .mark_bar(size=13, yOffset=4)
-        .encode(
-            x=alt.X("joules:Q", axis=alt.Axis(title="joules a generated token", tickCount=6)),
-            y=y,
-            color=colour("arm", legend=False),
-            tooltip=["arm:N", "joules:Q", "power_w:Q", "sm:Q", "point:N"],
-        )
-    )
-    chart = (bars + titles_above()).properties(width="container", height=alt.Step(STEP))
+        panels += on_machine(group, data, rows)
+    x = alt.X("joules:Q", axis=alt.Axis(title="joules a generated token", tickCount=6))
+    tips = ["arm:N", "joules:Q", "power_w:Q", "sm:Q", "point:N"]
+    chart = by_arm(bars(x, tips, color=colour("arm", legend=False)))
     about = "Mean board power while the repeats ran (NVML), over the tokens that were generated in that time."
     return figure("energy", "Power, and joules a token", about, chart, panels)

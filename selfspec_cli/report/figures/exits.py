@@ -9,7 +9,7 @@ import altair as alt
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import HeadRow
-from selfspec_cli.report.figures.base import Figure, Panel, figure, rows_chart, sig, titles_above
+from selfspec_cli.report.figures.base import SERIES, Figure, Panel, bars, by_arm, figure, rows_chart, sig
 
 HEAD_PANELS = {
     "agreement_generated": "agreement with the full model on its own generations",
@@ -29,11 +29,11 @@ STEPS = {
 }
 
 
-def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
+def heads(by_folder: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
     """Agreement and predicted speedup by exit layer, a line a head."""
     panels = []
-    names = list(dict.fromkeys(row.head for rows in found.values() for row in rows))
-    for place, rows in found.items():
+    names = list(dict.fromkeys(row.head for rows in by_folder.values() for row in rows))
+    for folder, rows in by_folder.items():
         for column, meaning in HEAD_PANELS.items():
             data = [
                 {
@@ -48,7 +48,7 @@ def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
                 for row in sorted(rows, key=lambda row: row.E)
                 if getattr(row, column) is not None
             ]
-            panels.append(Panel(f"{place} ({rows[0].model})" if rows else place, meaning, data))
+            panels.append(Panel(f"{folder} ({rows[0].model})" if rows else folder, meaning, data))
     colour = alt.Color(
         "head:N",
         scale=alt.Scale(domain=names, range=list(head_colours(names).values())),
@@ -79,35 +79,32 @@ def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
 
 def head_colours(names: Sequence[str]) -> dict[str, str]:
     """A colour for each head by its short name: that of its kind, lighter for each further head of one kind."""
-    found: dict[str, str] = {}
+    colours: dict[str, str] = {}
     seen: Counter[str] = Counter()
     for name in names:
         # By the beginning of the name: rows may be of heads that there are no longer, such as translator_kl.
         kind = max((kind for kind in HEADS if f"{name}_".startswith(f"{kind}_")), key=len, default=next(iter(HEADS)))
         lighter = min(0.75, 0.16 * seen[kind])
-        parts = [int(HEADS[kind].colour[at : at + 2], 16) for at in (1, 3, 5)]
-        found[name] = "#" + "".join(f"{round(part + (255 - part) * lighter):02x}" for part in parts)
+        channels = [int(HEADS[kind].colour[at : at + 2], 16) for at in (1, 3, 5)]
+        colours[name] = "#" + "".join(f"{round(channel + (255 - channel) * lighter):02x}" for channel in channels)
         seen[kind] += 1
-    return found
+    return colours
 
 
 def roc(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
     """ROC curves of the gates, a panel an exit."""
     panels = []
-    for place, exits in curves.items():
-        for one in exits:
+    for folder, exits in curves.items():
+        for measured in exits:
             data = [
                 {"gate": f"{gate} {area:.2f}", "gate_name": gate, "false": sig(x, 4), "true": sig(y, 4)}
-                for gate, area, xs, ys in ((c["gate"], c["auc"], c["false"], c["true"]) for c in one["curves"])
+                for gate, area, xs, ys in ((c["gate"], c["auc"], c["false"], c["true"]) for c in measured["curves"])
                 for x, y in zip(xs, ys, strict=True)
             ]
-            panels.append(Panel(place, f"{one['title']}: {one['of']}", data))
-    known = [gate for gate in GATES if gate != "none"]
+            panels.append(Panel(folder, f"{measured['title']}: {measured['of']}", data))
+    colour = _gate_colours("gate_name", [gate for gate in GATES if gate != "none"])
     x = alt.X("false:Q", axis=alt.Axis(title="rejected drafts that pass the gate", format="%", tickCount=5))
     y = alt.Y("true:Q", axis=alt.Axis(title="accepted drafts that pass the gate", format="%", tickCount=5))
-    colour = alt.Color(
-        "gate_name:N", scale=alt.Scale(domain=known, range=[GATES[gate].colour for gate in known]), legend=None
-    )
     line = (
         rows_chart()
         .mark_line(strokeWidth=2)
@@ -134,10 +131,15 @@ def roc(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
     return figure("roc", "ROC of the gates", about, chart, panels)
 
 
-def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
+def _gate_colours(name: str, gates: Sequence[str]) -> Any:
+    scale = alt.Scale(domain=gates, range=[GATES[gate].colour for gate in gates])
+    return alt.Color(f"{name}:N", scale=scale, legend=None)
+
+
+def areas(by_folder: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
     """The area under each gate's curve, at each exit, from the table of `selfspec roc`."""
     panels = []
-    for place, rows in found.items():
+    for folder, rows in by_folder.items():
         for name in dict.fromkeys((row["model"], row["E"], row["head"]) for row in rows):
             members = [row for row in rows if (row["model"], row["E"], row["head"]) == name and row["auc"]]
             data = [
@@ -150,27 +152,12 @@ def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
                 for row in sorted(members, key=lambda row: -float(row["auc"]))
             ]
             panels.append(
-                Panel(place, f"{name[0]} E={name[1]} {name[2]}, {members[0]['drafted']} tokens drafted", data)
+                Panel(folder, f"{name[0]} E={name[1]} {name[2]}, {members[0]['drafted']} tokens drafted", data)
             )
-    y = alt.Y("arm:N", sort=None, axis=None)
-    known = list(GATES)
-    colour = alt.Color(
-        "arm:N", scale=alt.Scale(domain=known, range=[GATES[gate].colour for gate in known]), legend=None
-    )
-    bars = (
-        rows_chart()
-        .mark_bar(size=13, yOffset=4)
-        .encode(
-            x=alt.X(
-                "auc:Q", axis=alt.Axis(title="area under the ROC curve", tickCount=6), scale=alt.Scale(domain=[0, 1])
-            ),
-            y=y,
-            color=colour,
-            tooltip=["arm:N", "auc:Q", "at_stake:Q"],
-        )
-    )
+    x = alt.X("auc:Q", axis=alt.Axis(title="area under the ROC curve", tickCount=6), scale=alt.Scale(domain=[0, 1]))
     chance = alt.Chart(alt.Data(values=[{"at": 0.5}])).mark_rule(strokeDash=[4, 3]).encode(x="at:Q")
-    chart = (bars + chance + titles_above()).properties(width="container", height=alt.Step(36))
+    tips = ["arm:N", "auc:Q", "at_stake:Q"]
+    chart = by_arm(bars(x, tips, color=_gate_colours("arm", list(GATES))), chance)
     about = (
         "From real drafts: an area of 0.5 (dashed) tells nothing. Beside it the speedup that the best threshold is "
         "expected to bring."
@@ -178,22 +165,17 @@ def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
     return figure("auc", "Which gate tells good drafts from bad", about, chart, panels)
 
 
-def step_costs(found: Mapping[str, Mapping[str, float]]) -> list[Figure]:
+def step_costs(by_folder: Mapping[str, Mapping[str, float]]) -> list[Figure]:
     """Milliseconds of each step of a round, as they were timed."""
     panels = []
-    for place, costs in found.items():
+    for folder, costs in by_folder.items():
         data = [
             {"arm": STEPS.get(name, name), "ms": sig(1000 * seconds), "text": f"{1000 * seconds:.3g} ms"}
             for name, seconds in costs.items()
             if name != "layers" and seconds > 0
         ]
-        panels.append(Panel("", place, data))
-    y = alt.Y("arm:N", sort=None, axis=None)
-    bars = (
-        rows_chart()
-        .mark_bar(size=13, yOffset=4, color="#3b82c4")
-        .encode(x=alt.X("ms:Q", axis=alt.Axis(title="milliseconds", tickCount=6)), y=y, tooltip=["arm:N", "ms:Q"])
-    )
-    chart = (bars + titles_above()).properties(width="container", height=alt.Step(36))
+        panels.append(Panel("", folder, data))
+    x = alt.X("ms:Q", axis=alt.Axis(title="milliseconds", tickCount=6))
+    chart = by_arm(bars(x, ["arm:N", "ms:Q"], color=alt.value(SERIES[0])))
     about = "What the cost model is fed with: the time of each step, from rounds timed in the engine."
     return figure("steps", "What the steps of a round cost", about, chart, panels)

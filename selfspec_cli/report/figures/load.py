@@ -14,7 +14,7 @@ from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK, Point
-from selfspec_cli.report.figures.base import Figure, Panel, colour, figure, rows_chart, short, sig
+from selfspec_cli.report.figures.base import Figure, Panel, figure, lines, of_rows, rows_chart, short, sig
 from selfspec_cli.report.rows import label, latest, task
 
 CURVES = {
@@ -36,11 +36,11 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
         if row.arrivals is not None and row.status == OK:
             families[_family(row)].append(row)
     panels = []
-    for some in families.values():
-        column = "clients" if some[0].clients is not None else "rate"
-        if len({getattr(row, column) for row in some}) < 2:
+    for members in families.values():
+        column = "clients" if members[0].clients is not None else "rate"
+        if len({getattr(row, column) for row in members}) < 2:
             continue
-        ordered = sorted(some, key=lambda row: getattr(row, column) or 0)
+        ordered = sorted(members, key=lambda row: getattr(row, column) or 0)
         for name, meaning in CURVES.items():
             data = [
                 {
@@ -54,15 +54,12 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
                 if getattr(row, name) is not None
             ]
             title = f"{meaning}, by {'clients' if column == 'clients' else 'requests that arrive in a second'}"
-            if any(one["value"] for one in data):
-                panels.append(Panel(_where(some[0]), title, data, tuple(row.point for row in some)))
+            if any(dot["value"] for dot in data):
+                panels.append(of_rows(_where(members[0]), title, data, members))
     x = alt.X("load:Q", axis=alt.Axis(title="clients, or requests a second"), scale=alt.Scale(type="sqrt"))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
     tips = ["series:N", "asked:N", "value:Q", "point:N"]
-    base = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=tips)
-    chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=70, opacity=1)).properties(
-        width="container", height=300
-    )
+    chart = lines(x, y, tips, 70).properties(width="container", height=300)
     about = (
         "A closed loop keeps each client at one request; in an open loop requests arrive whether or not others have "
         "ended, and a server that is asked for more than it can do falls behind. Percentiles are over the requests of "
@@ -73,35 +70,33 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
 
 def over_time(points: Sequence[Point]) -> list[Figure]:
     """Each minute of the last run of long load tests: does what is served stay what it was?"""
-    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    by_family: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     names: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for point in points:
         if not point.arm.get("arrivals") or not point.repeats:
             continue
-        parts = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
-        if len(parts) < 3:
+        windows = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        if len(windows) < 3:
             continue
         row = tables.row(point)
         family = (*_family(row), asked(row))
         names[family].append(point.id)
-        for part in parts:
-            values: dict[str, float | None] = {"tok_s": part.tok_s, "ttft": _last(part.ttft), "tpot": _last(part.tpot)}
+        for window in windows:
+            tails = {"ttft": window.ttft, "tpot": window.tpot}
+            values = {"tok_s": window.tok_s} | {name: tail[-1] for name, tail in tails.items() if tail is not None}
             for name, value in values.items():
-                if value is not None:
-                    minute = 1 + part.start / latency.WINDOW
-                    data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
-                    found[family][name].append(data)
+                minute = 1 + window.start / latency.WINDOW
+                data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
+                by_family[family][name].append(data)
     panels = [
         Panel(f"{family[0]}, {family[2]}: {family[-1]}", PARTS[name], data, tuple(names[family]))
-        for family, by_name in found.items()
+        for family, by_name in by_family.items()
         for name, data in by_name.items()
     ]
     x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
-    base = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=["series:N", "minute:Q", "value:Q", "point:N"])
-    chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=40, opacity=1)).properties(
-        width="container", height=260
-    )
+    tips = ["series:N", "minute:Q", "value:Q", "point:N"]
+    chart = lines(x, y, tips, 40).properties(width="container", height=260)
     about = "Every whole minute of the last run, by the requests that ended in it."
     return figure("over_time", "Over time", about, chart, panels)
 
@@ -151,10 +146,6 @@ def _family(row: Record) -> tuple[Any, ...]:
         load,
         load_patterns.comparable(row, without=("clients", "rate", "load_share")),
     )
-
-
-def _last(values: Sequence[float] | None) -> float | None:
-    return None if values is None else values[-1]
 
 
 def _where(row: Record) -> str:

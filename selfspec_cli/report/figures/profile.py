@@ -7,7 +7,7 @@ import altair as alt
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.profiles import Profile
-from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, figure, rows_chart, sig, titles_above
+from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, bars, figure, sig, titles_above
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.report.trace import PARTS
 
@@ -52,7 +52,6 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
                     }
                 )
         made.append(Panel(device, title, data))
-    y = alt.Y("arm:N", sort=None, axis=None)
     colour = alt.Color(
         "part:N",
         sort=list(COLOURS),
@@ -61,9 +60,8 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
     )
     x = alt.X("share:Q", stack=True, axis=alt.Axis(title="share of the wall time", format="%", tickCount=6))
     tips = ["arm:N", "part:N", "what:N", alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("ms:Q", title="ms a round")]
-    bars = rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=y, color=colour, order="order:Q", tooltip=tips)
     titles = titles_above().transform_filter("datum.order == 0")
-    chart = (bars + titles).properties(width="container", height=alt.Step(STEP))
+    chart = (bars(x, tips, color=colour, order="order:Q") + titles).properties(width="container", height=alt.Step(STEP))
     about = (
         "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
         "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."

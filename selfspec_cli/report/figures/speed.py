@@ -11,19 +11,21 @@ from selfspec_cli.record.columns import Record
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report.figures.base import (
     LONGEST,
-    STEP,
     Figure,
-    Panel,
+    arm_axis,
+    bars,
+    by_arm,
     colour,
     figure,
     labels,
     measured,
+    of_rows,
     rows_chart,
     short,
     sig,
     slower,
+    spans,
     times_axis,
-    titles_above,
 )
 from selfspec_cli.report.rows import Group, times
 
@@ -55,34 +57,19 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
             for name, row in zip(labels(rows), rows, strict=True)
         ]
         if any(row.arm != "baseline" for row in rows):
-            panels.append(
-                Panel(
-                    short(rows[0]),
-                    group.title,
-                    data[:LONGEST],
-                    tuple(row.point for row in rows),
-                    _left_out(len(data)) or group.headline,
-                )
-            )
+            note = _left_out(len(data)) or group.headline
+            panels.append(of_rows(short(rows[0]), group.title, data[:LONGEST], rows, note))
     x = alt.X("speedup:Q", axis=times_axis("tokens a second over the baseline's"), scale=alt.Scale(zero=True))
-    y = alt.Y("arm:N", sort=None, axis=None)
     tips = ["arm:N", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "target:Q", "point:N"]
-    bars = rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=y, color=colour("arm", legend=False), tooltip=tips)
-    whisker = (
-        rows_chart()
-        .transform_filter("isValid(datum.low)")
-        .mark_rule(strokeWidth=2, yOffset=4)
-        .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips)
-    )
     wish = (
         rows_chart()
         .transform_filter("isValid(datum.target)")
         .mark_point(shape="diamond", size=90, filled=True, color="#a54fd1", yOffset=4)
-        .encode(x="target:Q", y=y, tooltip=tips)
+        .encode(x="target:Q", y=arm_axis(), tooltip=tips)
     )
     one = rows_chart().transform_calculate(one="1").mark_tick(size=19, thickness=1.5, yOffset=4)
-    one = one.encode(x="one:Q", y=y)  # beside each bar, so that no line goes through the names
-    chart = (bars + one + whisker + wish + titles_above()).properties(width="container", height=alt.Step(STEP))
+    one = one.encode(x="one:Q", y=arm_axis())  # beside each bar, so that no line goes through the names
+    chart = by_arm(bars(x, tips, color=colour("arm", legend=False)), one, spans(tips), wish)
     about = (
         "Each bar is the median of an arm's repeats over the median of its baseline's; the line across its end is the "
         "95 % interval by bootstrap over the repeats of both sides. No line: repeats were not kept, so nothing says "
@@ -97,14 +84,13 @@ def _times(row: Record) -> str:
 
 
 def _target(row: Record, targets: Sequence[Target]) -> float | None:
-    wanted = [target.values["speedup"][0] for target in targets if "speedup" in target.values and target.is_for(row)]
-    return sig(wanted[0]) if wanted else None
+    least = [target.values["speedup"][0] for target in targets if "speedup" in target.values and target.is_for(row)]
+    return sig(least[0]) if least else None
 
 
 def _left_out(count: int) -> str:
-    return (
-        f"The {LONGEST} fastest of {count} arms are drawn; the table below has all of them." if count > LONGEST else ""
-    )
+    text = f"The {LONGEST} fastest of {count} arms are drawn; the table below has all of them."
+    return text if count > LONGEST else ""
 
 
 def throughput(groups: Iterable[Group]) -> list[Figure]:
@@ -113,39 +99,25 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
     for group in groups:
         rows = measured(group)[:LONGEST]
         named = list(zip(labels(rows), rows, strict=True))
-        points = tuple(row.point for row in rows)
         where = f"{group.title}, {short(rows[0])}" if rows else ""
         speeds = [
             _percentiles(name, row, (row.tok_s_min, row.tok_s_median, row.tok_s_max), "tok/s") for name, row in named
         ]
-        panels.append(Panel(where, "tokens a second: slowest, median and fastest repeat", _known(speeds), points))
+        panels.append(of_rows(where, "tokens a second: slowest, median and fastest repeat", _known(speeds), rows))
         for column, meaning in LATENCIES.items():
-            found = [
+            percentiles = [
                 _percentiles(name, row, tuple(getattr(row, f"{column}{part}_ms", None) for part in ("", "_p99")), "ms")
                 for name, row in named
             ]
             title = f"{meaning} ({column.upper()}, ms): median" + ("" if column == "itl" else " and 99th percentile")
-            panels.append(Panel(where, title, _known(found), points))
-    y = alt.Y("arm:N", sort=None, axis=None)
+            panels.append(of_rows(where, title, _known(percentiles), rows))
     tips = ["arm:N", "first:Q", "middle:Q", "last:Q", "unit:N", "point:N"]
     x = alt.X("middle:Q", axis=alt.Axis(title=None, tickCount=6), scale=alt.Scale(zero=True))
-    span = (
-        rows_chart()
-        .mark_rule(strokeWidth=4, opacity=0.55, yOffset=4)
-        .encode(x="least:Q", x2="most:Q", y=y, color=colour("arm", legend=False), tooltip=tips)
-    )
-    centre = (
-        rows_chart()
-        .mark_point(filled=True, size=90, yOffset=4, opacity=1)
-        .encode(x=x, y=y, color=colour("arm", legend=False), tooltip=tips)
-    )
-    ticks = (
-        rows_chart()
-        .transform_filter("isValid(datum.last)")
-        .mark_tick(thickness=2.5, size=12, yOffset=4)
-        .encode(x="last:Q", y=y, color=colour("arm", legend=False), tooltip=tips)
-    )
-    chart = (span + ticks + centre + titles_above()).properties(width="container", height=alt.Step(STEP))
+    each = rows_chart().encode(y=arm_axis(), color=colour("arm", legend=False), tooltip=tips)
+    span = each.mark_rule(strokeWidth=4, opacity=0.55, yOffset=4).encode(x="least:Q", x2="most:Q")
+    ticks = each.transform_filter("isValid(datum.last)").mark_tick(thickness=2.5, size=12, yOffset=4).encode(x="last:Q")
+    centre = each.mark_point(filled=True, size=90, yOffset=4, opacity=1).encode(x=x)
+    chart = by_arm(span, ticks, centre)
     about = (
         "Tokens a second over all requests together, and what one request waits for. The dot is the median; the end of "
         "the line is the 99th percentile, or the fastest repeat. Percentiles are over the requests of all repeats, by "
@@ -158,15 +130,15 @@ def _percentiles(name: str, row: Record, values: tuple[Any, ...], unit: str) -> 
     middle = values[1] if unit == "tok/s" else values[0]
     if middle is None:
         return None
-    known = [value for value in values if value is not None]
+    present = [value for value in values if value is not None]
     text = f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}"
     return {
         "arm": name,
         "first": sig(values[0]),
         "middle": sig(middle),
         "last": sig(values[-1]),
-        "least": sig(min(known)),
-        "most": sig(max(known)),
+        "least": sig(min(present)),
+        "most": sig(max(present)),
         "unit": unit,
         "text": f"{text} {unit}",
         "point": row.point,

@@ -63,7 +63,7 @@ class Family:
 
 def families(groups: Iterable[Group]) -> list[Family]:
     """Families of at least two loads, those with real acceptance first, then those with the most loads and points."""
-    found: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     titles: dict[tuple[Any, ...], str] = {}
     for group in groups:
         rows = measured(group)
@@ -76,17 +76,19 @@ def families(groups: Iterable[Group]) -> list[Family]:
         load = load_patterns.comparable(first, without=drawn)
         names = ("model", "device", "workload", "input_len", "output_len", "temperature")
         key = (*(getattr(first, name) for name in names), first.acceptance_length, axis, load)
-        found[key] += rows
+        by_family[key] += rows
         more = ", in a load test" if axis != "batch" else ""
         titles[key] = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
-    made = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in found.items()]
-    made = [one for one in made if len({one.load(row) for row in one.rows if row.arm != "baseline"}) > 1]
+    families = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in by_family.items()]
+    families = [
+        family for family in families if len({family.load(row) for row in family.rows if row.arm != "baseline"}) > 1
+    ]
     return sorted(
-        made,
-        key=lambda one: (
-            any(row.acceptance_length is not None for row in one.rows),
-            -len({one.load(row) for row in one.rows}),
-            -len(one.rows),
+        families,
+        key=lambda family: (
+            any(row.acceptance_length is not None for row in family.rows),
+            -len({family.load(row) for row in family.rows}),
+            -len(family.rows),
         ),
     )
 
@@ -123,10 +125,10 @@ def _series(family: Family, rows: Iterable[Record]) -> list[tuple[str, float, Re
     return sorted(((name_of(row), family.load(row), row) for row in rows), key=lambda one: (one[0], one[1]))
 
 
-def speedups(found: Sequence[Family]) -> list[Figure]:
+def speedups(families: Sequence[Family]) -> list[Figure]:
     """The speedup of each arm over the baseline of the same load, with its interval."""
     panels = []
-    for family in found:
+    for family in families:
         data = [
             {
                 "series": name,
@@ -144,18 +146,15 @@ def speedups(found: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
     middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
-    line = rows_chart().mark_line(strokeWidth=2.5).encode(x=load_axis(), y=middle, color=colour("series"))
-    dots = (
-        rows_chart()
-        .mark_point(filled=True, size=70, opacity=1)
-        .encode(x=load_axis(), y=alt.Y("speedup:Q", scale=scale), color=colour("series"), tooltip=tips)
-    )
-    losses = (
-        rows_chart().transform_filter("datum.slower").mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
-    )
+    each = rows_chart().encode(x=load_axis(), color=colour("series"))
+    line = each.mark_line(strokeWidth=2.5).encode(y=middle)  # of a median: with tooltips it would be of each point
+    dots = each.mark_point(filled=True, size=70, opacity=1)
+    dots = dots.encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
+    losses = rows_chart().transform_filter("datum.slower")
+    losses = losses.mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
+    marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
     bars = whiskers(load_axis(), color=colour("series"), tooltip=tips)
-    marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
     chart = (one + line + bars + dots + marked).properties(width="container", height=320)
     about = (
         "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
@@ -252,14 +251,12 @@ def waits(found: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "value:Q", alt.Tooltip("high:Q", title="p99"), "point:N"]
 
     def part(what: str, title: str) -> Any:
-        ours = rows_chart().transform_filter(f"datum.what == '{what}'")
+        each = rows_chart().transform_filter(f"datum.what == '{what}'")
+        each = each.encode(x=load_axis(), color=colour("series"))
         scale = alt.Scale(zero=True)
-        line = ours.mark_line(strokeWidth=2).encode(
-            x=load_axis(), y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale), color=colour("series")
-        )
-        dots = ours.mark_point(filled=True, size=60, opacity=1).encode(
-            x=load_axis(), y=alt.Y("value:Q", scale=scale), color=colour("series"), tooltip=tips
-        )
+        line = each.mark_line(strokeWidth=2).encode(y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale))
+        dots = each.mark_point(filled=True, size=60, opacity=1)
+        dots = dots.encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
         tails = whiskers(load_axis(), color=colour("series"), tooltip=tips).transform_filter(
             f"datum.what == '{what}' && isValid(datum.high)"
         )

@@ -42,7 +42,7 @@ def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     Taken are --layerskip 12, --layerskip=12 and LAYERSKIP=12 alike, dashes for underscores too, and forward_partial
     with a layer or without one. Of today's own words (layer=12, `layer_skip` as a value) none is taken.
     """
-    found: dict[str, str] = {}
+    old: dict[str, str] = {}
     rest: list[str] = []
     waiting: str | None = None  # an option whose value is the next argument
     for argument in arguments:
@@ -51,14 +51,14 @@ def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name = "" if named is None else named[1].lower().replace("-", "_")
         is_old = name in _KEYS and (option is not None or "=" in argument or name == "forward_partial")
         if named is not None and is_old:
-            found[_KEYS[name]] = named[2] or ""
+            old[_KEYS[name]] = named[2] or ""
             waiting = _KEYS[name] if option is not None and named[2] is None else None
         elif waiting is not None and not argument.startswith("-"):
-            found[waiting], waiting = argument, None
+            old[waiting], waiting = argument, None
         else:
             waiting = None
             rest.append(argument)
-    return found, rest
+    return old, rest
 
 
 def settings(old: Mapping[str, str]) -> dict[str, str]:
@@ -73,31 +73,31 @@ def settings(old: Mapping[str, str]) -> dict[str, str]:
         return {"method": "baseline"}
     if layer and not layer.strip().isdigit():
         raise SettingsError(f"layer {layer!r} must be a whole number: the exit layer, or 0 for off")
-    found = {} if partial is None else {"method": "skip"}
-    found |= {} if layer is None else {"layer": layer.strip() or "E"}
-    found |= {"head.path": old["head.path"] or "FILE"} if "head.path" in old else {}
+    current = {} if partial is None else {"method": "skip"}
+    current |= {} if layer is None else {"layer": layer.strip() or "E"}
+    current |= {"head.path": old["head.path"] or "FILE"} if "head.path" in old else {}
     kind, _, threshold = old.get("gate", "").partition(",")
     kind = kind or ("varH" if old.get("tau_v") and not old.get("tau") else "maxp" if old.get("tau") else "")
     if not kind:
-        return found
+        return current
     key = GATES[kind].key
     value = threshold or (old.get(key, "") if key else "")
     if value:
         check_threshold(kind, _as_json("tau", value), key or "threshold")
-    return found | {"gate": kind} | ({key: value} if key and value else {})
+    return current | {"gate": kind} | ({key: value} if key and value else {})
 
 
-def words(found: Mapping[str, str]) -> str:
+def words(current: Mapping[str, str]) -> str:
     """Settings as the command line takes them, such as layer=12 gate=varH tau_v=5."""
-    return shlex.join(f"{key}={value}" for key, value in found.items())
+    return shlex.join(f"{key}={value}" for key, value in current.items())
 
 
-def speculative_config(found: Mapping[str, str]) -> str:
+def speculative_config(current: Mapping[str, str]) -> str:
     """Settings as vLLM takes them: the speculative_config as JSON, "null" where early exit is off."""
-    if found.get("method") == "baseline":
+    if current.get("method") == "baseline":
         return "null"
     spec: dict[str, Any] = {"method": "layer_skip"}
-    spec |= {_SPEC_KEYS.get(key, key): _as_json(key, value) for key, value in found.items()}
+    spec |= {_SPEC_KEYS.get(key, key): _as_json(key, value) for key, value in current.items()}
     if spec["method"] == "layer_skip":
         spec[SPECULATIVE_LENGTH] = DRAFT_LENGTH
     return json.dumps(spec)
@@ -133,14 +133,14 @@ def answer_for_environment(environment: Mapping[str, str], command: str | None =
         return None
     given = " ".join(f"{name}={environment[name]}" for name in VARIABLES if environment.get(name))
     try:
-        found = settings(old)
+        current = settings(old)
     except SettingsError as error:
         return f"the environment has {given}, which nothing reads; {error}"
     if command is not None:
-        return f"the environment has {given}, which nothing reads; type: selfspec {command} {words(found)}"
-    if found == {"method": "baseline"}:
+        return f"the environment has {given}, which nothing reads; type: selfspec {command} {words(current)}"
+    if current == {"method": "baseline"}:
         return f"the environment has {given}, which nothing reads; without a --speculative-config early exit is off"
     return (
         f"the environment has {given}, which nothing reads; type: --speculative-config "
-        f"{shlex.quote(speculative_config(found))}"
+        f"{shlex.quote(speculative_config(current))}"
     )

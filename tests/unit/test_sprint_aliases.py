@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from commands import call, document
 
-from selfspec_cli.early_exit import old_words
+from selfspec_cli.early_exit import sprint_aliases
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import gate_threshold
@@ -19,7 +19,7 @@ SPRINT = {"LAYERSKIP": "12", "EE_GATE": "varH", "EE_TAU_V": "5"}
 
 @pytest.fixture(autouse=True)
 def _no_old_variables(monkeypatch):
-    for name in old_words.VARIABLES:
+    for name in sprint_aliases.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     hooks._warn_of_old_variables.cache_clear()
 
@@ -46,12 +46,12 @@ def test_old_arguments_are_answered_with_the_line_to_type(arguments, line):
     found = call("bench", *arguments)
     assert found.exit_code == 2
     assert found.stderr.splitlines()[-1] == line
-    old, _ = old_words.in_arguments(shlex.split(line)[2:])
+    old, _ = sprint_aliases.in_arguments(shlex.split(line)[2:])
     assert not old, "the answer holds no old word itself"
 
 
 def test_what_is_handed_to_vllm_stays_behind_the_dashes():
-    answer = old_words.answer_for_arguments("serve", ["k=4", "--layerskip", "12", "--", "--port", "1"])
+    answer = sprint_aliases.answer_for_arguments("serve", ["k=4", "--layerskip", "12", "--", "--port", "1"])
     assert answer.splitlines()[-1] == "selfspec serve k=4 layer=12 -- --port 1"
 
 
@@ -83,16 +83,16 @@ def test_an_old_word_with_a_bad_value_names_it(arguments, named):
     "arguments", [["layer=12", "gate=varH"], ["--json"], ["model=layerskip_llama2_7b", "--layr=1"]]
 )
 def test_todays_words_are_left_alone(arguments):
-    assert old_words.answer_for_arguments("bench", arguments) is None
+    assert sprint_aliases.answer_for_arguments("bench", arguments) is None
 
 
 def test_the_speculative_config_of_the_answer_is_one_that_is_understood():
-    found = old_words.settings(old_words.in_environment(SPRINT) | {"head.path": "ee_head/ee_layer12_lsq.pt"})
-    spec = json.loads(old_words.speculative_config(found))
+    found = sprint_aliases.settings(sprint_aliases.in_environment(SPRINT) | {"head.path": "ee_head/ee_layer12_lsq.pt"})
+    spec = json.loads(sprint_aliases.speculative_config(found))
     settings = ResolvedSettings.from_user(spec, 24)
     assert (settings.layer, settings.gate.kind, gate_threshold(settings)) == (12, "varH", 5)
     assert settings.head.path == "ee_head/ee_layer12_lsq.pt"
-    skip = json.loads(old_words.speculative_config(old_words.settings({"forward_partial": "12"})))
+    skip = json.loads(sprint_aliases.speculative_config(sprint_aliases.settings({"forward_partial": "12"})))
     assert SPECULATIVE_LENGTH not in skip and not ResolvedSettings.from_user(skip, 24).verify
 
 

@@ -19,12 +19,7 @@ import torch
 from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import compat, versions, vllm_names
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
-from selfspec_cli.vllm_plugin.releases.seams import (
-    LINEAR,
-    V1_RUNNER,
-    V2_RUNNER,
-    signatures,
-)
+from selfspec_cli.vllm_plugin.releases.seams import LINEAR, V1_RUNNER, V2_RUNNER, signatures
 
 pytestmark = pytest.mark.contract
 

@@ -79,8 +79,7 @@ def test_engine_argument(model_dir, case, method):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
-    [("is_hybrid", "recurrent state"), ("is_attention_free", "recurrent state")],
+    ("what", "message"), [("is_hybrid", "recurrent state"), ("is_attention_free", "recurrent state")]
 )
 def test_models_that_drafts_would_spoil_or_misplace(model_dir, monkeypatch, what, message):
     from vllm.config import ModelConfig

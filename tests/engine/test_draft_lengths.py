@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, steps_of_fixed_times, tokens
 from models import LAYERS, VOCAB
 
 pytestmark = pytest.mark.engine
@@ -105,8 +105,10 @@ def test_load_context_and_requests_own_wishes_together_while_requests_are_preemp
 
 
 def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
-    """An exit after one layer is hardly ever right, so that most rounds go without: measured times say what is lost."""
+    """An exit after one layer is hardly ever right, so that most rounds go without: the times of steps say what is
+    lost."""
     with live(model_dir("llama"), layer_skip(1, K, gate="auto")) as engine:
+        engine.llm.collective_rpc(steps_of_fixed_times)
         seen = watch(engine)
         assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
         engine.counts().require_both_verdicts()
@@ -124,6 +126,7 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
     """`{"method": "selfspec"}` alone: copies of all layers, prompt lookup and gate auto, which may be left and taken
     again on the live engine."""
     with live(model_dir("llama"), {"method": "selfspec"}) as engine:
+        engine.llm.collective_rpc(steps_of_fixed_times)
         made = {}
         for gate, threshold in (("auto", None), ("none", None), ("maxp", 0.3), ("auto", None)):
             engine.set_gate(gate, threshold)

@@ -17,7 +17,16 @@ import numpy as np
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head
-from harness import Live, draft_also_what_does_not_pay, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import (
+    Live,
+    draft_also_what_does_not_pay,
+    greedy,
+    layer_skip,
+    live,
+    ragged_prompts,
+    steps_of_fixed_times,
+    tokens,
+)
 from models import LAYERS, vocab_of
 from scipy import stats
 
@@ -207,8 +216,8 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
     verifier that takes them for drawn ones accepts them too often, which the reference finds."""
     spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
-        engine.llm.collective_rpc(draft_also_what_does_not_pay)
-        engine.llm.collective_rpc(copy_as_if_alone)
+        for change in (draft_also_what_does_not_pay, steps_of_fixed_times, copy_as_if_alone):
+            engine.llm.collective_rpc(change)
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()
         counted = engine.call("early_exit_counters")

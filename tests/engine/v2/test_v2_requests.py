@@ -24,7 +24,7 @@ from test_request_faults import (
 
 pytestmark = pytest.mark.engine
 
-TOKENS = 10
+TOKENS, THOUGHT = 8, 28
 TEXTS = [*PROMPTS.values(), *[PROMPTS["n"]] * len(V2_FIELDS)]
 NAMES = [*FIELDS, *V2_FIELDS]
 
@@ -41,6 +41,14 @@ def asked(drafts: str = MODES[0]) -> list[Any]:
     return made
 
 
+def thought(drafts: str = MODES[0], bias: float = 0.0) -> list[Any]:
+    """`thinking`, with few tokens after the longest budget."""
+    made = thinking(drafts, bias)
+    for params in made:
+        params.max_tokens = THOUGHT
+    return made
+
+
 def prompt_scores(outputs: list[Any]) -> list[Any]:
     """What `prompt_logprob_token_ids` are answered with, rounded."""
     found = [output.prompt_token_id_logprobs for output in outputs]
@@ -54,7 +62,7 @@ def wanted(talking) -> dict[str, Any]:
         found: dict[str, Any] = dict(zip(NAMES, map(answer, outputs), strict=True))
         found["scores"] = prompt_scores(outputs)
         for bias in BIASES:
-            found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thinking(bias=bias)))
+            found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thought(bias=bias)))
         found["answering"] = tokens(engine.generate(THINKING, answering()))
         return found
 
@@ -79,7 +87,7 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
 @pytest.mark.parametrize("drafts", MODES)
 def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
     with in_mode(drafting, drafts):
-        assert tokens(drafting.generate(THINKING, thinking(drafts, bias))) == wanted[f"thinking {bias}"]
+        assert tokens(drafting.generate(THINKING, thought(drafts, bias))) == wanted[f"thinking {bias}"]
 
 
 @pytest.mark.parametrize("drafts", MODES)

@@ -4,6 +4,7 @@ python tests/contract/test_compatibility.py      writes the tables of architectu
 """
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
@@ -14,6 +15,8 @@ import architecture_table
 import field_table
 import pytest
 from compatibility import CASES, ONES, PAGE, PLAIN, RECORDS, REFUSALS, REFUSED, TESTS, YES, Row, rows
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
@@ -157,8 +160,6 @@ def test_every_refusal_of_ours_has_a_row():
 
 
 def test_every_field_of_a_request_is_in_its_table():
-    from vllm import SamplingParams
-
     known = field_table.runpy.run_path(str(field_table.FILE))
     fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - known["OF_VLLM"]
     assert field_table.fields() == fields
@@ -179,10 +180,6 @@ def test_arguments_that_early_exit_takes_are_taken():
 
 
 def test_the_arguments_that_are_refused_are_vllms_own():
-    import dataclasses
-
-    from vllm.engine.arg_utils import EngineArgs
-
     plain = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
     assert {name: plain[name] for name in ONES} == ONES
     assert set(PLAIN) <= set(plain)

@@ -10,6 +10,10 @@ from v2_engine import add, asked_of, crowd
 from v2_orders import alternating
 from v2_queue import engine_of
 
+from selfspec_cli.vllm_plugin.v2 import step_order
+from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order, Reader
+from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
 
@@ -122,8 +126,6 @@ def test_an_engine_that_gets_no_messages_waits_for_its_tokens(make):
 
 
 def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import step_order
-
     core, reader = engine_of(make(), False)
     moments = iter(range(10_000))
     monkeypatch.setattr(step_order.time, "perf_counter", lambda: next(moments))
@@ -158,9 +160,6 @@ def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
 
 @pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank", "read_first"])
 def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import step_order
-    from selfspec_cli.vllm_plugin.v2.widths import planner_of
-
     scheduler = make()
     planner_of(scheduler).read_first = left != "read_first"
     core, _ = engine_of(scheduler, True)
@@ -223,8 +222,6 @@ def future(event=True):
 
 @pytest.fixture
 def reader():
-    from selfspec_cli.vllm_plugin.v2.step_order import Reader
-
     return Reader(SimpleNamespace(launched=0.0, seconds=lambda: 0.002))
 
 
@@ -235,8 +232,6 @@ def took(reader, milliseconds, steps, step=None, read=10.0, paused=0.5):
 
 
 def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(reader):
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
     took(reader, 1.0, SAMPLES - 1)
     assert not reader._orders[2, WIDTH].first
     took(reader, 1.0, 1)
@@ -252,16 +247,12 @@ def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(read
 
 
 def test_a_few_slow_steps_change_nothing(reader):
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
     took(reader, 1.0, SAMPLES - 4)
     took(reader, 500.0, 4)
     assert reader._orders[2, WIDTH].first
 
 
 def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order
-
     order = Order()
     decided = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
     at = [number // SAMPLES for number, news in enumerate(decided) if news]
@@ -274,8 +265,6 @@ def test_a_launch_before_anything_was_read_is_no_sample(reader):
 
 
 def test_loads_have_orders_of_their_own(reader):
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
     took(reader, 1.0, SAMPLES)
     took(reader, 3.0, SAMPLES, step_of(8))
     assert [reader._orders[load, WIDTH].first for load in (2, 4)] == [True, False]
@@ -283,8 +272,6 @@ def test_loads_have_orders_of_their_own(reader):
 
 def test_widths_have_orders_of_their_own(reader):
     """Gate `auto` changes the width, and a shorter loop may be too short to hide the host."""
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
     took(reader, 1.0, SAMPLES)
     took(reader, 3.0, SAMPLES, step_of(3, 3, width=2))
     assert [reader._orders[2, width].first for width in (WIDTH, 2)] == [True, False]
@@ -307,8 +294,6 @@ def test_a_loop_that_is_not_over_is_no_sample(reader):
 
 
 def test_the_clock_reads_the_oldest_of_three_loops_and_never_waits():
-    from selfspec_cli.vllm_plugin.v2 import step_order
-
     moments = iter(range(100))
 
     class Event:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, steps_of_fixed_times, tokens
 from models import LAYERS, VOCAB
+from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.engine
 
@@ -165,8 +166,6 @@ def test_a_table_is_set_on_the_live_engine(model_dir, plain):
 
 
 def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
-    from vllm.exceptions import VLLMValidationError
-
     with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
         for wrong, message in (
             ({"selfspec_k": K + 1}, f"selfspec_k = {K + 1} is out of range; allowed: whole numbers from 0"),

@@ -9,14 +9,19 @@ import pytest
 import torch
 from harness import Counts, Live, layer_skip, live
 from models import LAYERS
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.linear import LinearBase
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import E4m3
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import trunk
 from selfspec_cli.vllm_plugin.decoder import decoder_of
+from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import experts, linear
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
@@ -32,8 +37,6 @@ FP8 = layer_skip(EXIT, K, draft_weights="fp8")
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The target's decoder and what the proposer made of it, under "target" and "trunk"."""
-    from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
-
     found: dict[str, Any] = {}
 
     def first_layers(model: nn.Module, *args: Any) -> nn.Module:
@@ -48,8 +51,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def loaded_weights(path: Any) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(path / "model.safetensors")
 
 
@@ -140,8 +141,6 @@ def test_one_token_and_more_have_products_of_their_own(expected, monkeypatch, co
 
 def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, monkeypatch):
     """What CUDA runs (linear.py), here on the target's own weights with PyTorch's kernel inside."""
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.linear import LinearBase
 
     def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
         return shallow_copy(module, quant_method=linear.SharedLinear()) if isinstance(module, LinearBase) else None
@@ -189,8 +188,6 @@ def experts_on_disk(path: Any, layer: int) -> dict[str, Tensor]:
 
 
 def experts_of(layer: nn.Module) -> Any:
-    from vllm.model_executor.layers.fused_moe import MoERunner
-
     (runner,) = [part for part in layer.modules() if isinstance(part, MoERunner)]
     return runner
 

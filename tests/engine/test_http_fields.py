@@ -14,6 +14,8 @@ import httpx
 import pytest
 from models import LAYERS, save_tokenizer
 from served import served
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from selfspec_cli.engine import clients
 from selfspec_cli.engine.clients import CHAT, Job
@@ -137,9 +139,6 @@ def ask(url: str, chat: bool, **fields: Any) -> httpx.Response:
 
 
 def test_every_field_of_the_api_is_in_this_file():
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
     completion, chat = set(CompletionRequest.model_fields), set(ChatCompletionRequest.model_fields)
     assert completion - ALWAYS == {*BOTH, *COMPLETION}
     assert chat - completion - ALWAYS == {*CHAT_ONLY} - {"logprobs"}

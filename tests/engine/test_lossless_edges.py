@@ -5,12 +5,12 @@ on the drafting one; each must give the same.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from typing import Any
 
 import pytest
 from harness import GATES, Live, greedy, layer_skip, live, ragged_prompts
 from models import EOS, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
+from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.engine
 
@@ -84,8 +84,6 @@ def bad_words_and_allowed_tokens(engine: Live) -> Any:
 @scenario
 def structured_output(engine: Live) -> Any:
     """A grammar refuses drafted tokens before they are verified; every fourth request is free of one."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     kinds = [{"json": SCHEMA}, {"choice": ["yes", "perhaps", "no"]}, {"regex": r"[a-f]{3}-[0-9]{4,9}"}]
     constrained = [
         greedy(60, ignore_eos=False, detokenize=True, structured_outputs=StructuredOutputsParams(**kind))
@@ -165,24 +163,6 @@ def test_logprobs_are_the_target_models(plain, drafting):
     assert got[0] == want[0]
     for ours, theirs in zip(got[1:], want[1:], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def test_gate_changed_in_the_middle_of_a_generation(plain, drafting):
-    """Steps the engine by hand and changes kind and threshold of the gate between any two steps."""
-    core = drafting.llm.llm_engine
-    before = drafting.counts()
-    for number, prompt in enumerate(PROMPTS + PROMPTS):
-        core.add_request(f"stepped-{number}", {"prompt_token_ids": prompt}, greedy(40))
-    settings = cycle([("none", None), ("maxp", 1.0), ("varH", 4.0), ("maxp", 0.0), ("margin", 0.2), ("survival", 0.3)])
-    done = {}
-    while core.has_unfinished_requests():
-        drafting.set_gate(*next(settings))
-        done |= {out.request_id: out for out in core.step() if out.finished}
-    outputs = [done[f"stepped-{number}"] for number in range(len(done))]
-    assert ends(outputs) == plain["preempted_and_resumed_prefixes"]
-    made = drafting.counts() - before
-    made.require_both_verdicts()
-    assert made.rounds < made.drafted < made.rounds * K
 
 
 def drafting_cost(engine: Live, gate: str, threshold: float | None) -> tuple[Any, dict[str, Any]]:

@@ -29,6 +29,7 @@ from harness import (
 )
 from models import LAYERS, vocab_of
 from scipy import stats
+from transformers import AutoModelForCausalLM
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
@@ -78,8 +79,6 @@ def beside(engine: Live) -> list[Any]:
 @torch.no_grad()
 def logits(model_dir) -> list[torch.Tensor]:
     """Of the first, second and third token after the prompt and every token before: [V], [V, V], [V, V, V]."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).eval()
     prompt, every = torch.tensor([PROMPT]), torch.arange(VOCAB)[:, None]
     one = torch.cat([prompt.expand(VOCAB, -1), every], 1)
@@ -136,8 +135,6 @@ def plain(model_dir) -> Plain:
 @pytest.fixture(scope="module")
 def draft_vocabulary(model_dir, tmp_path_factory) -> dict[str, str]:
     """Heads over every other token: drafts cannot be any token, and their distribution has zeros."""
-    from transformers import AutoModelForCausalLM
-
     ids, folder = torch.arange(0, VOCAB, 2), tmp_path_factory.mktemp("heads")
     weight = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).lm_head.weight.detach()[ids]
     torch.manual_seed(0)

@@ -8,6 +8,8 @@ import torch
 from exit_heads import lens_head, lsq_head, translator_head
 from harness import Counts, Live, layer_skip, live
 from models import LAYERS, VOCAB, save_tiny
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
 
 from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
@@ -25,8 +27,6 @@ PLAIN = "lens, the first half of the vocabulary, without a file"
 
 
 def from_transformers(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
     # The fused attention of transformers leaves out Gemma 2's soft-capping.
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -56,8 +56,6 @@ def test_skip_is_the_truncated_model(expected, name, layer):
 
 
 def prompt_scores() -> Any:
-    from vllm import SamplingParams
-
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 

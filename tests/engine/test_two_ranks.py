@@ -11,6 +11,7 @@ import torch
 from exit_heads import translator_head
 from harness import GATES, Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
+from safetensors.torch import load_file
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
@@ -75,8 +76,6 @@ def check(
 
 
 def saved(head: ExitHead, path: Path, folder: Path) -> str:
-    from safetensors.torch import load_file
-
     config = json.loads((path / "config.json").read_text())
     embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
     mark = model_fingerprint(config, [("embed_tokens.weight", embedding)])
@@ -86,22 +85,28 @@ def saved(head: ExitHead, path: Path, folder: Path) -> str:
     return str(save_head(folder / "head.safetensors", head, about))
 
 
-def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
-    """On the target's own weights, on copies of them, and as long as a gate lets them on both ranks."""
-    *open_ones, gated = check(model("mixtral"), {"draft_weights": "int8"}, gate="margin")
+def small_head(path: Path, folder: Path) -> tuple[str, int]:
+    """A file of a head over every other token, behind a map of low rank, which each rank has whole; and the bytes of it
+    that each rank keeps on the target's own weights."""
+    few = torch.arange(0, VOCAB, 2)
+    down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
+    file = saved(translator_head(down=down, up=up, vocab_ids=few), path, folder)
+    return file, 4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few)
+
+
+def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model, tmp_path):
+    """On the target's own weights with a small vocabulary's rows, on copies of both, and as long as a gate lets them on
+    both ranks."""
+    head, size = small_head(model("mixtral"), tmp_path)
+    copies = {"draft_weights": "int8"}, {"draft_weights": "fp8"}
+    *open_ones, gated = check(model("mixtral"), *copies, gate="margin", lsq_head_path=head, bytes_of_head=size)
     for counts in open_ones:
-        assert counts.accepted > 0.2 * counts.drafted, counts
+        assert counts.accepted > 0.1 * counts.drafted, counts
     assert gated.drafted < 0.9 * K * gated.rounds, gated  # a round is one of one request
 
 
-def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_path):
-    """Behind a map of low rank, which each rank has whole."""
-    path, few = model("llama"), torch.arange(0, VOCAB, 2)
-    down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
-    head = saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path)
-    check(
-        path,
-        {"draft_weights": "fp8"},
-        lsq_head_path=head,
-        bytes_of_head=4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few),
-    )
+@pytest.mark.nightly
+def test_two_ranks_draft_on_the_layers_of_a_dense_model(model):
+    """With the whole vocabulary. By day the experts' attention and head are split in the same way."""
+    for counts in check(model("llama"), {"draft_weights": "fp8"}):
+        assert counts.accepted > 0.2 * counts.drafted, counts

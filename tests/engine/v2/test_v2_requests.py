@@ -21,6 +21,7 @@ from test_request_faults import (
     same,
     thinking,
 )
+from vllm.exceptions import VLLMClientError
 
 pytestmark = pytest.mark.engine
 
@@ -99,8 +100,6 @@ def test_a_grammar_begins_where_thinking_ends(drafting: Live, wanted, drafts):
 
 
 def test_what_is_refused_is_refused_alone(drafting: Live, wanted):
-    from vllm.exceptions import VLLMClientError
-
     said, message = REFUSED["trace_decode_token_ids"]
     with pytest.raises((VLLMClientError, ValueError), match=message):
         drafting.generate([PROMPTS["n"]], greedy(TOKENS, **said))

@@ -13,6 +13,8 @@ import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, vocab_of
 from scipy import stats
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
 
 from selfspec_cli.vllm_plugin.planted import v2
 
@@ -29,8 +31,6 @@ FAULTY = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 @pytest.fixture(scope="module")
 def exact(model_dir) -> np.ndarray:
     """Probabilities [TOKENS, V] of each token, whatever stands before it, by transformers."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -50,8 +50,6 @@ def exact(model_dir) -> np.ndarray:
 
 def p_value(engine: Live, exact: np.ndarray) -> float:
     """Smallest p-value over the places of the hypothesis that SEEDS requests were sampled from the reference."""
-    from vllm import SamplingParams
-
     params = [
         SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         for seed in range(SEEDS)

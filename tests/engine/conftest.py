@@ -20,34 +20,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(counting.PerTest(), "selfspec-counting")
 
 
-LONG_FILES = (
-    "test_draft_weights.py",
-    "test_verify.py",
-    "test_load.py",
-    "test_server_stress.py",
-    "test_lossless.py",
-    "test_lossless_others.py",
-    "test_gateway.py",
-    "test_two_ranks.py",
-    "test_performance_checks_cpu.py",
-    "test_views.py",
-    "test_beside_vllm.py",
-    "test_fit_heads.py",
-    "test_third_party.py",
-    "test_screen.py",
-    "test_lossless_edges.py",
-    "test_server.py",
-    "test_request_faults.py",
-    "test_sampling.py",
-    "test_rivals.py",
-    "test_prometheus.py",
-)
+LONG_FILES = """
+test_verify test_server_stress test_draft_weights test_load test_gateway test_lossless_others test_lossless
+test_two_ranks test_performance_checks_cpu test_views test_beside_vllm test_compile_cache test_first_lines_live
+test_screen test_fit_heads test_third_party test_lossless_edges test_server test_request_faults test_sampling
+test_prometheus
+"""
 """Files that take a minute and more begin first, so that no process is left with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    place = {name: number for number, name in enumerate(LONG_FILES.split())}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="session", autouse=True)

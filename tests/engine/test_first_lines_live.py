@@ -16,15 +16,8 @@ from selfspec_cli.commands.app import app
 
 pytestmark = pytest.mark.engine
 
-SHORT = [
-    "workload.num_prompts=1",
-    "workload.output_len=12",
-    "repeats=3",
-    "warmup=0",
-    "perplexity_tokens=0",
-    "engine.enforce_eager=true",
-    "engine.kv_cache_gib=0.1",
-]
+SHORT = ["workload.num_prompts=1", "workload.output_len=12", "repeats=3", "warmup=0", "perplexity_tokens=0"]
+SHORT += ["engine.enforce_eager=true", "engine.kv_cache_gib=0.1"]
 MEASURED = [
     words
     for words in of_kind("selfspec", README, INDEX)

@@ -117,17 +117,8 @@ def server(model_dir, tmp_path_factory) -> Iterator[str]:
     save_tokenizer(folder / "llama", "<think>", "</think>")
     (folder / "template.jinja").write_text(TEMPLATE)
     words = [f"model={folder / 'llama'}", f"layer={LAYERS // 2}", "k=4", "model.dtype=float32"]
-    options = [
-        "--served-model-name",
-        "tiny",
-        "--chat-template",
-        str(folder / "template.jinja"),
-        "--reasoning-parser",
-        "deepseek_r1",
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "hermes",
-    ]
+    options = ["--served-model-name", "tiny", "--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice"]
+    options += ["--tool-call-parser", "hermes", "--chat-template", str(folder / "template.jinja")]
     with served(Path(folder), words, options) as (_, url, _):
         yield url
 

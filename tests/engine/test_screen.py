@@ -28,13 +28,9 @@ WORDS = [
     "model=./tiny",
     "model.max_model_len=256",
     "engine.enforce_eager=true",
-    "engine.kv_cache_gib=0.1",
-    "engine.extra.skip_tokenizer_init=true",
-    "workload.prompts=random",
-    "workload.num_prompts=2",
-    "workload.output_len=48",
-    "perplexity_tokens=0",
 ]
+WORDS += ["engine.kv_cache_gib=0.1", "engine.extra.skip_tokenizer_init=true", "workload.prompts=random"]
+WORDS += ["workload.num_prompts=2", "workload.output_len=48", "perplexity_tokens=0"]
 FOREIGN = ("INFO", "WARNING", "Triton", "NUMA", "safetensors", "vllm/", "UserWarning")
 
 

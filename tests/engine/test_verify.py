@@ -28,16 +28,8 @@ LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is
 
 
 def config(path: Any, results: Any, *more: str, layer: int | None = LAYERS // 2):
-    words = [
-        f"model={path}",
-        *([] if layer is None else [f"layer={layer}"]),
-        "k=4",
-        "engine.enforce_eager=true",
-        "engine.max_num_seqs=32",
-        "engine.kv_cache_gib=0.06",
-        f"results_dir={results}",
-        *more,
-    ]
+    words = [f"model={path}", *([] if layer is None else [f"layer={layer}"]), "k=4", "engine.enforce_eager=true"]
+    words += ["engine.max_num_seqs=32", "engine.kv_cache_gib=0.06", f"results_dir={results}", *more]
     return compose_runs(None, words, sweep=False)[0]
 
 

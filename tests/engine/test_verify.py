@@ -23,7 +23,7 @@ from selfspec_cli.stages.verify.arm import Wanted
 
 pytestmark = pytest.mark.engine
 
-SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192, sampled_tokens=8)
+SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=128, sampled_tokens=8)
 LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
 
 
@@ -155,7 +155,7 @@ def test_only_verify_asks_for_a_worker_that_can_be_made_faulty():
 def test_a_small_vocabulary_is_compared_with_the_exact_distribution(model_dir, tmp_path, report):
     """With no tokenizer, and with drafts that are drawn."""
     cfg = config(model_dir("llama_small_vocab"), tmp_path, "engine.extra.skip_tokenizer_init=true")
-    asked = Wanted(replace(SMALL, samples=1024, sampled_tokens=3), only=("company",), probabilistic=True)
+    asked = Wanted(replace(SMALL, samples=384, sampled_tokens=3), only=("company",), probabilistic=True)
     found = run.run(cfg, asked, open_engine=open_engine)
     rows = [row for row in found["sampling"] if "p_exact" in row]
     report(", ".join(f"{row['name']}: p = {row['p_exact']:.3f} (plain {row['p_exact_plain']:.3f})" for row in rows))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fixed_times import fix_times
+
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
 # One setting for each gate that closes some drafts of the tiny models and not others (the tests check that it does).
@@ -152,17 +154,3 @@ def draft_also_what_does_not_pay(worker: Any) -> None:
 def steps_of_fixed_times(worker: Any) -> None:
     """Called in the worker of a V1 engine whose rule measures steps, so that its choices are the same in every run."""
     fix_times(worker.model_runner.drafter.lengths.rule)
-
-
-def fix_times(rule: Any, draft_step: float = 0.2) -> None:
-    """Whatever a rule's steps take, it hears 10 ms for a plain step and `draft_step` of that for each draft step; its
-    clock counts nothing else."""
-    now, stepped = 0.0, rule.stepped
-
-    def fixed(requests: int, width: int, _: float) -> None:
-        nonlocal now
-        seconds = 0.01 * (1 + draft_step * width)
-        now += seconds
-        stepped(requests, width, seconds)
-
-    rule.stepped, rule.clock = fixed, lambda: now

@@ -5,13 +5,13 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+from fixed_times import fix_times
 from harness import (
     CALIBRATION,
     GATES,
     Counts,
     Live,
     differing,
-    fix_times,
     greedy,
     layer_skip,
     live,

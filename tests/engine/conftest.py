@@ -12,7 +12,7 @@ import counting
 import pytest
 import quick_starts
 from filelock import FileLock
-from harness import Live, differing, greedy, live, ragged_prompts, tokens
+from harness import Counts, Live, differing, greedy, live, ragged_prompts, tokens
 from models import save_tiny, save_tokenizer, vocab_of
 
 
@@ -64,12 +64,14 @@ class Expected:
     lengths: list[int]
     outputs: list[list[int]]
 
-    def check(self, engine: Live, only: Sequence[int] | None = None) -> None:
-        """`engine` generates the same tokens; only: for these prompts."""
+    def check(self, engine: Live, only: Sequence[int] | None = None) -> Counts:
+        """`engine` generates the same tokens; only: for these prompts. What vLLM counted meanwhile."""
+        before = engine.counts()
         chosen = range(len(self.prompts)) if only is None else only
         got = engine.generate([self.prompts[i] for i in chosen], [greedy(self.lengths[i]) for i in chosen])
         wrong = differing(tokens(got), [self.outputs[i] for i in chosen])
         assert not wrong, f"prompts {wrong} of {len(chosen)} differ from the baseline"
+        return engine.counts() - before
 
 
 @pytest.fixture(scope="session")

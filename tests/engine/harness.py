@@ -62,11 +62,18 @@ class Live:
         self.broken = False
         return outputs
 
+    def metric(self, name: str) -> int:
+        """One of vLLM's counters since the engine started; 0 for one that it does not keep."""
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
+
     def counts(self) -> Counts:
         """Counted since the engine started."""
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        values = {metric.name: metric for metric in self.llm.get_metrics()}
-        return Counts(*(int(values[f"vllm:spec_decode_{name}"].value) for name in names))
+        return Counts(*(self.metric(f"spec_decode_{name}") for name in names))
+
+    def preempted(self) -> int:
+        """Requests that were thrown out of the KV cache since the engine started."""
+        return self.metric("num_preemptions")
 
     def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate for the rounds to come."""

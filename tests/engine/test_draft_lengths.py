@@ -87,9 +87,8 @@ def test_load_context_and_requests_own_wishes_together_while_requests_are_preemp
         outputs = engine.generate(PROMPTS, parameters(own=True))
         assert not differing(tokens(outputs), plain)
         engine.counts().require_both_verdicts()
-        (preempted,) = (m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert engine.preempted() > 0
         table = engine.llm.collective_rpc(lambda worker: worker.model_runner.drafter.lengths.table)[0]
-    assert preempted > 0
     first = min(int(output.request_id) for output in outputs)
     number = {name: int(name.split("-")[0]) - first for _, _, name, _ in seen}
     kinds = set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Counts, Live, layer_skip, live
+from harness import layer_skip, live
 from models import LAYERS
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -61,12 +61,6 @@ def spoil(copies: Iterable[nn.Module], by: Callable[[Tensor], Any]) -> None:
         by(weight)
 
 
-def check_counts(engine: Live, want: Any) -> Counts:
-    before = engine.counts()
-    want.check(engine, SOME)
-    return engine.counts() - before
-
-
 # Compiled ones at night: by day the experts and the products of one token are what tells compiled copies apart.
 @pytest.mark.parametrize(
     ("name", "compiled"), [("llama", False), pytest.param("qwen3", True, marks=pytest.mark.nightly)]
@@ -76,7 +70,7 @@ def test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets(expec
     values they left behind."""
     want = expected(name)
     with live(want.path, FP8, **(COMPILED if compiled else {})) as engine:
-        check_counts(engine, want).require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         draft, target = made["trunk"], made["target"]
         assert len(draft.layers) == len(target.layers) == LAYERS
         assert all(draft.layers[i] is target.layers[i] for i in range(EXIT, LAYERS))
@@ -91,10 +85,10 @@ def test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets(expec
             copies += [part for part in copied.modules() if isinstance(part, copied_weights.CopiedWeight)]
         assert len(copies) == 4 * EXIT
         spoil(copies, Tensor.neg_)
-        counts = check_counts(engine, want)
+        counts = want.check(engine, SOME)
         assert counts.accepted < counts.drafted / 10, counts
         spoil(copies, Tensor.neg_)
-        check_counts(engine, want).require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
 
 
 def test_drafts_on_copies_are_others_than_on_the_targets_own_weights(expected):
@@ -104,9 +98,7 @@ def test_drafts_on_copies_are_others_than_on_the_targets_own_weights(expected):
     with live(want.path, layer_skip(EXIT, K)) as engine:
         for layer, weights in ((EXIT, "shared"), (EXIT, "fp8"), (LAYERS, "int4"), (LAYERS, "int8")):
             engine.call("early_exit_set_view", {"layer_skip": layer, "draft_weights": weights})
-            before = engine.counts()
-            want.check(engine, None if layer == EXIT else SOME)
-            counts[weights] = engine.counts() - before
+            counts[weights] = want.check(engine, None if layer == EXIT else SOME)
     assert counts["shared"] != counts["fp8"], counts
     assert counts["fp8"].accepted > 0.7 * counts["shared"].accepted, counts
     assert 0 < counts["int4"].accepted < counts["int4"].drafted, counts
@@ -127,10 +119,7 @@ def test_one_token_and_more_have_products_of_their_own(expected, monkeypatch, co
     monkeypatch.setattr(fp8_kernels, "_one_token", lambda *args: -product(*args))
     want = expected("llama")
     with live(want.path, FP8, **(COMPILED if compiled else {})) as engine:
-        want.check(engine, [0])
-        alone = engine.counts()
-        want.check(engine, SOME)
-        together = engine.counts() - alone
+        alone, together = want.check(engine, [0]), want.check(engine, SOME)
         weights, step = engine.call("early_exit_weights"), engine.call("early_exit_step_bytes")
     assert alone.accepted < alone.drafted / 10, alone
     assert together.accepted > together.drafted / 5, together
@@ -153,8 +142,7 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, mo
     monkeypatch.setattr(trunk, "on_own_weight", on_own_weight)
     want = expected("qwen3")
     with live(want.path, layer_skip(EXIT, K), **COMPILED) as engine:
-        want.check(engine, SOME)
-        engine.counts().require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         step = engine.call("early_exit_step_bytes")
     for draft, own in zip(made["trunk"].layers[:EXIT], made["target"].layers, strict=False):
         assert draft.mlp.down_proj.weight is own.mlp.down_proj.weight
@@ -203,7 +191,7 @@ def test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets
     name."""
     want, kind = expected(name), DRAFT_WEIGHTS[weights]
     with live(want.path, layer_skip(EXIT, K, draft_weights=weights), **(COMPILED if compiled else {})) as engine:
-        check_counts(engine, want).require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         copies = []
         for place, (copied, own) in enumerate(zip(made["trunk"].layers[:EXIT], made["target"].layers, strict=False)):
             draft, target, disk = experts_of(copied), experts_of(own), experts_on_disk(want.path, place)
@@ -216,7 +204,7 @@ def test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets
                 assert there[key].equal(copy) and not copy.equal(weight)
             copies.append(draft.routed_experts)
         spoil(copies, Tensor.zero_)
-        counts = check_counts(engine, want)
+        counts = want.check(engine, SOME)
     assert counts.accepted < counts.drafted / 4, counts
 
 
@@ -262,8 +250,7 @@ def test_experts_on_the_kernels_of_a_kind(expected, monkeypatch, name):
         monkeypatch.setattr(fp8_kernels, product, lambda x, weight, scale: F.linear(x, weight.float() * scale))
     want = expected(name)
     with live(want.path, FP8) as engine:
-        want.check(engine, SOME)
-        counts = engine.counts()
+        counts = want.check(engine, SOME)
     assert len(made) == EXIT and all(kernel.calls for kernel in made)
     assert 0.2 * counts.drafted < counts.accepted < counts.drafted, counts
 

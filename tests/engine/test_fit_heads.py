@@ -150,8 +150,7 @@ def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, exp
         made = engine.counts()
         # `lsq` was fitted to random text, whose next token is anything: hardly any of its drafts is accepted, or none.
         assert made.drafted > 0 and (made.accepted > 0 or key[1] == "lsq"), made
-        expected("llama").check(engine, SOME)
-        (engine.counts() - made).require_both_verdicts()
+        expected("llama").check(engine, SOME).require_both_verdicts()
     generated = sum(map(len, outputs)) - len(outputs)  # the first token of each comes from its prefill
     report(f"{key}: predicted {found[f'tokens_k{k}']:.3f}, engine {generated / made.rounds:.3f} tokens a round")
     # A request's last round may have nothing left to draft for, and then has no draft to count.
@@ -183,8 +182,8 @@ def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:2])))
     found = fitted.reports[key]
     with live(fitted.path, layer_skip(4, 3, head_path=found["path"]), tensor_parallel_size=2) as engine:
-        expected("llama").check(engine, range(0, 32, 8))
-        made, weights = engine.counts(), engine.llm.collective_rpc("early_exit_weights")
+        made = expected("llama").check(engine, range(0, 32, 8))
+        weights = engine.llm.collective_rpc("early_exit_weights")
     made.require_both_verdicts()
     rows = VOCAB if key[2] == "full" else QUARTER
     prior = 4 * VOCAB * ("bias" in load_head(found["path"]).head.tensors)  # a constant of each token, on every rank

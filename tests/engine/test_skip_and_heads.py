@@ -113,8 +113,7 @@ def lens(expected) -> tuple[Counts, dict[str, int]]:
     """What drafting with the plain lens counts, and the bytes it holds."""
     want = expected("llama")
     with live(want.path, layer_skip(EXIT, 3)) as engine:
-        want.check(engine, SOME)
-        return engine.counts(), engine.call("early_exit_weights")
+        return want.check(engine, SOME), engine.call("early_exit_weights")
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +136,7 @@ def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weigh
     path = save_head(tmp_path / "head.safetensors", head, about(head, want.path))
     spec = {"head": "lens", "vocab": VOCAB // 2} if name == PLAIN else {"head_path": str(path)}
     with live(want.path, layer_skip(EXIT, 3, **spec)) as engine:
-        want.check(engine, SOME)
-        made, weights = engine.counts(), engine.call("early_exit_weights")
+        made, weights = want.check(engine, SOME), engine.call("early_exit_weights")
     made.require_both_verdicts()
     report(f"{name}: {made.drafted} drafted, {made.accepted} accepted (lens: {lens[0].accepted}), {weights} bytes")
     assert weights == {"target": plain_weights["target"], "draft": own_bytes(head)}

@@ -58,8 +58,7 @@ def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp
         assert found[name]["parameters"] == 2 * 64
         spec = layer_skip(EXIT, 3, head_path=path, gate="ratio", threshold=0.8)
         with live(want.path, spec) as engine:
-            want.check(engine, SOME)
-            counts = engine.counts()
+            counts = want.check(engine, SOME)
             counts.require_both_verdicts()
             assert counts.drafted < 3 * counts.rounds  # the gate ended some drafts
 

@@ -62,6 +62,13 @@ class Live:
         self.broken = False
         return outputs
 
+    def gives(self, prompts: Sequence[list[int]], params: Any, expected: Sequence[list[int]]) -> Counts:
+        """Generate, and compare with the tokens expected of each prompt. What vLLM counted meanwhile."""
+        before = self.counts()
+        wrong = differing(tokens(self.generate(prompts, params)), expected)
+        assert not wrong, f"prompts {wrong} of {len(expected)} have another output"
+        return self.counts() - before
+
     def metric(self, name: str) -> int:
         """One of vLLM's counters since the engine started; 0 for one that it does not keep."""
         return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")

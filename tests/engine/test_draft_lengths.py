@@ -73,8 +73,7 @@ def test_vllms_list_of_lengths_by_batch_size_is_followed(model_dir, plain):
     spec = layer_skip(LAYERS // 2, K, num_speculative_tokens_per_batch_size=VLLMS)
     with live(model_dir("llama"), spec) as engine:
         seen = watch(engine)
-        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
-        engine.counts().require_both_verdicts()
+        engine.gives(PROMPTS, parameters(own=False), plain).require_both_verdicts()
     lengths = {load: {drafted for size, _, _, drafted in seen if size == load} for load in (1, 2, 3, 4, 5, 8)}
     assert lengths == {1: {K}, 2: {K}, 3: {2}, 4: {2}, 5: {0}, 8: {0}}
 
@@ -110,8 +109,7 @@ def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
     with live(model_dir("llama"), layer_skip(1, K, gate="auto")) as engine:
         engine.llm.collective_rpc(steps_of_fixed_times)
         seen = watch(engine)
-        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
-        engine.counts().require_both_verdicts()
+        engine.gives(PROMPTS, parameters(own=False), plain).require_both_verdicts()
     lengths = [drafted for *_, drafted in seen]
     assert max(lengths) > 0
     assert lengths[len(lengths) // 2 :].count(0) > 0.6 * len(lengths[len(lengths) // 2 :])
@@ -130,11 +128,11 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
         made = {}
         for gate, threshold in (("auto", None), ("none", None), ("maxp", 0.3), ("auto", None)):
             engine.set_gate(gate, threshold)
-            before, counted = engine.counts(), cost(engine)
-            assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
+            counted = cost(engine)
+            counts = engine.gives(PROMPTS, parameters(own=False), plain)
             made[gate] = cost(engine) - counted
             if gate != "auto":
-                (engine.counts() - before).require_both_verdicts()
+                counts.require_both_verdicts()
         engine.counts().require_both_verdicts()
         rule = engine.llm.collective_rpc(lambda worker: vars(worker.model_runner.drafter.lengths.rule))[0]
         assert made["none"] == made["maxp"] == 0
@@ -146,7 +144,7 @@ def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(model_d
     with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
         with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
             engine.set_gate("auto", None)
-        assert not differing(tokens(engine.generate(PROMPTS[:3], parameters(own=False)[:3])), plain[:3])
+        engine.gives(PROMPTS[:3], parameters(own=False)[:3], plain[:3])
 
 
 def test_a_table_is_set_on_the_live_engine(model_dir, plain):
@@ -155,7 +153,7 @@ def test_a_table_is_set_on_the_live_engine(model_dir, plain):
         for table, most in ((None, K), ("1:2 5:0", 2), ("1:0", 0), (None, K)):
             engine.llm.collective_rpc("early_exit_set_length_table", args=(table,))
             seen.clear()
-            assert not differing(tokens(engine.generate(PROMPTS[:6], parameters(own=False)[:6])), plain[:6])
+            engine.gives(PROMPTS[:6], parameters(own=False)[:6], plain[:6])
             assert max(drafted for *_, drafted in seen) == most
             if table == "1:2 5:0":
                 assert {drafted for load, *_, drafted in seen if load >= 5} == {0}
@@ -173,4 +171,4 @@ def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
         ):
             with pytest.raises(VLLMValidationError, match=message):
                 engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(8, extra_args=wrong), use_tqdm=False)
-        assert not differing(tokens(engine.generate(PROMPTS[:3], parameters(own=False)[:3])), plain[:3])
+        engine.gives(PROMPTS[:3], parameters(own=False)[:3], plain[:3])

@@ -259,38 +259,34 @@ def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
     assert at == [0, 2, 4] and sum(decided[number * SAMPLES + SAMPLES - 1] for number in at) == 3
 
 
-def test_a_launch_before_anything_was_read_is_no_sample(reader):
-    took(reader, -1.0, 100)
+@pytest.mark.parametrize(
+    ("milliseconds", "step"),
+    [
+        (-1.0, None),
+        (1.0, step_of(3, new=["request"])),
+        (1.0, step_of(3, tokens=9)),
+        (1.0, step_of(3, width=0)),
+        (1.0, "a loop that is not over"),
+    ],
+    ids=["a launch before anything was read", "a new request", "a prefill", "no drafts", "a loop that is not over"],
+)
+def test_other_steps_are_no_samples(reader, milliseconds, step):
+    if isinstance(step, str):
+        reader._clock.seconds, step = lambda: None, None
+    took(reader, milliseconds, 100, step)
     assert not any(order._steps or order.host for order in reader._orders.values())
-
-
-def test_loads_have_orders_of_their_own(reader):
-    took(reader, 1.0, SAMPLES)
-    took(reader, 3.0, SAMPLES, step_of(8))
-    assert [reader._orders[load, WIDTH].first for load in (2, 4)] == [True, False]
-
-
-def test_widths_have_orders_of_their_own(reader):
-    """Gate `auto` changes the width, and a shorter loop may be too short to hide the host."""
-    took(reader, 1.0, SAMPLES)
-    took(reader, 3.0, SAMPLES, step_of(3, 3, width=2))
-    assert [reader._orders[2, width].first for width in (WIDTH, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(
-    "step",
-    [step_of(3, new=["request"]), step_of(3, tokens=9), step_of(3, width=0)],
-    ids=["a new request", "a prefill", "no drafts"],
+    ("step", "kinds"),
+    [(step_of(8), [(2, WIDTH), (4, WIDTH)]), (step_of(3, 3, width=2), [(2, WIDTH), (2, 2)])],
+    ids=["loads", "widths"],
 )
-def test_other_steps_are_no_samples(reader, step):
-    took(reader, 1.0, 100, step)
-    assert not any(order._steps or order.host for order in reader._orders.values())
-
-
-def test_a_loop_that_is_not_over_is_no_sample(reader):
-    reader._clock.seconds = lambda: None
-    took(reader, 1.0, 100)
-    assert not any(order._steps or order.host for order in reader._orders.values())
+def test_loads_and_widths_have_orders_of_their_own(reader, step, kinds):
+    """Gate `auto` changes the width, and a shorter loop may be too short to hide the host."""
+    took(reader, 1.0, SAMPLES)
+    took(reader, 3.0, SAMPLES, step)
+    assert [reader._orders[kind].first for kind in kinds] == [True, False]
 
 
 def test_the_clock_reads_the_oldest_of_three_loops_and_never_waits():

@@ -165,6 +165,6 @@ def draft_also_what_does_not_pay(worker: Any) -> None:
     worker.model_runner.drafter.worth = None
 
 
-def steps_of_fixed_times(worker: Any) -> None:
-    """Called in the worker of a V1 engine whose rule measures steps, so that its choices are the same in every run."""
-    fix_times(worker.model_runner.drafter.lengths.rule)
+def steps_of_fixed_times(engine: Live, draft_step: float = 0.2) -> None:
+    """What the rule of a V1 engine hears of steps is the same in every run; draft_step: in plain steps."""
+    engine.llm.collective_rpc(lambda worker: fix_times(worker.model_runner.drafter.lengths.rule, draft_step))

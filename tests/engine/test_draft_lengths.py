@@ -107,7 +107,7 @@ def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
     """An exit after one layer is hardly ever right, so that most rounds go without: the times of steps say what is
     lost."""
     with live(model_dir("llama"), layer_skip(1, K, gate="auto")) as engine:
-        engine.llm.collective_rpc(steps_of_fixed_times)
+        steps_of_fixed_times(engine, 0.5)
         seen = watch(engine)
         engine.gives(PROMPTS, parameters(own=False), plain).require_both_verdicts()
     lengths = [drafted for *_, drafted in seen]
@@ -124,7 +124,7 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
     """`{"method": "selfspec"}` alone: copies of all layers, prompt lookup and gate auto, which may be left and taken
     again on the live engine."""
     with live(model_dir("llama"), {"method": "selfspec"}) as engine:
-        engine.llm.collective_rpc(steps_of_fixed_times)
+        steps_of_fixed_times(engine)
         made = {}
         for gate, threshold in (("auto", None), ("none", None), ("maxp", 0.3), ("auto", None)):
             engine.set_gate(gate, threshold)

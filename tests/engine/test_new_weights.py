@@ -65,7 +65,7 @@ def test_copies_that_are_broken_are_named_once_and_hardly_draft_any_more(model_d
             outputs.append(tokens(engine.generate(prompts, params)))
             drafted.append(engine.call("early_exit_counters")["drafted"] - before)
 
-        engine.llm.collective_rpc(steps_of_fixed_times)
+        steps_of_fixed_times(engine)
         engine.llm.collective_rpc(negate_copies)
         generate()
         generate()

@@ -213,7 +213,8 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
     verifier that takes them for drawn ones accepts them too often, which the reference finds."""
     spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
-        for change in (draft_also_what_does_not_pay, steps_of_fixed_times, copy_as_if_alone):
+        steps_of_fixed_times(engine)
+        for change in (draft_also_what_does_not_pay, copy_as_if_alone):
             engine.llm.collective_rpc(change)
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()

@@ -87,7 +87,7 @@ def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):
     for k in (K, 2, 0):
         drafting.call("early_exit_set_draft_length", k)
         counted = drafted(drafting)
-        counts = drafting.gives(PROMPTS[:4], parameters(extra_args={"selfspec_k": 1})[:4], plain[:4])
+        counts = drafting.gives(PROMPTS[:3], parameters(extra_args={"selfspec_k": 1})[:3], plain[:3])
         made[k] = drafted(drafting) - counted
         assert counts.accepted < max(made[k], 1)
     assert made[K] > made[2] > made[0] == 0

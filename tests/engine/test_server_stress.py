@@ -223,11 +223,11 @@ def test_gate_and_draft_length_changed_while_it_serves(server, plain):
     changing = threading.Thread(target=change)
     changing.start()
     try:
-        assert crowd(server, 32) == plain[0][:32]
+        while len(changes) < 2:
+            assert crowd(server, 32) == plain[0][:32]
     finally:
         done.set()
         changing.join()
-    assert len(changes) > 1
     server.set_gate("maxp", GATES["maxp"])
     server.call("early_exit_set_draft_length", 4)
     at_rest(server)

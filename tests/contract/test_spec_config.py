@@ -21,18 +21,9 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 pytestmark = pytest.mark.contract
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+CONFIG |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG |= {"num_hidden_layers": 8, "vocab_size": 512, "max_position_embeddings": 256}
 
 
 @pytest.fixture

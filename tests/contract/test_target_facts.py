@@ -12,15 +12,8 @@ from selfspec_cli.vllm_plugin.target_facts import bits_of, linear_parameters
 
 pytestmark = pytest.mark.contract
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+SIZES |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture

@@ -172,6 +172,8 @@ def save_with_eyes(model: Path, folder: Path) -> Path:
 
 
 SEES = (252, 250, 253)  # a picture in a prompt of `save_with_several_positions`: its start, itself, its end
+_SHAPES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+_SHAPES += "max_position_embeddings"
 _TOWER = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": _PATCH}
 SEVERAL_POSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VL": (
@@ -197,18 +199,9 @@ def save_with_several_positions(
     import transformers
     from architectures import EXIT, SHAPE, _randomise
 
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-    )
     tower, rope = SEVERAL_POSITIONS[kind]
     text = {
-        **{name: SHAPE[name] for name in names},
+        **{name: SHAPE[name] for name in _SHAPES.split()},
         "head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         "bos_token_id": 1,

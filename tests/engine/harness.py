@@ -66,7 +66,7 @@ class Live:
         """Generate, and compare with the tokens expected of each prompt. What vLLM counted meanwhile."""
         before = self.counts()
         wrong = differing(tokens(self.generate(prompts, params)), expected)
-        assert not wrong, f"prompts {wrong} of {len(expected)} have another output"
+        assert not wrong, f"prompts {wrong} of {len(expected)} differ from the baseline"
         return self.counts() - before
 
     def metric(self, name: str) -> int:

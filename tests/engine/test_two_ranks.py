@@ -1,6 +1,5 @@
 """Tensor parallelism with two ranks on the CPU: the draft's copies and heads are split as the target's weights are."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,12 +10,7 @@ import torch
 from exit_heads import translator_head
 from harness import GATES, Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
-from safetensors.torch import load_file
-
-from selfspec_cli.early_exit.artifact import save_head
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
-from selfspec_cli.early_exit.head_metadata import HeadMetadata
-from selfspec_cli.early_exit.head_module import ExitHead
+from test_skip_and_heads import saved
 
 pytestmark = pytest.mark.engine
 
@@ -71,23 +65,13 @@ def check(
     return found
 
 
-def saved(head: ExitHead, path: Path, folder: Path) -> str:
-    config = json.loads((path / "config.json").read_text())
-    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
-    mark = model_fingerprint(config, [("embed_tokens.weight", embedding)])
-    about = HeadMetadata(
-        kind=head.kind.name, layer=EXIT, hidden=HIDDEN, vocab_size=VOCAB, rank=head.rank, fingerprint=mark
-    )
-    return str(save_head(folder / "head.safetensors", head, about))
-
-
 def small_head(path: Path, folder: Path) -> tuple[str, int]:
     """A file of a head over every other token, behind a map of low rank, which each rank has whole; and the bytes of it
     that each rank keeps on the target's own weights."""
     few = torch.arange(0, VOCAB, 2)
     down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
     file = saved(translator_head(down=down, up=up, vocab_ids=few), path, folder)
-    return file, 4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few)
+    return str(file), 4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few)
 
 
 def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model, tmp_path):

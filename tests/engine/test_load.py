@@ -24,6 +24,9 @@ pytestmark = [
 ]
 
 
+REQUESTS, REPEATS = 12, 2
+
+
 def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
     model = save_tiny("llama", tmp_path / "model")
     save_tokenizer(model)
@@ -32,9 +35,8 @@ def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = f"model.dtype=float32 model.max_model_len=256 layer={LAYERS // 2} k=4 gate=maxp tau={GATES['maxp']}"
     words += " engine.enforce_eager=true engine.max_num_seqs=4 engine.kv_cache_gib=0.0625 workload.num_prompts=6"
-    words += (
-        " workload.input_len=64 workload.output_len=24 load.share=0.5 load.clients=4 load.requests=12 load.repeats=2"
-    )
+    words += " workload.input_len=64 workload.output_len=24"
+    words += f" load.share=0.5 load.clients=4 load.requests={REQUESTS} load.repeats={REPEATS}"
     places = [f"model={model}", f"workload.prompts={prompts}", f"results_dir={tmp_path / 'results'}"]
     command = [sys.executable, "-m", "selfspec_cli", "load", *words.split(), *places]
     command += ["--tpot-limit", "100000", "--json", "--", *ONE_PROCESS_FEWER]
@@ -50,7 +52,7 @@ def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
     assert [(row.arm, row.load_share) for row in found] == [("baseline", 0.5), ("layer_skip", 0.5)]
     assert found[0].rate == found[1].rate == 0.5 * points[0].engine["saturation_req_s"]  # the same arrivals
     for point, row in zip(points, found, strict=True):
-        assert sum(len(repeat.requests) for repeat in point.repeats) == 24
+        assert sum(len(repeat.requests) for repeat in point.repeats) == REQUESTS * REPEATS
         assert (row.failed_requests, row.arrivals) == (0, "poisson")
         assert all(one.tokens == 24 for repeat in point.repeats for one in repeat.requests)
         assert row.goodput == pytest.approx(row.req_s) and row.ttft_p99_ms and row.tpot_p99_ms and row.e2e_p99_ms

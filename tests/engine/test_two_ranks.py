@@ -65,28 +65,22 @@ def check(
     return found
 
 
-def small_head(path: Path, folder: Path) -> tuple[str, int]:
-    """A file of a head over every other token, behind a map of low rank, which each rank has whole; and the bytes of it
-    that each rank keeps on the target's own weights."""
-    few = torch.arange(0, VOCAB, 2)
-    down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
-    file = saved(translator_head(down=down, up=up, vocab_ids=few), path, folder)
-    return str(file), 4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few)
-
-
-def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model, tmp_path):
-    """On the target's own weights with a small vocabulary's rows, on copies of both, and as long as a gate lets them on
-    both ranks."""
-    head, size = small_head(model("mixtral"), tmp_path)
-    copies = {"draft_weights": "int8"}, {"draft_weights": "fp8"}
-    *open_ones, gated = check(model("mixtral"), *copies, gate="margin", lsq_head_path=head, bytes_of_head=size)
+def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
+    """On the target's own weights, on copies of them, and as long as a gate lets them on both ranks."""
+    *open_ones, gated = check(model("mixtral"), {"draft_weights": "int8"}, gate="margin")
     for counts in open_ones:
-        assert counts.accepted > 0.1 * counts.drafted, counts
+        assert counts.accepted > 0.2 * counts.drafted, counts
     assert gated.drafted < 0.9 * K * gated.rounds, gated  # a round is one of one request
 
 
-@pytest.mark.nightly
-def test_two_ranks_draft_on_the_layers_of_a_dense_model(model):
-    """With the whole vocabulary. By day the experts' attention and head are split in the same way."""
-    for counts in check(model("llama"), {"draft_weights": "fp8"}):
-        assert counts.accepted > 0.2 * counts.drafted, counts
+def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_path):
+    """Behind a map of low rank, which each rank has whole."""
+    path, few = model("llama"), torch.arange(0, VOCAB, 2)
+    down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
+    head = str(saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path))
+    check(
+        path,
+        {"draft_weights": "fp8"},
+        lsq_head_path=head,
+        bytes_of_head=4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few),
+    )

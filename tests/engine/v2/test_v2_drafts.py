@@ -178,7 +178,7 @@ def test_the_one_line_chooses_widths_and_gate_auto_is_left_and_taken_again(model
             engine.set_gate(gate, threshold)
             planner.steps.clear()
             before = rule.choices
-            same(engine, plain, few=2)
+            same(engine, plain, few=3)
             found[gate] = {width for width, steps in planner.steps.items() if steps}
         assert found["none"] == found["maxp"] == {12}
         assert found["auto"] != {12} and rule.choices > before

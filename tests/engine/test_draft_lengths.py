@@ -136,7 +136,7 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
         engine.counts().require_both_verdicts()
         rule = engine.llm.collective_rpc(lambda worker: vars(worker.model_runner.drafter.lengths.rule))[0]
         assert made["none"] == made["maxp"] == 0
-        assert rule["choices"] > 20 and len({width for _, _, width in rule["_seen"]}) > 1
+        assert rule["choices"] > 20 and len({width for _, _, width, *_ in rule["_seen"]}) > 1
         assert sum(rule["acceptance"].stood) > 0 < sum(rule["acceptance"].failed)
 
 

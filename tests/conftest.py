@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the netw
 
 # One thread: tiny models gain nothing from two, and two threads on cores that are shared wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # of vLLM's n-gram drafts, which sets OpenMP's number for the process
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Processes that tests start compile selfspec's own files once, and not each for itself: up to a second each.

@@ -1,25 +1,22 @@
-"""What early exit works with, as data: docs/limits.md is made of it, and test_compatibility.py checks each row.
+"""What shows each row of the tables of docs/limits.md: the page says what works, these name the test and the refusal.
 
-A row that works names the test that tries it on the CPU, in an engine of real vLLM. A row that is refused names what
-triggers the refusal, and words of the message that say what to do instead.
+A row is named by the beginning of its first cell. test_compatibility.py compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import architecture_table
-import field_table
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
 from selfspec_cli.vllm_plugin import refusals, spec_config
 
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
-UNTRIED = "not tried"
 CASES = "tried"
 """0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, and its records in `RECORDS`."""
 RECORDS = (
@@ -34,21 +31,31 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the page's tables. table: the heading above it; note: its cell "what to know"."""
 
-    what: the feature. works: YES, REFUSED or BY_VLLM. note: how it works, or why not. cpu: the test that shows
-    it, as "file::function" below tests/. on_cpu: what the table says of the CPU, if it is not that this test passes.
-    gpu: what was seen on a GPU. refusal: raises the error of a row that we refuse; instead: words of its message.
-    """
-
+    table: str
     what: str
     works: str
     note: str
-    cpu: str | None = None
-    gpu: str = UNTRIED
-    refusal: Callable[[], Any] | None = None
-    instead: str = ""
-    on_cpu: str = ""
+    cpu: str
+    gpu: str
+
+    @property
+    def instead(self) -> str:
+        """What a refusal has to advise."""
+        return self.note.rpartition("instead: ")[2] if "instead: " in self.note else ""
+
+
+def rows() -> list[Row]:
+    """The rows of the page's tables of five columns."""
+    found, table = [], ""
+    for line in PAGE.read_text(encoding="utf-8").partition("<!-- compatibility -->")[2].splitlines():
+        if line.startswith("### "):
+            table = line.removeprefix("### ")
+        cells = [cell.strip() for cell in line.split(" |")] if line.startswith("| ") else []
+        if len(cells) == 6 and cells[1] in (YES, REFUSED, BY_VLLM):
+            found.append(Row(table, cells[0].removeprefix("| "), *cells[1:5]))
+    return found
 
 
 # ---- what triggers our refusals -------------------------------------------------------------------------------------
@@ -78,546 +85,101 @@ def target(name: str, value: Any = True) -> Callable[[], Any]:
     return lambda: refusals.refuse_model(SimpleNamespace(**facts))
 
 
-def latents_on_a_cpu() -> Any:
-    refusals.refuse_latents(SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True), "cpu")
-
-
-def adapters_of_experts() -> Any:
-    refusals.refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True))
-
-
 def weights(kind: str, **facts: Any) -> Callable[[], Any]:
     return lambda: require_draft_weights(kind, WeightFacts(**facts))
-
-
-def unused_key() -> Any:
-    spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3})
 
 
 def runner(device: str, v2: bool) -> Callable[[], Any]:
     return lambda: refusals.require_runner(device, v2, has_triton=False)
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+LATENTS = SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True)
+WINDOWED = SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)
+ADAPTERS, EXPERTS = SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True)
+REFUSALS: dict[str, Callable[[], Any]] = {
+    "pipeline parallelism": engine(pipeline_parallel_size=2),
+    "data parallelism": engine(data_parallel_size=2),
+    "prefill context parallelism": engine(prefill_context_parallel_size=2),
+    "decode context parallelism": engine(decode_context_parallel_size=2),
+    "latent attention on a CPU": lambda: refusals.refuse_latents(LATENTS, "cpu"),
+    "recurrent states": target("is_hybrid"),
+    "models that only have a recurrent state": target("is_attention_free"),
+    "encoder-decoder models": target("is_encoder_decoder"),
+    "diffusion language models": target("is_diffusion"),
+    "embedding and other pooling models": target("runner_type", "pooling"),
+    "LoRA with a mixture of experts": lambda: refusals.refuse_adapters(ADAPTERS, EXPERTS),
+    "sessions whose input streams in": refusals.refuse_streamed_input,
+    "watermarks": engine(watermark_config={"key": 1}),
+    "V2 model runner on a CPU": runner("cpu", True),
+    "V1 model runner on a GPU": runner("cuda", False),
+    "the same for layers with a sliding window": lambda: refusals.refuse_context(Context("window", (64,)), [WINDOWED]),
+    "the same for latent keys": blocks_of_latent_keys,
+    "weights fetched while layers run": engine(offload_group_size=4),
+    "keys of a speculative_config": lambda: spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3}),
+    "copies fitted to data, with tensor": lambda: refusals.refuse_fitted_copies("a file", 2),
+    "copies with expert parallelism": weights("fp8", is_moe=True, expert_parallel=True),
+    "copies of quantised experts": weights("fp8", quantization="awq", is_moe=True),
+    "integer copies where a rank's rows": weights("int8", row_lengths=(96,)),
+    "fp8 on an older GPU": weights("fp8", device="cuda", dtype="float16"),
+}
+"""Row that we refuse -> what is refused."""
 
-LOSSLESS, EDGES = "engine/test_lossless.py::test_greedy", "engine/test_lossless_edges.py::test_scenario"
-WORKS_WITH, TWO = "engine/test_works_with.py::", "engine/test_two_ranks.py::"
-COPIES = "engine/test_draft_weights.py::"
-ARCHITECTURES = "engine/test_architectures.py::test_one_of_each_family"
-FAULTS = "engine/test_request_faults.py::"
-ONE_SERVER = "start one server for each GPU"
+# ---- what tries the others on the CPU -------------------------------------------------------------------------------
 
-ROWS: dict[str, tuple[Row, ...]] = {
-    "Several GPUs": (
-        Row(
-            "tensor parallelism",
-            YES,
-            "layers, exit head and copies of weights are split as vLLM splits them; gates "
-            "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
-            "NVLink",
-            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
-            f"{CASES} (two H200, two H100; gates, lengths by acceptance, 4- and 8-bit copies, experts)",
-        ),
-        Row("expert parallelism", YES, "on shared weights; copies are refused", None, f"{CASES} (two H200; Qwen3-MoE)"),
-        Row(
-            "pipeline parallelism",
-            REFUSED,
-            "draft and target share every layer, so all layers must be on one worker",
-            refusal=engine(pipeline_parallel_size=2),
-            instead="tensor_parallel_size splits the model over GPUs",
-        ),
-        Row(
-            "data parallelism",
-            REFUSED,
-            "ranks would draft different numbers of steps and wait for each other",
-            refusal=engine(data_parallel_size=2),
-            instead=ONE_SERVER,
-        ),
-        Row(
-            "prefill context parallelism",
-            REFUSED,
-            "a draft step's attention is not split over ranks",
-            refusal=engine(prefill_context_parallel_size=2),
-            instead="use tensor_parallel_size",
-        ),
-        Row(
-            "decode context parallelism",
-            REFUSED,
-            "a draft step's attention is not split over ranks",
-            refusal=engine(decode_context_parallel_size=2),
-            instead="use tensor_parallel_size",
-        ),
+TESTS: dict[str, tuple[str, ...]] = {
+    "test_two_ranks::two_ranks_draft_on_their_shares_of_weights_and_experts": (
+        "tensor parallelism",
+        "copies with tensor parallelism",
     ),
-    "Models": (
-        Row(
-            "dense decoders (Llama, Qwen3, Gemma, ...)",
-            YES,
-            "whatever the architecture is called: its decoder is the "
-            "part whose forward loops over its layers; the table below has each that was tried",
-            LOSSLESS,
-            CASES,
-        ),
-        Row("mixture of experts", YES, "Qwen3-MoE on the CPU; also Mixtral and Llama 4 on a GPU", LOSSLESS, CASES),
-        Row(
-            "sliding windows",
-            YES,
-            "Mistral, Gemma 2 and Gemma 3; on a GPU Mistral was tried without its window, with "
-            "which FlashAttention 3 is not batch-invariant for vLLM's own methods either",
-            LOSSLESS,
-            f"{CASES} (Gemma 3)",
-        ),
-        Row("latent attention (MLA)", YES, "DeepSeek-V2", None, f"{CASES} (DeepSeek-V2)", on_cpu="refused, next row"),
-        Row(
-            "latent attention on a CPU",
-            REFUSED,
-            "in vLLM 0.32.0 a verify pass is not right there: its own n-gram drafts change greedy output too",
-            refusal=latents_on_a_cpu,
-            instead="without a speculative_config",
-        ),
-        Row(
-            "quantised targets",
-            YES,
-            "the draft runs on the target's own quantised weights. On a CPU: "
-            "compressed-tensors W4A16 and W8A8, GPTQ (also in bfloat16) and AWQ, in float16 and with AVX-512, because "
-            "vLLM's product with 4-bit weights needs 16 bits and that; W8A8 in bfloat16 on processors with AMX, where "
-            "float16 ends vLLM's process. On a GPU in batch-invariant mode vLLM multiplies AWQ's weights in float16 "
-            "alone",
-            WORKS_WITH + "test_quantised_targets",
-            f"{CASES} (W4A16, GPTQ, fp8, AWQ in float16)",
-        ),
-        Row(
-            "multimodal models",
-            YES,
-            "drafts are made of text; a picture is in the keys and values already. On a CPU: "
-            "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
-            WORKS_WITH + "test_multimodal_models",
-            f"{CASES} (Qwen2-VL, Idefics3)",
-        ),
-        Row(
-            "vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)",
-            YES,
-            "the layers are those of the model of Hugging Face's; dense and mixtures of experts",
-            ARCHITECTURES,
-            f"{CASES} (Llama; of StarCoder2 1 of 64 outputs differed)",
-        ),
-        Row(
-            "architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)",
-            YES,
-            "drafts are made with their decoder's layers, not with the MTP layers",
-            ARCHITECTURES,
-        ),
-        Row(
-            "positions of several dimensions (M-RoPE: Qwen2-VL, ...)",
-            YES,
-            "a generated token has one position in all "
-            "dimensions, behind pictures too: Qwen2-VL, Qwen2.5-VL, Qwen3-VL; on a GPU Qwen2-VL",
-            WORKS_WITH + "test_positions_of_several_dimensions",
-            CASES,
-        ),
-        Row(
-            "recurrent states (Mamba, hybrids)",
-            REFUSED,
-            "rejected drafts would stay in the state",
-            refusal=target("is_hybrid"),
-            instead="without a speculative_config, or with vLLM's method 'ngram'",
-        ),
-        Row(
-            "models that only have a recurrent state",
-            REFUSED,
-            "rejected drafts would stay in the state",
-            refusal=target("is_attention_free"),
-            instead="without a speculative_config, or with vLLM's method 'ngram'",
-        ),
-        Row(
-            "encoder-decoder models (Whisper, ...)",
-            REFUSED,
-            "a draft step has no encoder's states",
-            refusal=target("is_encoder_decoder"),
-            instead="without a speculative_config",
-        ),
-        Row(
-            "diffusion language models",
-            REFUSED,
-            "they make several tokens at once",
-            refusal=target("is_diffusion"),
-            instead="without a speculative_config",
-        ),
-        Row(
-            "embedding and other pooling models",
-            REFUSED,
-            "they generate no tokens",
-            refusal=target("runner_type", "pooling"),
-            instead="leave the speculative_config out",
-        ),
+    "test_lossless::greedy": (
+        "dense decoders",
+        "mixture of experts",
+        "sliding windows",
+        "greedy decoding",
+        "CPU",
+        "prefix caching, chunked prefill",
+        "shared (the target's own)",
     ),
-    "Adapters": (
-        Row(
-            "LoRA requests",
-            YES,
-            "drafts are made without the adapter, and verified with it: the output is the "
-            "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted. On the CPU "
-            "vLLM itself gives requests without an adapter, beside others, what its last slot holds: set max_loras to "
-            "one more than the adapters in use",
-            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter",
-            CASES,
-        ),
-        Row(
-            "LoRA with a mixture of experts",
-            REFUSED,
-            "vLLM applies such adapters inside the experts' kernels",
-            refusal=adapters_of_experts,
-            instead="with the adapter merged into the model's weights",
-        ),
+    "test_lossless::other_engine_settings": ("without chunked prefill",),
+    "test_lossless::compiled": ("torch.compile, eager",),
+    "test_lossless_edges::scenario": (
+        "structured output",
+        "stop tokens, min_tokens, end of text",
+        "penalties, bad words",
+        "requests up to max_model_len",
     ),
-    "Requests": (
-        Row("greedy decoding", YES, "the baseline's tokens; on a GPU in vLLM's batch-invariant mode", LOSSLESS, CASES),
-        Row(
-            "sampling, seeds",
-            YES,
-            "the baseline's distribution; a seed gives the same sample again, and another one than without drafts",
-            "engine/test_sampling.py::test_drafting_keeps_the_distribution",
-            CASES,
-        ),
-        Row(
-            "a seed again, with draft lengths that change",
-            YES,
-            "a seed may give another sample where the load, "
-            "other requests or measured times change the draft length: with a length_table, and with gate auto, which "
-            "is the default",
-            FAULTS + "test_a_seed_gives_the_same_sample_again",
-        ),
-        Row(
-            "drafts drawn at the request's temperature",
-            YES,
-            "`draft_sample_method: probabilistic`; from the request's own seed where it has one",
-            "engine/test_sampling.py::test_drafting_keeps_the_distribution",
-            CASES,
-        ),
-        Row(
-            "every other field of a request, alone and beside others",
-            YES,
-            "in steps with drafts and without, among "
-            "them top_k alone and logprob_token_ids, with which vLLM's own speculation ends the engine of a CPU; on V2 "
-            "vLLM's own speculation leaves out logprob_token_ids in steps with drafts",
-            FAULTS + "test_each_field_beside_all_others",
-        ),
-        Row(
-            "log-probabilities, of the prompt too",
-            YES,
-            "the target model's",
-            "engine/test_lossless_edges.py::test_logprobs_are_the_target_models",
-            CASES,
-        ),
-        Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
-        Row(
-            "stop tokens, min_tokens, end of text",
-            YES,
-            "a stop inside an accepted draft cuts what follows it",
-            EDGES,
-            CASES,
-        ),
-        Row(
-            "stop strings, several samples (n), seeds of prompts in pieces",
-            YES,
-            "",
-            WORKS_WITH + "test_stop_strings_several_samples_and_seeds_of_prompts_in_pieces",
-        ),
-        Row("penalties, bad words, allowed_token_ids", YES, "", EDGES, CASES),
-        Row(
-            "logit_bias, min_p",
-            YES,
-            "also where they come from a model's generation_config.json; vLLM refuses both "
-            "under any other speculative method",
-            FAULTS + "test_each_field_beside_all_others",
-        ),
-        Row(
-            "thinking budgets (thinking_token_budget)",
-            YES,
-            "with a reasoning parser; also of several requests of one "
-            "batch, and where thinking ends by itself inside drafts",
-            FAULTS + "test_thinking_ends_when_its_own_budget_does",
-        ),
-        Row(
-            "trace_decode_token_ids",
-            BY_VLLM,
-            "under any speculative method",
-            FAULTS + "test_what_is_refused_is_refused_alone",
-        ),
-        Row(
-            "custom logits processors (logits_processors)",
-            YES,
-            "on V1 a request that an AdapterLogitsProcessor acts "
-            "on is not drafted for, and none is beside a processor of whole batches; on V2 all are",
-            FAULTS + "test_a_custom_logits_processor_acts_on_its_requests_and_the_others_draft",
-        ),
-        Row(
-            "sessions whose input streams in (StreamingInput)",
-            REFUSED,
-            "what a turn leaves in the context would depend on its drafts",
-            refusal=refusals.refuse_streamed_input,
-            instead="send each turn as a request of its own",
-        ),
-        Row(
-            "watermarks",
-            REFUSED,
-            "drafts would be drawn without the watermark",
-            refusal=engine(watermark_config={"key": 1}),
-            instead="serve watermarked text without a speculative_config",
-        ),
+    "test_lossless_edges::logprobs_are_the_target_models": ("log-probabilities",),
+    "test_lossless_edges::preemption_under_a_small_cache": ("preemption under a small KV cache",),
+    "test_architectures::one_of_each_family": ("vLLM's Transformers backend", "architectures with MTP layers"),
+    "test_works_with::quantised_targets": ("quantised targets", "copies of quantised weights"),
+    "test_works_with::multimodal_models": ("multimodal models",),
+    "test_works_with::positions_of_several_dimensions": ("positions of several dimensions",),
+    "test_works_with::stop_strings_several_samples_and_seeds_of_prompts_in_pieces": ("stop strings",),
+    "test_works_with::keys_and_values_that_another_engine_made": ("KV connectors",),
+    "test_adapters::each_request_has_the_output_of_its_own_adapter": ("LoRA requests",),
+    "test_sampling::drafting_keeps_the_distribution": ("sampling, seeds", "drafts drawn"),
+    "test_request_faults::a_seed_gives_the_same_sample_again": ("a seed again",),
+    "test_request_faults::each_field_beside_all_others": ("every other field of a request", "logit_bias, min_p"),
+    "test_request_faults::thinking_ends_when_its_own_budget_does": ("thinking budgets",),
+    "test_request_faults::what_is_refused_is_refused_alone": ("trace_decode_token_ids",),
+    "test_request_faults::a_custom_logits_processor_acts_on_its_requests_and_the_others_draft": ("custom logits",),
+    "test_draft_lengths::vllms_list_of_lengths_by_batch_size_is_followed": ("draft length by batch size",),
+    "test_draft_lengths::load_context_and_requests_own_wishes_together_while_requests_are_preempted": (
+        "draft length by load",
     ),
-    "The engine": (
-        Row("CPU", YES, "V1 model runner; vLLM's own sampling beside speculation is mended there", LOSSLESS, "-"),
-        Row(
-            "V2 model runner on a CPU",
-            REFUSED,
-            "vLLM's needs a Triton backend for CPUs; tests run it in Triton's interpreter (`engine=cpu runner=v2`)",
-            refusal=runner("cpu", True),
-            instead="unset VLLM_USE_V2_MODEL_RUNNER=1",
-            gpu="-",
-        ),
-        Row(
-            "V1 model runner on a GPU",
-            REFUSED,
-            "early exit on CUDA is written for V2",
-            refusal=runner("cuda", False),
-            instead="unset VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        Row("prefix caching, chunked prefill", YES, "", LOSSLESS, CASES),
-        Row(
-            "without chunked prefill, other block sizes", YES, "", "engine/test_lossless.py::test_other_engine_settings"
-        ),
-        Row(
-            "preemption under a small KV cache",
-            YES,
-            "",
-            "engine/test_lossless_edges.py::test_preemption_under_a_small_cache",
-            CASES,
-        ),
-        Row("requests up to max_model_len", YES, "such requests draft less", EDGES, CASES),
-        Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
-        Row("CUDA graphs, async scheduling", YES, "", None, CASES),
-        Row(
-            "draft length by batch size",
-            YES,
-            "`num_speculative_tokens_per_batch_size`",
-            "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed",
-        ),
-        Row(
-            "draft length by load, by context and by request",
-            YES,
-            "",
-            "engine/test_draft_lengths.py::"
-            "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted",
-            CASES,
-        ),
-        Row(
-            "drafts from a request's own text (free_drafts)",
-            YES,
-            "before the model's own drafts, on both runners; greedy and sampled, with every gate",
-            "engine/test_free_drafts.py::test_with_a_table_gate_auto_copies_a_window_and_preemption",
-            CASES,
-        ),
-        Row(
-            "weights replaced in a live engine (reload_weights, weight transfer)",
-            YES,
-            "copies and a draft "
-            "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
-            "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
-            "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced",
-            CASES,
-        ),
-        Row(
-            "an engine that sleeps (level 2), wakes and loads its weights again",
-            YES,
-            "copies are made anew with the weights",
-            None,
-            CASES,
-            on_cpu="vLLM refuses it",
-        ),
-        Row(
-            "KV connectors (prefill and decoding on different servers)",
-            YES,
-            "drafts write into the target's KV cache "
-            "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
-            WORKS_WITH + "test_keys_and_values_that_another_engine_made",
-            "tried (NIXL between two H200)",
-        ),
-        Row(
-            "layers left out (skip_layers)",
-            YES,
-            "may change on a live engine that runs eagerly",
-            "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets",
-            CASES,
-        ),
-        Row(
-            "drafts with a window of the context (draft_window)",
-            YES,
-            "",
-            "engine/test_views.py::test_drafts_with_a_window_are_others_and_the_output_is_the_targets",
-            CASES,
-        ),
-        Row(
-            "the same for layers with a sliding window of their own",
-            REFUSED,
-            "they count positions in the context",
-            refusal=lambda: refusals.refuse_context(
-                Context("window", (64,)), [SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)]
-            ),
-            instead="leave draft_window out",
-        ),
-        Row(
-            "drafts over the blocks with the greatest attention (draft_context=blocks:N)",
-            YES,
-            "chosen anew before each round; an engine with CUDA graphs is started with it",
-            "engine/test_views.py::"
-            "test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets",
-            CASES,
-        ),
-        Row(
-            "the same for latent keys (MLA), for keys in fp8, and by other backends than FlashAttention",
-            REFUSED,
-            "their keys cannot be read",
-            refusal=blocks_of_latent_keys,
-            instead="draft_window = 256",
-        ),
-        Row(
-            "weights fetched while layers run (offload_group_size)",
-            REFUSED,
-            "layers share buffers, which are right only if every pass runs all layers",
-            refusal=engine(offload_group_size=4),
-            instead="cpu_offload_gb",
-        ),
-        Row(
-            "keys of a speculative_config that are for other methods",
-            REFUSED,
-            "they would change nothing",
-            refusal=unused_key,
-            instead="leave it out",
-        ),
+    "test_free_drafts::with_a_table_gate_auto_copies_a_window_and_preemption": ("drafts from a request's own text",),
+    "test_new_weights::copies_follow_weights_that_are_replaced": ("weights replaced in a live engine",),
+    "test_views::a_thinned_view_drafts_and_the_output_is_the_targets": ("layers left out",),
+    "test_views::drafts_with_a_window_are_others_and_the_output_is_the_targets": ("drafts with a window",),
+    "test_views::drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets": (
+        "drafts over the blocks",
     ),
-    "Draft weights": (
-        Row("shared (the target's own)", YES, "nothing is copied", LOSSLESS, CASES),
-        Row(
-            "fp8",
-            YES,
-            "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
-            COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets",
-            CASES,
-        ),
-        Row(
-            "int8, int4",
-            YES,
-            "groups of 64; on CUDA for bfloat16 models",
-            COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets",
-            CASES,
-        ),
-        Row(
-            "copies with tensor parallelism",
-            YES,
-            "each rank copies its share",
-            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
-            f"{CASES} (int8 and int4 on two H200, int4 on two H100)",
-        ),
-        Row(
-            "copies of experts",
-            YES,
-            "router and shared experts stay the target's own",
-            COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets",
-            f"{CASES} (Mixtral; Qwen3-MoE in fp8)",
-        ),
-        Row(
-            "copies fitted to data (draft_weights_path)",
-            YES,
-            "",
-            "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets",
-            CASES,
-        ),
-        Row(
-            "copies fitted to data, with tensor parallelism",
-            REFUSED,
-            "the file holds whole weights",
-            refusal=lambda: refusals.refuse_fitted_copies("a file", 2),
-            instead="copies that are made at load",
-        ),
-        Row(
-            "copies with expert parallelism",
-            REFUSED,
-            "",
-            gpu="-",
-            refusal=weights("fp8", is_moe=True, expert_parallel=True),
-            instead="allowed: shared",
-        ),
-        Row(
-            "copies of quantised weights",
-            YES,
-            "made of what the target's quantised layers multiply by, a layer at a time",
-            WORKS_WITH + "test_quantised_targets",
-            CASES,
-        ),
-        Row(
-            "copies of quantised experts",
-            REFUSED,
-            "",
-            gpu="-",
-            refusal=weights("fp8", quantization="awq", is_moe=True),
-            instead="allowed: shared",
-        ),
-        Row(
-            "integer copies where a rank's rows do not divide into groups of 64",
-            REFUSED,
-            "",
-            gpu="-",
-            refusal=weights("int8", row_lengths=(96,)),
-            instead="shared",
-        ),
-        Row(
-            "fp8 on an older GPU, or of a model that is not bfloat16",
-            REFUSED,
-            "",
-            gpu="-",
-            refusal=weights("fp8", device="cuda", dtype="float16"),
-            instead="shared",
-        ),
+    "test_draft_weights::copies_draft_and_however_wrong_they_are_the_output_is_the_targets": ("fp8", "int8, int4"),
+    "test_draft_weights::experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets": (
+        "copies of experts",
+    ),
+    "test_fit_weights::fitted_copies_draft_better_and_the_output_is_the_targets": (
+        "copies fitted to data (draft_weights_path)",
     ),
 }
-
-NOT_TRIED = (
-    "`method: skip` with adapters",
-    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
-    "doctor`",
-)
-"""Nothing is known to be wrong with these, and nobody has run them."""
-
-HEAD = """
-Each row that works has been run in an engine of vLLM 0.32.0: tiny models, whose greedy output has to be that of the
-same engine without drafts, while some drafts are accepted and some are not. `tests/contract/compatibility.py` names the
-test of each row, and these tables are made of it (`python tests/contract/test_compatibility.py`); on a GPU the rows are
-cases of `tests/gpu/test_v2_lossless.py`. What is refused is refused before the engine starts, with a message that says
-what to do instead.
-
-"Tried" on a GPU means vLLM 0.32.0 on one NVIDIA H100 or H200 (tensor parallelism: two), in batch-invariant mode.
-"""
-
-
-COLUMNS = "| with | works | what to know | on a CPU | on a GPU |"
-
-
-def part() -> str:
-    """The part of docs/limits.md that says what works with what."""
-    parts = [HEAD]
-    for title, rows in ROWS.items():
-        parts.append(f"\n### {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
-        parts += [_line(row) for row in rows]
-        if title == "Models":
-            parts.append(architecture_table.section(architecture_table.lines()))
-        if title == "Requests":
-            parts.append(field_table.section())
-    parts.append("\n### Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
-    return "".join(parts)
-
-
-def _line(row: Row) -> str:
-    note = "; ".join(part for part in (row.note, f"instead: {row.instead}" if row.instead else "") if part)
-    tested = "refusal tested" if row.works in (REFUSED, BY_VLLM) else "tested" if row.cpu else "not tried"
-    gpu = "-" if row.works == REFUSED else row.gpu
-    return f"| {row.what} | {row.works} | {note} | {row.on_cpu or tested} | {gpu} |\n"
+"""File::function of tests/engine, without "test_" and ".py" -> the rows of the page that it tries."""

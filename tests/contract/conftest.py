@@ -11,16 +11,9 @@ def folder(tmp_path_factory):
     from transformers import LlamaConfig
 
     folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=LEN,
-    ).save_pretrained(folder)
+    layers = {"num_hidden_layers": 4, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": LEN}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **layers, **sizes).save_pretrained(folder)
     return folder
 
 
@@ -38,17 +31,9 @@ def make(folder, monkeypatch):
 
     def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
-        config = EngineArgs(
-            str(folder),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_num_seqs=MOST,
-            max_model_len=LEN,
-            max_num_batched_tokens=64,
-            block_size=BLOCK,
-            speculative_config=spec,
-            enable_prefix_caching=False,
-        ).create_engine_config()
+        limits = {"max_num_seqs": MOST, "max_model_len": LEN, "max_num_batched_tokens": 64, "block_size": BLOCK}
+        plain = {"skip_tokenizer_init": True, "dtype": "float32", "enable_prefix_caching": False}
+        config = EngineArgs(str(folder), speculative_config=spec, **limits, **plain).create_engine_config()
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         group = KVCacheGroupSpec(

@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
@@ -11,6 +14,7 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, block_weights_of_keys, chosen_blocks, only
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
 pytestmark = pytest.mark.contract
 
@@ -21,8 +25,6 @@ class CpuLayer:
     """An attention layer of vLLM's for CPUs, as far as its KV cache is concerned, with random keys in it."""
 
     def __init__(self, isa: str = "vec", dtype: torch.dtype = torch.float32, requests: int = 4):
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
         self.isa, self._k_scale_float, self._v_scale_float = isa, 1.0, 1.0
         self.impl = object.__new__(CPUAttentionBackendImpl)
         self.impl.attn_type, self.impl.kv_cache_dtype, self.impl.scale = "decoder", "auto", DIM**-0.5
@@ -108,8 +110,6 @@ def test_heads_are_added_up_and_the_newest_token_has_no_key_yet():
 
 
 def group(**more: object) -> SimpleNamespace:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
     return SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, **more)
 
@@ -173,8 +173,6 @@ def test_keys_that_cannot_be_read_are_refused(wrong, said):
 
 
 def test_a_live_engine_whose_passes_are_captured_cannot_begin_to_keep_queries():
-    from vllm.config.compilation import CUDAGraphMode
-
     layers = {name: layer() for name in "abcd"}
     with pytest.raises(
         SettingsError, match="draft_context = window:64 cannot become blocks on a live engine with CUDA"
@@ -186,8 +184,6 @@ def test_a_live_engine_whose_passes_are_captured_cannot_begin_to_keep_queries():
 
 def test_a_live_engine_whose_passes_are_captured_goes_on_choosing_by_the_layer_whose_queries_they_keep():
     """Fewer layers draft from now on, of which another one would be asked."""
-    from vllm.config.compilation import CUDAGraphMode
-
     layers = {name: layer() for name in "abcd"}
     started = kernel(layers, graphs=CUDAGraphMode.FULL)
     for graphs, asked in ((CUDAGraphMode.FULL, "d"), (CUDAGraphMode.NONE, "b")):
@@ -198,7 +194,6 @@ def test_a_live_engine_whose_passes_are_captured_goes_on_choosing_by_the_layer_w
 
 def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     """Rows with rejected drafts, with none, and inside a prefill, where no token was sampled."""
-    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
     class Stop(Exception):
         pass

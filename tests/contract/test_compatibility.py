@@ -1,18 +1,22 @@
-"""The table of what early exit works with, the refusals and the tests are in step.
+"""The tables of what early exit works with, the refusals and the tests are in step.
 
-python tests/contract/test_compatibility.py      writes these tables into docs/limits.md
+python tests/contract/test_compatibility.py      writes the tables of architectures and of fields into docs/limits.md
 """
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import architecture_table
 import field_table
 import pytest
-from compatibility import BY_VLLM, CASES, ONES, PLAIN, RECORDS, REFUSED, ROWS, YES, part
+from compatibility import CASES, ONES, PAGE, PLAIN, RECORDS, REFUSALS, REFUSED, TESTS, YES, Row, rows
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
@@ -22,41 +26,51 @@ from selfspec_cli.vllm_plugin import refusals
 pytestmark = pytest.mark.contract
 
 REPO = Path(__file__).parents[2]
-PAGE = REPO / "docs" / "limits.md"
-ALL = [row for rows in ROWS.values() for row in rows]
+ALL = rows()
 OURS = [row for row in ALL if row.works == REFUSED]
 
 
+def named(beginning: str) -> Row:
+    """The row of a name; of several that begin so the first of that very name."""
+    found = [row for row in ALL if row.what.startswith(beginning)]
+    exact = [row for row in found if row.what == beginning]
+    (row,) = exact if len(found) > 1 else found
+    return row
+
+
 def with_tables(text: str) -> str:
-    """The page with what stands between its two markers written anew."""
-    marked = "(<!-- compatibility -->\n).*(<!-- /compatibility -->)"
-    return re.sub(marked, lambda found: found[1] + part() + found[2], text, flags=re.DOTALL)
+    """The page with the tables that are generated written anew."""
+    for part in (architecture_table.section(architecture_table.lines()), field_table.section()):
+        heading = part.strip().splitlines()[0]
+        text = re.sub(
+            rf"\n{heading}\n.*?(?=\n### )", lambda _, part=part: part.rstrip("\n") + "\n", text, flags=re.DOTALL
+        )
+    return text
 
 
-def test_the_page_is_what_the_table_says():
+def test_the_page_has_the_tables_of_architectures_and_fields():
     text = PAGE.read_text(encoding="utf-8")
-    assert "<!-- compatibility -->" in text
     assert text == with_tables(text), "run: python tests/contract/test_compatibility.py"
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: row.what)
-def test_what_is_refused_is_refused_with_what_to_do_instead(row):
-    assert row.instead
-    with pytest.raises(SettingsError) as refused:
-        row.refusal()
-    assert row.instead in str(refused.value)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_refused_is_refused_with_what_to_do_instead(name):
+    assert named(name).instead and named(name).instead in message(name)
 
 
-@pytest.mark.parametrize("row", ALL, ids=lambda row: row.what)
-def test_a_row_says_what_tried_it(row):
+def test_a_row_says_what_tried_it():
     """A test that is there, or a GPU; and only what we refuse has a refusal of ours."""
-    assert row.works in (YES, REFUSED, BY_VLLM)
-    assert (row.refusal is not None) == (row.works == REFUSED)
-    if row.cpu is None:
-        return
-    file, _, name = row.cpu.partition("::")
-    tree = ast.parse((REPO / "tests" / file).read_text(encoding="utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row.cpu
+    assert len(ALL) > 60
+    assert [row.what for row in OURS] == [named(name).what for name in REFUSALS]
+    tried = [named(name) for names in TESTS.values() for name in names]
+    assert {row.what for row in tried} == {row.what for row in ALL if row.cpu == "tested"} | {"trace_decode_token_ids"}
+    assert len({row.what for row in tried}) == len(tried)
+    assert {row.cpu for row in OURS} == {named("trace_decode_token_ids").cpu} == {"refusal tested"}
+    assert {row.gpu for row in OURS} == {"-"}
+    for test in TESTS:
+        file, _, name = test.partition("::")
+        tree = ast.parse((REPO / "tests" / "engine" / f"{file}.py").read_text(encoding="utf-8"))
+        assert f"test_{name}" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
 
 
 MOE, QUANTISED = ("mixtral", "qwen3_moe", "llama4"), ("+int4", "+gptq", "+awq")
@@ -109,7 +123,7 @@ def on_a_gpu():
 
 @pytest.mark.parametrize("name", SEEN)
 def test_a_row_says_tried_on_a_gpu_where_a_record_shows_it_and_nowhere_else(name, on_a_gpu):
-    (row,) = [row for row in ALL if row.what.startswith(name) and row.works == YES]
+    row = next(row for row in ALL if row.what.startswith(name) and row.works == YES)
     shown = any(SEEN[name](case, case["engine"], case["spec"]) for case in on_a_gpu)
     assert row.gpu.startswith(CASES) == shown, row
 
@@ -122,17 +136,9 @@ def test_every_refusal_of_ours_has_a_row():
         "refuse_model": set(refusals.NO_TARGETS),
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
-    others = {
-        "refuse_adapters",
-        "refuse_fitted_copies",
-        "refuse_runner",
-        "refuse_gate",
-        "refuse_context",
-        "refuse_latents",
-        "refuse_streamed_input",
-    }
-    assert functions == {*covered, *others}, "a new refusal wants a row"
-    said = "\n".join(_message(row) for row in OURS)
+    others = {"adapters", "fitted_copies", "runner", "gate", "context", "latents", "streamed_input"}
+    assert functions == {*covered, *(f"refuse_{name}" for name in others)}, "a new refusal wants a row"
+    said = "\n".join(map(message, REFUSALS))
     for name in covered["refuse_engine"]:
         assert f"{name} =" in said or f"{name} is" in said, name
     raises = inspect.getsource(refusals.refuse_engine).count("raise SettingsError")
@@ -154,8 +160,6 @@ def test_every_refusal_of_ours_has_a_row():
 
 
 def test_every_field_of_a_request_is_in_its_table():
-    from vllm import SamplingParams
-
     known = field_table.runpy.run_path(str(field_table.FILE))
     fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - known["OF_VLLM"]
     assert field_table.fields() == fields
@@ -165,7 +169,7 @@ def test_every_field_of_a_request_is_in_its_table():
 
 
 def test_every_kind_of_draft_weights_has_a_row():
-    kinds = " ".join(row.what for row in ROWS["Draft weights"])
+    kinds = " ".join(row.what for row in ALL if row.table == "Draft weights")
     assert all(name in kinds for name in DRAFT_WEIGHTS)
 
 
@@ -176,18 +180,14 @@ def test_arguments_that_early_exit_takes_are_taken():
 
 
 def test_the_arguments_that_are_refused_are_vllms_own():
-    import dataclasses
-
-    from vllm.engine.arg_utils import EngineArgs
-
     plain = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
     assert {name: plain[name] for name in ONES} == ONES
     assert set(PLAIN) <= set(plain)
 
 
-def _message(row) -> str:
+def message(name: str) -> str:
     with pytest.raises(SettingsError) as refused:
-        row.refusal()
+        REFUSALS[name]()
     return str(refused.value)
 
 

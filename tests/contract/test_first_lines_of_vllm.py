@@ -8,6 +8,14 @@ import re
 
 import pytest
 from first_lines import INDEX, README, of_kind, python_blocks
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.metrics import loggers
+from vllm.v1.spec_decode import metrics
+
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
@@ -17,11 +25,6 @@ SERVE = of_kind("vllm", README, INDEX)
 
 @pytest.mark.parametrize("words", SERVE, ids=" ".join)
 def test_vllms_parser_reads_the_line_that_serves(words):
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
     validate_parsed_serve_args(arguments)
     assert arguments.model_tag == "MODEL"
@@ -30,11 +33,6 @@ def test_vllms_parser_reads_the_line_that_serves(words):
 
 
 def test_the_keys_in_python_are_of_vllms_class_and_ours():
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-
     calls = [
         node
         for block in python_blocks(README, INDEX)
@@ -50,9 +48,6 @@ def test_the_keys_in_python_are_of_vllms_class_and_ours():
 
 
 def test_the_metrics_to_watch_are_vllms():
-    from vllm.v1.metrics import loggers
-    from vllm.v1.spec_decode import metrics
-
     named = [name for words in of_kind("curl", INDEX) for name in re.findall(r"\w{6,}", " ".join(words))]
     wanted = [name for name in named if name.startswith(("spec_decode", "num_requests"))]
     assert len(wanted) == 2

@@ -6,6 +6,9 @@ import logging
 
 import pytest
 import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
 from selfspec_cli.vllm_plugin.fused_step import models
 from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
@@ -32,10 +35,6 @@ def test_their_layers_are_what_the_kernel_does(name):
 
 
 def test_rotary_embeddings_that_only_have_other_tables_inherit_their_forward():
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-    from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
-    from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
-
     for kind in (Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding):
         assert kind.forward_native is RotaryEmbedding.forward_native
 

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import pickle
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import REGISTRY
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+from selfspec_cli.vllm_plugin import register
+from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, PREFIX, attach, take_out
 
 pytestmark = pytest.mark.contract
 
 K = 3
-TOTALS = {
-    "rounds": 5,
-    "steps": 9,
-    "gate_ended": 2,
-    "nan_logits": 0,
-    "length_histogram.1": 2,
-    "position_histogram.0": 7,
-    "off.load": 4,
-    "in_force": 2,
-}
+TOTALS = {"rounds": 5, "steps": 9, "gate_ended": 2, "nan_logits": 0, "off.load": 4, "in_force": 2}
+TOTALS |= {"length_histogram.1": 2, "position_histogram.0": 7}
 
 
 @pytest.fixture
-def stats():
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    return SchedulerStats
-
-
-@pytest.fixture
-def config(tmp_path):
+def config(folder):
     """The configuration of an engine with early exit, and of a plain one."""
-    from transformers import LlamaConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from selfspec_cli.vllm_plugin import register
-
     register()
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    ).save_pretrained(tmp_path)
 
     def made(spec):
-        return EngineArgs(
-            str(tmp_path), skip_tokenizer_init=True, dtype="float32", speculative_config=spec, served_model_name="tiny"
-        ).create_engine_config()
+        words = {"skip_tokenizer_init": True, "dtype": "float32", "served_model_name": "tiny"}
+        return EngineArgs(str(folder), speculative_config=spec, **words).create_engine_config()
 
     return made
 
@@ -62,8 +45,6 @@ EARLY_EXIT = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens":
 
 def shown() -> dict[tuple[str, str], float]:
     """What a scrape sees of ours: value by name and by the labels that are not of the engine."""
-    from prometheus_client import REGISTRY
-
     found = {}
     for metric in REGISTRY.collect():
         for one in metric.samples:
@@ -76,7 +57,6 @@ def shown() -> dict[tuple[str, str], float]:
 
 def watched(record, seen):
     """A logger's `record` that notes what the numbers came in."""
-    from selfspec_cli.vllm_plugin.observe.transport import CARRIER
 
     def noting(stats, *arguments, **more):
         if stats is not None:
@@ -86,22 +66,14 @@ def watched(record, seen):
     return noting
 
 
-def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_nothing_of_ours(config, stats):
-    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-
-    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX
-
+def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_nothing_of_ours(config):
     manager = StatLoggerManager(config(EARLY_EXIT))
     at_first = shown()
     assert at_first["draft_length",] == K
     assert at_first["draft_cost",] == (1 + 1) / 4
     assert {name for name, number in at_first.items() if number} == {("draft_length",), ("draft_cost",)}
-    assert {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"} == {
-        "load",
-        "context",
-        "request",
-        "cost",
-    }
+    reasons = {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"}
+    assert reasons == {"load", "context", "request", "cost"}
     assert [name[1] for name in at_first if name[0] == "draft_rounds_by_length_total"] == ["1", "2", "3"]
     assert [name[1] for name in at_first if name[0] == "draft_tokens_per_pos_total"] == ["0", "1", "2"]
 
@@ -109,7 +81,9 @@ def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_not
     for logger in manager.stat_loggers[1:]:
         logger.record = watched(logger.record, seen)
     for _ in range(2):
-        of_step = stats(**{CARRIER: {"in_progress": 3} | {PREFIX + name: number for name, number in TOTALS.items()}})
+        of_step = SchedulerStats(
+            **{CARRIER: {"in_progress": 3} | {PREFIX + name: number for name, number in TOTALS.items()}}
+        )
         manager.record(of_step, None)
     manager.record(None, None)
     assert seen and all(one == {"in_progress": 3} for one in seen)
@@ -132,13 +106,8 @@ def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_not
     assert all(kind.__module__.startswith("vllm.") for kind in kinds)
 
 
-def test_the_numbers_survive_the_way_between_two_processes(stats):
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX, take_out
-
-    sent = stats(num_running_reqs=2, **{CARRIER: {PREFIX + name: number for name, number in TOTALS.items()}})
+def test_the_numbers_survive_the_way_between_two_processes():
+    sent = SchedulerStats(num_running_reqs=2, **{CARRIER: {PREFIX + name: number for name, number in TOTALS.items()}})
     parts = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=sent))
     arrived = MsgpackDecoder(EngineCoreOutputs).decode(parts).scheduler_stats
     assert take_out(arrived) == TOTALS
@@ -159,12 +128,6 @@ def worker(answer, drafter):
 
 
 def test_a_worker_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_step_is_under_way():
-    import pickle
-
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-
-    from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, attach
-
     def step(answer, totals):
         return attach(lambda self, grammar: answer)(worker(answer, Drafter(totals)), None)
 
@@ -184,22 +147,13 @@ def test_a_worker_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_s
 
 
 def test_the_output_of_a_step_that_is_under_way_is_the_object_that_the_scheduler_gets():
-    import inspect
-
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
-
     source = inspect.getsource(AsyncOutput.get_output)
     assert "return self.model_runner_output" in source
     assert "self.model_runner_output =" not in source
 
 
-def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(config, stats, monkeypatch):
+def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(config, monkeypatch):
     """What a request's own text brought speaks for no copy, and early layers may be as weak as that."""
-    from vllm.v1.metrics.loggers import StatLoggerManager
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX
-
     lines: list[str] = []
     monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lines.append)
 
@@ -215,7 +169,7 @@ def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(confi
                 verdicts.num_accepted_tokens = 999 if v2 else accepted  # V2's are of other steps than ours
                 numbers |= {"stood_at.0": accepted - 2, "stood_at.1": 2} if v2 else {}
                 travelling = {PREFIX + name: number for name, number in numbers.items()}
-                manager.record(stats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
+                manager.record(SchedulerStats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
         return [line for line in lines if "seem broken" in line]
 
     copies = {"layer_skip": 4, "draft_weights": "fp8"}

@@ -4,11 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm.triton_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import spec_config, versions
+from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.refusals import refuse_context
+from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
+from selfspec_cli.vllm_plugin.v2 import speculator
 
 pytestmark = pytest.mark.contract
 
@@ -20,8 +25,6 @@ def test_keys_that_only_one_release_has_are_allowed_on_that_one(monkeypatch, rel
 
 
 def test_only_early_exit_is_refused_on_the_v2_runner_of_another_device(monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import speculator
-
     monkeypatch.setattr(speculator, "settings_of", lambda config: object())
     init = speculator.init_with_early_exit(lambda *args: "vLLM's own")
     with pytest.raises(SettingsError, match="unset VLLM_USE_V2_MODEL_RUNNER=1"):
@@ -34,8 +37,6 @@ def test_only_early_exit_is_refused_on_the_v2_runner_of_another_device(monkeypat
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_window_is_refused_if_any_layer_of_a_kv_cache_group_has_one_of_its_own(narrow, place):
     """Without vLLM's hybrid KV cache manager, layers of both kinds share one KV cache group."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
-
     kind, sizes = (RSWASpec if narrow == "rswa_window" else FullAttentionSpec), {"num_kv_heads": 1, "head_size": 32}
     specs = [FullAttentionSpec(block_size=16, dtype=torch.float32, **sizes)] * 2
     groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec) for spec in specs]
@@ -52,8 +53,6 @@ def config_of(length: int) -> SimpleNamespace:
 
 def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """`max_model_len=auto`: the worker learns the shorter context after the proposer was made and loaded."""
-    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
-
     proposer = SimpleNamespace(
         vllm_config=config_of(100),
         max_model_len=4096,
@@ -68,8 +67,6 @@ def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for
 
 def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """vLLM 0.32 keeps the length that the speculator was made with; its slots would be of other requests."""
-    from selfspec_cli.vllm_plugin.v2 import speculator
-
     ours = SimpleNamespace(
         vllm_config=config_of(100),
         max_model_len=4096,
@@ -82,10 +79,6 @@ def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_f
 
 def test_a_process_that_imported_vllm_without_triton_cannot_have_the_v2_runner_of_a_cpu_any_more():
     """vLLM looks for a backend once; other tests have it imported here."""
-    import vllm.triton_utils
-
-    from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
-
     assert not vllm.triton_utils.HAS_TRITON
     with pytest.raises(SettingsError, match="needs a process that has not imported vLLM or Triton"):
         interpret_kernels()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.output import NewRequestData
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.hooks import answer_streamed_input, check_requests
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 
 pytestmark = pytest.mark.contract
 
@@ -20,10 +27,6 @@ def drafting(**spec):
 
 def verify(extra_args, **spec):
     """vLLM's own check of a request's parameters, with ours before it, in an engine of this speculative_config."""
-    from vllm import SamplingParams
-
-    from selfspec_cli.vllm_plugin.hooks import check_requests
-
     asked = []
     check_requests(lambda self, *arguments: asked.append(self))(
         SamplingParams(extra_args=extra_args), None, drafting(**spec), None, None
@@ -46,9 +49,6 @@ def test_the_engines_settings_are_read_only_for_a_request_that_may_ask_for_other
 
 
 def test_what_cannot_be_had_is_answered_with_status_400():
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-    from vllm.exceptions import VLLMValidationError
-
     with pytest.raises(VLLMValidationError, match="selfspec_k = 9 is out of range") as error:
         verify({"selfspec_k": 9})
     answer = create_error_response(error.value)
@@ -58,8 +58,6 @@ def test_what_cannot_be_had_is_answered_with_status_400():
 
 
 def test_a_threshold_is_checked_against_the_engines_gate():
-    from vllm.exceptions import VLLMValidationError
-
     verify({"selfspec_threshold": 0.5}, gate="maxp")
     with pytest.raises(VLLMValidationError, match="selfspec_threshold = 7 is out of range for gate 'maxp'"):
         verify({"selfspec_threshold": 7}, gate="maxp")
@@ -67,9 +65,6 @@ def test_a_threshold_is_checked_against_the_engines_gate():
 
 @pytest.mark.parametrize("said", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {}])
 def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
     check, params = checking(), SamplingParams(**said)
     check(params, drafting())
     check(params, None)
@@ -80,9 +75,6 @@ def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
 
 
 def test_what_else_vllm_refuses_beside_drafts_it_refuses_beside_min_p_too():
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
     with pytest.raises(VLLMValidationError, match="no seed with speculative decoding"):
         checking(lambda params: params.seed is not None)(SamplingParams(min_p=0.1, seed=3), drafting())
     with pytest.raises(VLLMValidationError, match="out-of-vocab"):
@@ -91,9 +83,6 @@ def test_what_else_vllm_refuses_beside_drafts_it_refuses_beside_min_p_too():
 
 def checking(refuses=lambda params: False):
     """`SamplingParams.verify` with our replacement, by vLLM's own methods; `refuses`: what a release refuses more."""
-    from vllm.exceptions import VLLMValidationError
-
-    from selfspec_cli.vllm_plugin.hooks import check_requests
 
     def verify(self, model_config, speculative_config):
         self._validate_logit_bias(model_config)
@@ -106,12 +95,6 @@ def checking(refuses=lambda params: False):
 
 
 def test_input_that_streams_in_is_refused_with_early_exit_alone():
-    import asyncio
-
-    from vllm.exceptions import VLLMValidationError
-
-    from selfspec_cli.vllm_plugin.hooks import answer_streamed_input
-
     async def theirs(self, request_id, stream):
         return request_id
 
@@ -125,10 +108,6 @@ def test_input_that_streams_in_is_refused_with_early_exit_alone():
 
 
 def test_an_engine_without_early_exit_reads_nothing():
-    from vllm import SamplingParams
-
-    from selfspec_cli.vllm_plugin.hooks import check_requests
-
     check = check_requests(lambda self, *arguments: "vLLM's answer")
     for plain in (None, SimpleNamespace(method="ngram")):
         assert check(SamplingParams(extra_args={"selfspec_k": "x"}), None, plain, None, None) == "vLLM's answer"
@@ -137,11 +116,6 @@ def test_an_engine_without_early_exit_reads_nothing():
 def test_where_a_request_ends_is_read_from_vllms_own_parameters():
     """`Ending` reads `max_tokens` and `eos_token_id`, which vLLM sets from the model's configuration; the length of the
     prompt is the scheduler's."""
-    from vllm import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-
-    from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
-
     given = SamplingParams(max_tokens=7)
     given.update_from_generation_config({}, 2)
     assert Ending.of(given, 5) == Ending(12, 2)

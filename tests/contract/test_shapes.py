@@ -1,6 +1,8 @@
 """The packaged shapes without weights are configs that vLLM reads as the models that they represent."""
 
 import pytest
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.facts import model_facts
@@ -10,9 +12,6 @@ pytestmark = pytest.mark.contract
 
 
 def test_the_shape_of_llama_4_scout_has_its_parameters_in_4_bits():
-    from vllm.config import ModelConfig
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-
     words = ["model=llama4_scout_shape", "perplexity_tokens=0", "workload.prompts=random"]
     (cfg,) = compose_runs(None, words, sweep=False)
     facts = model_facts(cfg)

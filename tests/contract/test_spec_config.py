@@ -7,26 +7,23 @@ import os
 import pickle
 
 import pytest
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
+from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.vllm_plugin import compile_cache, register
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS, SharesWeights
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 pytestmark = pytest.mark.contract
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+CONFIG |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG |= {"num_hidden_layers": 8, "vocab_size": 512, "max_position_embeddings": 256}
 
 
 @pytest.fixture
@@ -38,8 +35,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def arguments():
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     register()
     return AsyncEngineArgs
 
@@ -53,8 +48,6 @@ def warned(monkeypatch):
 
 
 def parsed(arguments, *words):
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     parser = arguments.add_cli_args(FlexibleArgumentParser())
     return arguments.from_cli_args(parser.parse_args(["--skip-tokenizer-init", *words]))
 
@@ -89,12 +82,6 @@ def test_layer_skip_of_0_is_an_engine_without_speculation(arguments, path, warne
 
 
 def test_a_gate_on_a_head_without_a_scale_is_warned_of(arguments, path, tmp_path, warned):
-    import torch
-
-    from selfspec_cli.early_exit.artifact import save_head
-    from selfspec_cli.early_exit.head_metadata import HeadMetadata
-    from selfspec_cli.early_exit.head_module import ExitHead
-
     head, metadata = ExitHead("lsq", {"weight": torch.zeros(512, 64)}), HeadMetadata("lsq", 2, 64, 512)
     file = str(save_head(tmp_path / "heads" / "layer2_lsq.safetensors", head, metadata))
     for gate, expected in (("maxp", 1), ("none", 0)):

@@ -1,7 +1,11 @@
 """What is read from vLLM's source about a speculative_config is what vLLM itself says once it is imported."""
 
+import inspect
 from dataclasses import fields
 from typing import Any, get_args
+
+from vllm.config import speculative as theirs
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from selfspec_cli.config import speculative
 
@@ -11,8 +15,6 @@ def _flat(words: tuple[Any, ...]) -> list[str]:
 
 
 def test_methods_and_keys_are_vllms():
-    from vllm.config import speculative as theirs
-
     known = speculative.known_to_vllm()
     assert known is not None
     methods, keys = known
@@ -23,8 +25,4 @@ def test_methods_and_keys_are_vllms():
 
 
 def test_suffix_decoding_comes_from_the_package_that_is_looked_for():
-    import inspect
-
-    from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
-
     assert f"from {speculative.SUFFIX_PACKAGE}.suffix_decoding import" in inspect.getsource(SuffixDecodingProposer)

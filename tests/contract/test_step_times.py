@@ -5,6 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.v2 import step_times
+
 pytestmark = pytest.mark.contract
 
 KV_TOKEN, RATE = 4096.0, 4e12
@@ -12,9 +16,6 @@ KV_TOKEN, RATE = 4096.0, 4e12
 
 def engine(**changes):
     """A VllmConfig, as far as its times depend on it. changes: max_num_seqs, or of the draft's settings."""
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
-
     requests = changes.pop("max_num_seqs", 100)
     settings = ResolvedSettings.from_user({"gate": "auto", "num_speculative_tokens": 4, **changes}, 24)
     return SimpleNamespace(
@@ -31,8 +32,6 @@ def engine(**changes):
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """Measures an engine whose graphs take the seconds that they say; and the graphs that were replayed."""
-    from selfspec_cli.vllm_plugin.v2 import step_times
-
     replayed = []
 
     def seconds(replay):

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import sys
 import types
 from types import SimpleNamespace
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu import model_runner as v2_runner
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler as v2_sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
-from selfspec_cli.vllm_plugin import compat, overrides, subclasses
+from selfspec_cli.vllm_plugin import compat, overrides, register, subclasses
 from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, overriding, subclass_of
+from selfspec_cli.vllm_plugin.v2.verdict import verify_what_was_drafted
 
 pytestmark = pytest.mark.contract
 
 
 def resolved(name):
     """What vLLM finds under a dotted name of a class."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     return resolve_obj_by_qualname(name)
 
 
 def config_of(folder, **arguments):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from selfspec_cli.vllm_plugin import register
-
     register()
     args = EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=64, **arguments)
     return args.create_engine_config()
@@ -48,8 +56,6 @@ def test_an_engine_that_asks_has_our_worker_and_scheduler_and_a_plain_one_vllms(
 
 
 def test_the_configuration_of_an_engine_goes_to_other_processes_with_the_names(folder):
-    import pickle
-
     sent = pickle.loads(pickle.dumps(config_of(folder, **EARLY_EXIT)))
     assert sent.scheduler_config.get_scheduler_cls() is subclasses.scheduler
     assert resolved(sent.parallel_config.worker_cls).sleep.__wrapped__
@@ -57,9 +63,6 @@ def test_the_configuration_of_an_engine_goes_to_other_processes_with_the_names(f
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_scheduler_is_asynchronous_where_the_engine_is(make, asynchronous):
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     made = make(asynchronous)
     assert type(made).__bases__[0] is (AsyncScheduler if asynchronous else Scheduler)
     assert made.early_exit_planner is not None
@@ -68,9 +71,6 @@ def test_the_scheduler_is_asynchronous_where_the_engine_is(make, asynchronous):
 @pytest.fixture
 def theirs(monkeypatch):
     """A module of a user with a scheduler and a worker."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.gpu_worker import Worker
-
     module = types.ModuleType("users.own")
     module.Fair = type("Fair", (Scheduler,), {"__module__": "users.own"})
     module.Loud = type("Loud", (Worker,), {"__module__": "users.own"})
@@ -132,10 +132,6 @@ def test_a_worker_prepares_vllm_before_it_makes_its_device_and_adopts_the_runner
 
 def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypatch):
     """An engine core makes its scheduler, and then chooses by which method it steps."""
-    import inspect
-
-    from vllm.v1.engine.core import EngineCore
-
     asked = []
     monkeypatch.setattr(compat, "apply", asked.append)
     resolved(subclass_of("users.own.Fair", SCHEDULER))
@@ -145,10 +141,6 @@ def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypa
 
 
 def test_a_v1_runner_that_is_adopted_has_our_samplers_over_its_own(monkeypatch):
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
     runner = object.__new__(GPUModelRunner)
     runner.sampler = Sampler("processed_logprobs")
     runner.rejection_sampler = RejectionSampler(runner.sampler)
@@ -163,20 +155,15 @@ def test_a_v1_runner_that_is_adopted_has_our_samplers_over_its_own(monkeypatch):
 
 
 def test_a_v2_runners_rejection_sampler_is_ours_with_what_it_was_made_with():
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-    from selfspec_cli.vllm_plugin.v2.verdict import verify_what_was_drafted
-
-    made = object.__new__(RejectionSampler)
+    made = object.__new__(v2_sampler.RejectionSampler)
     made.sampler = "sampler"
 
     def load_model(self, load_dummy_weights=False):
         self.rejection_sampler = made
 
-    runner = object.__new__(GPUModelRunner)
+    runner = object.__new__(v2_runner.GPUModelRunner)
     verify_what_was_drafted(load_model)(runner)
-    assert isinstance(runner.rejection_sampler, RejectionSampler) and runner.rejection_sampler is not made
+    assert isinstance(runner.rejection_sampler, v2_sampler.RejectionSampler) and runner.rejection_sampler is not made
     assert runner.rejection_sampler.sampler == "sampler"
     verify_what_was_drafted(lambda self: setattr(self, "rejection_sampler", None))(runner)
     assert runner.rejection_sampler is None  # without speculation there is none

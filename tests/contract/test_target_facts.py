@@ -3,28 +3,22 @@
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from selfspec_cli.vllm_plugin import target_facts, vllm_names
+from selfspec_cli.vllm_plugin.target_facts import bits_of, linear_parameters
 
 pytestmark = pytest.mark.contract
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+SIZES |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture
 def facts(tmp_path, monkeypatch):
     """The facts of a Llama with these keys in its config.json. memory: bytes of a GPU; None: there is none."""
-    from transformers import LlamaConfig
-    from vllm.config import ParallelConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from selfspec_cli.vllm_plugin import target_facts, vllm_names
 
     def found(memory=None, ranks=1, engine=None, **config):
         LlamaConfig(architectures=["LlamaForCausalLM"], dtype="float32", **SIZES | config).save_pretrained(tmp_path)
@@ -43,8 +37,6 @@ def facts(tmp_path, monkeypatch):
 
 
 def test_an_ordinary_target_on_a_cpu(facts):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     found = facts(engine={"max_num_seqs": 8})
     layers = LlamaForCausalLM(LlamaConfig(**SIZES)).model.layers
     assert found.parameters == sum(weight.numel() for weight in layers.parameters() if weight.dim() == 2)
@@ -92,23 +84,17 @@ def test_a_layer_that_the_checkpoint_was_trained_to_exit_after(facts, value, lay
     ],
 )
 def test_bits_of_the_weights(method, config, bits):
-    from selfspec_cli.vllm_plugin.target_facts import bits_of
-
     assert bits_of(method, config) == bits
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_have_their_own_bits_where_activations_or_caches_have_others(bits):
-    from selfspec_cli.vllm_plugin.target_facts import bits_of
-
     weights, other = {"num_bits": bits}, {"num_bits": 16 if bits == 4 else 4}
     group = {"input_activations": other, "weights": weights, "output_activations": other}
     assert bits_of("compressed-tensors", {"config_groups": {"group_0": group}, "kv_cache_scheme": other}) == bits
 
 
 def test_the_parameters_of_a_mixture_are_those_of_all_its_experts():
-    from selfspec_cli.vllm_plugin.target_facts import linear_parameters
-
     config = SimpleNamespace(**SIZES, num_local_experts=4)
     dense = linear_parameters(SimpleNamespace(**SIZES))
     experts = 3 * 32 * 48 * 3

@@ -6,9 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scipy import stats
 from v1_metadata import metadata_of
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor, build_logitsprocs
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.v1.processors import bias_drafts, build_all, constrain_drafts, not_to_draft
+from selfspec_cli.vllm_plugin.v1.sampling import chosen_tokens_beside_others, draw, without_drafts
+from selfspec_cli.vllm_plugin.worker import register_kernels_once
 
 pytestmark = pytest.mark.contract
 
@@ -18,10 +30,6 @@ VOCAB = 64
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     """vLLM's for CPUs, in place of Triton's, as a worker has them."""
-    from vllm.platforms import current_platform
-
-    from selfspec_cli.vllm_plugin.worker import register_kernels_once
-
     current_platform.import_kernels()
     register_kernels_once()
     current_platform.register_triton_kernel_overrides()
@@ -36,12 +44,6 @@ def original(method):
 
 def step(drafts, logits, metadata, mended=True):
     """A step of two requests with these drafts, through the rejection sampler."""
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    from selfspec_cli.vllm_plugin.v1.sampling import without_drafts
-
     forward = original(RejectionSampler.forward)
     chosen = without_drafts(forward) if mended else forward
     spec = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
@@ -69,14 +71,10 @@ def test_a_step_without_drafts_is_sampled_as_without_speculation(top):
 @pytest.mark.parametrize("likeliest", [None, 2])
 def test_chosen_tokens_have_their_log_probabilities_beside_requests_with_the_likeliest(drafts, likeliest):
     """Of request 0 two tokens are asked for; request 1 asks for the likeliest, or for none."""
-    from selfspec_cli.vllm_plugin.v1.sampling import chosen_tokens_beside_others
-
     rows = sum(map(len, drafts)) + 2
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
     greedy = {"all_greedy": True, "all_random": False, "temperature": None}
     metadata = metadata_of(logprob_token_ids={0: [9, 11]}, max_num_logprobs=likeliest, spec_token_ids=drafts, **greedy)
-    from vllm.v1.sample.sampler import Sampler
-
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Sampler, "forward", chosen_tokens_beside_others(original(Sampler.forward)))
         output = step(drafts, logits, metadata)
@@ -94,8 +92,6 @@ def test_chosen_tokens_have_their_log_probabilities_beside_requests_with_the_lik
 
 
 def test_a_draft_is_drawn_from_its_requests_own_generator():
-    from selfspec_cli.vllm_plugin.v1.sampling import draw
-
     logits, temperature = torch.randn(3, VOCAB), torch.tensor([0.7, 0.0, 1.0])
 
     def drawn():
@@ -110,10 +106,6 @@ def test_a_draft_is_drawn_from_its_requests_own_generator():
 
 def test_drafts_have_the_distribution_that_is_verified():
     """Chi-square of 40,000 draws against the returned probabilities."""
-    from scipy import stats
-
-    from selfspec_cli.vllm_plugin.v1.sampling import draw
-
     torch.manual_seed(0)
     count = 40_000
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(count, -1)
@@ -126,12 +118,6 @@ def test_drafts_have_the_distribution_that_is_verified():
 
 def processors_of(params, custom=()):
     """vLLM's processors, as an engine with early exit has them, of requests with these parameters, in rows 0, 1, ..."""
-    from vllm.v1.sample.logits_processor import build_logitsprocs
-    from vllm.v1.sample.logits_processor.interface import BatchUpdate
-
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
-    from selfspec_cli.vllm_plugin.v1.processors import build_all
-
     settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4}, 24)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
@@ -150,12 +136,6 @@ def processors_of(params, custom=()):
 
 def test_drafts_are_verified_with_their_requests_bias_and_min_p():
     """The rows of the drafts of two requests, beside what vLLM's sampler makes of each row alone without drafts."""
-    from vllm import SamplingParams
-    from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
-    from vllm.v1.sample.sampler import Sampler
-
-    from selfspec_cli.vllm_plugin.v1.processors import bias_drafts, constrain_drafts
-
     params = [SamplingParams(min_p=0.3, logit_bias={3: 4.0, 9: -4.0}), SamplingParams(min_p=0.05)]
     drafts, logits = [2, 3], torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
     temperature = torch.tensor([0.7, 1.3])
@@ -179,11 +159,6 @@ def test_drafts_are_verified_with_their_requests_bias_and_min_p():
 
 
 def test_only_requests_without_a_custom_processor_are_drafted_for():
-    from vllm import SamplingParams
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
-
-    from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
-
     class OfSome(AdapterLogitsProcessor):
         def is_argmax_invariant(self):
             return False

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.vllm_plugin.contexts.window import Window
+from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
+from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+
 pytestmark = pytest.mark.contract
 
 
 def test_requests_draft_on_while_their_gate_is_open_and_the_model_has_room():
-    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
-    from selfspec_cli.vllm_plugin.v1.round import Round
-
     draw = random.Random(0)
     for _ in range(300):
         count, last = draw.randrange(1, 6), 20
@@ -46,8 +48,6 @@ def table(block_size, blocks):
 
 
 def test_every_step_writes_where_the_block_table_says_whoever_has_left():
-    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-
     draw = torch.Generator().manual_seed(0)
     tables = [table(size, torch.randperm(5 * 8, generator=draw).int().view(5, 8)) for size in (4, 8)]
     groups = [(Group(), ["a", "b"]), (Group(), ["c"])]
@@ -78,8 +78,6 @@ def test_every_step_writes_where_the_block_table_says_whoever_has_left():
 
 
 def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
-    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-
     state = Round(torch.tensor([0]), torch.tensor([1]).int(), torch.tensor([6]), room=1)
     ahead = Ahead.of(state, 12, [table(4, torch.tensor([[5, 2]]).int())], 1)
     assert ahead.groups[0][1][:2, 0].tolist() == [2 * 4 + 2, 2 * 4 + 3]
@@ -87,8 +85,6 @@ def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
 
 def test_attention_is_told_of_one_query_token_for_each_request_that_is_left():
     """Every field by itself, and as many rows of vLLM's table as the batch has requests."""
-    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-
     asked, built = [], []
 
     class Builder:
@@ -115,8 +111,6 @@ def test_attention_is_told_of_one_query_token_for_each_request_that_is_left():
 
 
 def test_who_leaves_takes_the_statistic_of_the_step_before_along():
-    from selfspec_cli.vllm_plugin.v1.round import Round
-
     state = Round(torch.tensor([4, 5, 6]), torch.tensor([1, 2, 3]).int(), torch.tensor([7, 8, 9]), room=9)
     state.keep(torch.tensor([True, True, False]))
     assert state.previous is state.lengths is state.limits is None
@@ -136,10 +130,6 @@ class Sevens:
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_gate_is_asked_after_every_step_but_the_last(bad):
-    from selfspec_cli.early_exit.counters import DraftCounters
-    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
-    from selfspec_cli.vllm_plugin.v1.round import Round
-
     asked = []
 
     def decide(logits, state):
@@ -170,9 +160,6 @@ def test_the_gate_is_asked_after_every_step_but_the_last(bad):
 @pytest.mark.parametrize("window", [1, 4, 6, 9, 40])
 def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(window):
     """Read back from the block table and the lengths, token by token, as attention reads the KV cache."""
-    from selfspec_cli.vllm_plugin.contexts.window import Window
-    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-
     size, steps = 4, 6
     blocks = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(window)).int().view(3, 12)
     ends = torch.tensor([2, 17, 38])  # positions of the newest tokens
@@ -198,8 +185,6 @@ def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(windo
 
 
 def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_request():
-    from selfspec_cli.vllm_plugin.v1.round import Round
-
     begun = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)
     assert (begun.room, begun.steps) == (9, 0)
     assert begun.lengths is begun.limits is begun.previous is begun.ahead is None
@@ -207,7 +192,6 @@ def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_reques
 
 def test_a_kind_of_context_hears_which_rows_of_the_batch_are_still_drafting():
     """In the middle of a round too, when the gates of others have closed."""
-    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 
     def shortened(blocks, seq_lens, size, rows):
         return blocks.flip(1), (rows + size).int()
@@ -222,8 +206,6 @@ def test_a_kind_of_context_hears_which_rows_of_the_batch_are_still_drafting():
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_whole_blocks_between_the_first_one_and_the_window_are_left_out_and_no_others(size):
     """Counted block by block, for contexts that end anywhere, in the last column of the table too."""
-    from selfspec_cli.vllm_plugin.contexts.window import Window
-
     columns = 7
     table = torch.randperm(columns, generator=torch.Generator().manual_seed(size)).int()
     for window in range(1, columns * size + 2):

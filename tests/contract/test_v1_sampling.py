@@ -5,6 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from v1_metadata import metadata_of
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.logits_processor.state import LogitsProcessors
+from vllm.v1.sample.sampler import Sampler
+
+from selfspec_cli.vllm_plugin.v1.sampling import _with_drafts_counted, bonus_token_after_drafts
 
 pytestmark = pytest.mark.contract
 
@@ -15,10 +21,6 @@ STOPS = {0: {1}, 1: {2, 3}, 3: {4}}
 
 def metadata(drafts, written=(5, 2, 9, 3), least=6):
     """What vLLM's sampler gets for four requests with so many tokens written, and with min_tokens."""
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-    from vllm.v1.sample.logits_processor.interface import BatchUpdate
-    from vllm.v1.sample.logits_processor.state import LogitsProcessors
-
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     added = [
         (
@@ -42,8 +44,6 @@ def metadata(drafts, written=(5, 2, 9, 3), least=6):
 
 def forbidden(function, given, bonus=True):
     """(row, token) pairs that `function`, an `apply_logits_processors`, forbids."""
-    from vllm.v1.sample.sampler import Sampler
-
     logits = function(Sampler(), torch.zeros(4, VOCAB), given, bonus)
     return {(row, token) for row, token in logits.isneginf().nonzero().tolist()}
 
@@ -51,8 +51,6 @@ def forbidden(function, given, bonus=True):
 @pytest.fixture
 def theirs():
     """vLLM's own function, also after another test has replaced it."""
-    from vllm.v1.sample.sampler import Sampler
-
     found = Sampler.apply_logits_processors
     while getattr(found, "__closure__", None) and found.__module__.startswith("selfspec_cli"):
         found = next(cell.cell_contents for cell in found.__closure__ if callable(cell.cell_contents))
@@ -72,8 +70,6 @@ ALL = {(row, token) for row, stops in STOPS.items() for token in stops}
     ],
 )
 def test_a_stop_token_is_forbidden_while_the_drafts_before_it_are_too_few(theirs, drafts, want):
-    from selfspec_cli.vllm_plugin.v1.sampling import bonus_token_after_drafts
-
     processor, given = metadata(drafts)
     ours = bonus_token_after_drafts(theirs)
     assert forbidden(ours, given) == want
@@ -84,8 +80,6 @@ def test_a_stop_token_is_forbidden_while_the_drafts_before_it_are_too_few(theirs
 
 
 def test_without_min_tokens_nothing_is_copied():
-    from selfspec_cli.vllm_plugin.v1.sampling import _with_drafts_counted
-
     _, given = metadata([[5]] * 4, written=(6, 7, 8, 9))
     assert _with_drafts_counted(given) is given
     _, given = metadata(None)

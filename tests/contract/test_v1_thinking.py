@@ -5,6 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.sample import thinking_budget_state
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+
+from selfspec_cli.vllm_plugin.v1.thinking import exact_with_drafts
 
 pytestmark = pytest.mark.contract
 
@@ -14,10 +18,6 @@ LENGTH = 40
 
 def holders(ends=ENDS):
     """(ours, vLLM's own of a plain engine) for four requests."""
-    from vllm.v1.sample import thinking_budget_state
-
-    from selfspec_cli.vllm_plugin.v1.thinking import exact_with_drafts
-
     theirs = thinking_budget_state.ThinkingBudgetStateHolder
     if theirs.__module__.startswith("selfspec_cli"):  # another test's engine has replaced it
         theirs = theirs.__mro__[1]
@@ -29,8 +29,6 @@ def holders(ends=ENDS):
 
 
 def update(added=(), removed=(), moved=()):
-    from vllm.v1.sample.logits_processor.interface import BatchUpdate
-
     return BatchUpdate(batch_size=4, removed=list(removed), added=list(added), moved=list(moved))
 
 
@@ -109,8 +107,6 @@ def in_plain(prompt, budget, text, ends):
 
 
 def test_a_request_that_moves_into_the_row_of_another_does_not_get_its_budget():
-    from vllm.v1.sample.logits_processor.interface import MoveDirectionality
-
     ours, theirs = holders([7])
     for holder in (ours, theirs):
         written = [[0] for _ in range(3)]

@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
@@ -14,8 +18,6 @@ pytestmark = pytest.mark.contract
 
 def runner(**changes):
     """A runner whose speculator drafted nothing in the last step, before a step of three requests without drafts."""
-    from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
-
     handler = DraftTokensHandler.__new__(DraftTokensHandler)
     handler.req_ids, handler.draft_tokens_np, handler.num_draft_tokens = ["gone"], torch.zeros(1, 4).numpy(), 4
     batch = SimpleNamespace(req_ids=["a", "b", "c"], num_draft_tokens=0, has_structured_output_reqs=False)
@@ -37,7 +39,6 @@ def runner(**changes):
 
 def step(made):
     """What vLLM's part of the step sees: the speculator, and how many drafts a step has at most."""
-    from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
 
     def sample_tokens(self, grammar_output):
         assert grammar_output == "grammar"
@@ -62,8 +63,6 @@ def test_the_speculators_clock_is_found_when_the_forward_pass_was_launched():
 
 
 def test_a_step_that_fails_gives_the_speculator_back():
-    from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
-
     made = runner()
     kept = made.speculator
 
@@ -99,8 +98,6 @@ def test_any_other_step_is_vllms(changes):
 def test_vllm_does_without_a_speculator_wherever_it_asks_for_one():
     """In its sampling step, what it does with a speculator is below a question whether there is one; a step without
     drafts asks for none where it verifies."""
-    from vllm.v1.worker.gpu import model_runner
-
     original = inspect.unwrap(model_runner.GPUModelRunner.sample_tokens)
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(original))).body
     guarded = [node for node in ast.walk(function) if isinstance(node, ast.If | ast.Assign)]

@@ -4,6 +4,8 @@ waits."""
 import pytest
 from v2_device import Device, World
 
+from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
 
@@ -15,8 +17,6 @@ SHORT = LONG | {"loop": 0.8e-3}
 
 @pytest.fixture
 def world(make, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2.widths import planner_of
-
     def made(read_first=True, **times):
         scheduler = make()
         planner_of(scheduler).read_first = read_first

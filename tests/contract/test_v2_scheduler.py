@@ -11,15 +11,21 @@ from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
+import vllm.envs
+from fixed_times import fix_times
 from v2_engine import K, Runner, add, asked_of, crowd
+from vllm.v1.request import RequestStatus
+
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, RUST_FRONTEND, take_out
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.v2.widths import planner_of, planners_like
 
 pytestmark = pytest.mark.contract
 
 
 def serve(scheduler, requests, rate=0.7, late=1):
     """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests arrive while others run."""
-    from vllm.v1.request import RequestStatus
-
     runner, waiting, pending, done = Runner(rate, asked_of(requests)), deque(requests), deque(), {}
     live = {}
     for turn in range(5000):
@@ -60,11 +66,13 @@ def serve(scheduler, requests, rate=0.7, late=1):
 def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchronous, blocks, spec):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
     scheduler = make(asynchronous, blocks, **spec)
+    if "gate" in spec:
+        fix_times(planner_of(scheduler).rule)
     runner, done = serve(scheduler, requests)
     assert done == {name: most for name, _, most, _ in requests}
     seen = {width for _, widths in runner.lengths for width in widths}
     assert seen <= {K, 3, 2, 1, 0}
-    assert max(seen) > 0 if "gate" in spec else K in seen  # what the rule chooses, the real times of the stub decide
+    assert max(seen) > 0 if "gate" in spec else K in seen  # of all widths the rule chooses
     assert scheduler.requests == {}
 
 
@@ -78,10 +86,6 @@ def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
 
 
 def test_a_table_that_is_set_before_the_first_step_is_in_force_in_it(make):
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.vllm_plugin.spec_config import settings_of
-    from selfspec_cli.vllm_plugin.v2.widths import planners_like
-
     scheduler = make(length_table="1:4 2:2")
     for planner in planners_like(settings_of(scheduler.vllm_config)):
         planner.set_table(LengthTable.parse("1:2", K))
@@ -91,9 +95,6 @@ def test_a_table_that_is_set_before_the_first_step_is_in_force_in_it(make):
 
 @pytest.mark.parametrize("worker", [True, False], ids=["with each step", "at the end"])
 def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatch, worker):
-    from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, take_out
-    from selfspec_cli.vllm_plugin.v2.widths import planner_of
-
     scheduler, sums, lengths, sent = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), [], []
     update = scheduler.update_from_output
 
@@ -122,10 +123,6 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
 
 
 def test_nothing_is_sent_to_an_api_server_that_would_not_take_it_out(make, monkeypatch):
-    import vllm.envs
-
-    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, RUST_FRONTEND
-
     assert RUST_FRONTEND in vllm.envs.environment_variables
     monkeypatch.setenv(RUST_FRONTEND, "1")
     scheduler, seen = make(log_stats=True, length_table="1:0"), []

@@ -10,6 +10,10 @@ from v2_engine import add, asked_of, crowd
 from v2_orders import alternating
 from v2_queue import engine_of
 
+from selfspec_cli.vllm_plugin.v2 import step_order
+from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order, Reader
+from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
 
@@ -122,8 +126,6 @@ def test_an_engine_that_gets_no_messages_waits_for_its_tokens(make):
 
 
 def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import step_order
-
     core, reader = engine_of(make(), False)
     moments = iter(range(10_000))
     monkeypatch.setattr(step_order.time, "perf_counter", lambda: next(moments))
@@ -158,9 +160,6 @@ def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
 
 @pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank", "read_first"])
 def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import step_order
-    from selfspec_cli.vllm_plugin.v2.widths import planner_of
-
     scheduler = make()
     planner_of(scheduler).read_first = left != "read_first"
     core, _ = engine_of(scheduler, True)
@@ -223,8 +222,6 @@ def future(event=True):
 
 @pytest.fixture
 def reader():
-    from selfspec_cli.vllm_plugin.v2.step_order import Reader
-
     return Reader(SimpleNamespace(launched=0.0, seconds=lambda: 0.002))
 
 
@@ -235,8 +232,6 @@ def took(reader, milliseconds, steps, step=None, read=10.0, paused=0.5):
 
 
 def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(reader):
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
     took(reader, 1.0, SAMPLES - 1)
     assert not reader._orders[2, WIDTH].first
     took(reader, 1.0, 1)
@@ -252,63 +247,49 @@ def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(read
 
 
 def test_a_few_slow_steps_change_nothing(reader):
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
     took(reader, 1.0, SAMPLES - 4)
     took(reader, 500.0, 4)
     assert reader._orders[2, WIDTH].first
 
 
 def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order
-
     order = Order()
     decided = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
     at = [number // SAMPLES for number, news in enumerate(decided) if news]
     assert at == [0, 2, 4] and sum(decided[number * SAMPLES + SAMPLES - 1] for number in at) == 3
 
 
-def test_a_launch_before_anything_was_read_is_no_sample(reader):
-    took(reader, -1.0, 100)
+@pytest.mark.parametrize(
+    ("milliseconds", "step"),
+    [
+        (-1.0, None),
+        (1.0, step_of(3, new=["request"])),
+        (1.0, step_of(3, tokens=9)),
+        (1.0, step_of(3, width=0)),
+        (1.0, "a loop that is not over"),
+    ],
+    ids=["a launch before anything was read", "a new request", "a prefill", "no drafts", "a loop that is not over"],
+)
+def test_other_steps_are_no_samples(reader, milliseconds, step):
+    if isinstance(step, str):
+        reader._clock.seconds, step = lambda: None, None
+    took(reader, milliseconds, 100, step)
     assert not any(order._steps or order.host for order in reader._orders.values())
-
-
-def test_loads_have_orders_of_their_own(reader):
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
-    took(reader, 1.0, SAMPLES)
-    took(reader, 3.0, SAMPLES, step_of(8))
-    assert [reader._orders[load, WIDTH].first for load in (2, 4)] == [True, False]
-
-
-def test_widths_have_orders_of_their_own(reader):
-    """Gate `auto` changes the width, and a shorter loop may be too short to hide the host."""
-    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
-
-    took(reader, 1.0, SAMPLES)
-    took(reader, 3.0, SAMPLES, step_of(3, 3, width=2))
-    assert [reader._orders[2, width].first for width in (WIDTH, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(
-    "step",
-    [step_of(3, new=["request"]), step_of(3, tokens=9), step_of(3, width=0)],
-    ids=["a new request", "a prefill", "no drafts"],
+    ("step", "kinds"),
+    [(step_of(8), [(2, WIDTH), (4, WIDTH)]), (step_of(3, 3, width=2), [(2, WIDTH), (2, 2)])],
+    ids=["loads", "widths"],
 )
-def test_other_steps_are_no_samples(reader, step):
-    took(reader, 1.0, 100, step)
-    assert not any(order._steps or order.host for order in reader._orders.values())
-
-
-def test_a_loop_that_is_not_over_is_no_sample(reader):
-    reader._clock.seconds = lambda: None
-    took(reader, 1.0, 100)
-    assert not any(order._steps or order.host for order in reader._orders.values())
+def test_loads_and_widths_have_orders_of_their_own(reader, step, kinds):
+    """Gate `auto` changes the width, and a shorter loop may be too short to hide the host."""
+    took(reader, 1.0, SAMPLES)
+    took(reader, 3.0, SAMPLES, step)
+    assert [reader._orders[kind].first for kind in kinds] == [True, False]
 
 
 def test_the_clock_reads_the_oldest_of_three_loops_and_never_waits():
-    from selfspec_cli.vllm_plugin.v2 import step_order
-
     moments = iter(range(100))
 
     class Event:

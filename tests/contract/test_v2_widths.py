@@ -5,6 +5,26 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
+from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
+from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
+from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
+from selfspec_cli.vllm_plugin.v2.sizes import (
+    MOST,
+    decode_sizes,
+    mixed_sizes,
+    most_requests,
+    reach,
+    request_counts,
+    widths,
+)
+from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, hear_verdicts, plan_drafts, planner_of, planners_like
 
 pytestmark = pytest.mark.contract
 
@@ -12,14 +32,10 @@ K = 4
 
 
 def settings(**spec):
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-
     return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": K, **spec}, 24)
 
 
 def planner(**spec):
-    from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
-
     return WidthPlanner(settings(**spec), 24)
 
 
@@ -50,17 +66,15 @@ def test_the_width_is_the_tables_at_the_number_of_requests():
 
 
 def test_free_drafts_have_their_places_while_few_requests_run_and_graphs_for_them():
-    from selfspec_cli.vllm_plugin.v2.sizes import most_requests
-
-    for free, wide, widths in ((67, 67, (67, 2, 0)), (33, 33, (33, 2, 0)), (3, 4, (4, 2, 0))):
+    for free, wide, all_widths in ((67, 67, (67, 2, 0)), (33, 33, (33, 2, 0)), (3, 4, (4, 2, 0))):
         plan = planner(length_table="2:2 40:0", free_drafts=free)
         few = plan.settings.free_requests
-        assert (plan.widths, few) == (widths, 136 // (free + 1))
+        assert (plan.widths, few) == (all_widths, 136 // (free + 1))
         for load in (1, 2, few, few + 1, 41):
             requests = running(**{f"r{number}": 10 for number in range(load)})
             wanted = 0 if load > 39 else wide if load <= max(few, 1) else 2
             assert plan.width(step(requests), requests) == wanted, (free, load)
-        assert [most_requests(plan.settings, width, 64) for width in widths] == [few, 39, 64]
+        assert [most_requests(plan.settings, width, 64) for width in all_widths] == [few, 39, 64]
 
 
 def test_it_is_that_of_the_longest_draft_that_a_request_may_make():
@@ -172,9 +186,6 @@ def test_a_gate_that_is_set_on_the_live_engine_gives_the_table_back_its_widths()
 
 
 def test_the_times_that_the_engine_measured_are_read_with_the_first_step():
-    from selfspec_cli.early_exit.rule import StepTimes
-    from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
-
     times, asked = StepTimes({4: {1: 1.0}, 0: {1: 1.0}}, {1: 9.0}), []
     plan = WidthPlanner(settings(gate="auto"), 24, lambda: asked.append(1) or times)
     assert not plan.rule.times.measured and not asked
@@ -232,8 +243,6 @@ class Scheduler:
     use_v2_model_runner = True
 
     def __init__(self, **spec):
-        from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
-
         config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
         model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=24))
         self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None, model_config=model)
@@ -248,8 +257,6 @@ class Scheduler:
 
 
 def advance(scheduler, **more):
-    from selfspec_cli.vllm_plugin.v2.widths import plan_drafts
-
     plan_drafts(Scheduler._update_after_schedule)(scheduler, step(scheduler.requests, **more))
     return scheduler.handed[-1]
 
@@ -276,8 +283,6 @@ def test_other_schedulers_are_left_alone():
 
 
 def test_verdicts_reach_the_planner_of_their_scheduler():
-    from selfspec_cli.vllm_plugin.v2.widths import hear_verdicts, planner_of
-
     one, other = Scheduler(gate="auto"), Scheduler(gate="auto")
     hear = hear_verdicts(Scheduler.make_spec_decoding_stats)
     assert hear(one, None, num_draft_tokens=4, num_accepted_tokens=3, num_invalid=None, request_id="a") == "a"
@@ -290,12 +295,6 @@ def test_verdicts_reach_the_planner_of_their_scheduler():
 
 def manager(spec, **more):
     """vLLM's manager with our widths, as far as it plans its captures."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-
-    from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
-    from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
-
     kind = with_every_width(ModelCudaGraphManager)
     made = kind.__new__(kind)
     speculative = None
@@ -339,9 +338,6 @@ def joined(manager, *tokens):
 
 def captured_with(manager, support="ALWAYS", backend="FLASH_ATTN", additional="ALWAYS", **state):
     """`manager` after it has captured its graphs for such an attention; it keeps their descriptors alone."""
-    from vllm.v1.attention.backend import AttentionCGSupport
-    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-
     builder = SimpleNamespace(get_cudagraph_support=lambda config, spec: AttentionCGSupport[support])
     group = SimpleNamespace(
         backend=type("Backend", (), {"get_name": staticmethod(lambda: backend)}),
@@ -401,8 +397,6 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
     ],
 )
 def test_steps_have_the_graphs_that_vllm_gives_them_where_not_any_mix_can_be_captured(attention, config):
-    from vllm.config.compilation import CUDAGraphMode
-
     drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
     for path, value in config.items():
         part, _, name = path.rpartition(".")
@@ -426,16 +420,12 @@ def test_graphs_for_short_queries_are_for_the_backend_that_has_small_tiles_and_f
 
 
 def test_a_user_who_wants_graphs_of_decode_steps_alone_gets_no_others():
-    from vllm.config.compilation import CUDAGraphMode
-
     drafting = captured_with(manager({}, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY))
     assert joined(drafting, 5, 5, 16)[0] == "NONE"
     assert {one.uniform_token_count for one in drafting._capture_descs[CUDAGraphMode.FULL]} == {5, 1}
 
 
 def test_sizes_that_the_user_chose_are_kept():
-    from vllm.config.compilation import CUDAGraphMode
-
     few = SimpleNamespace(cudagraph_capture_sizes=[1, 8, 16], max_cudagraph_capture_size=16)
     found = manager({}, compilation_config=few)._capture_descs[CUDAGraphMode.FULL]
     decode = {one.num_tokens for one in found if one.uniform_token_count}
@@ -448,9 +438,6 @@ def test_sizes_that_the_user_chose_are_kept():
     "spec", [{"num_speculative_tokens": 12}, {"num_speculative_tokens": 12, "free_drafts": 20}, {}]
 )
 def test_every_width_that_measured_times_may_choose_has_a_decode_graph(spec, limit):
-    from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
-    from selfspec_cli.vllm_plugin.v2.sizes import MOST, decode_sizes, reach, widths
-
     found = settings(gate="auto", **spec)
     assert widths(found)[0] == found.width and widths(found)[-1] == 0
     captured = {width: decode_sizes(found, width, limit) for width in widths(found)}
@@ -471,7 +458,6 @@ def test_every_width_that_measured_times_may_choose_has_a_decode_graph(spec, lim
 
 def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
     """The capture sizes that a configuration ends with, where vLLM's own would be `own`."""
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
 
     def original(self):
         if self.compilation_config.cudagraph_capture_sizes is None:
@@ -505,8 +491,6 @@ def test_graphs_reach_as_far_as_256_requests_draft():
 
 
 def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
-    from selfspec_cli.vllm_plugin.v2.sizes import mixed_sizes
-
     own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(520, 1281, 40)]
     chosen = mixed_sizes(own)
     assert set(chosen) < set(own) and len(chosen) < 45 and chosen[-1] == 1280
@@ -521,13 +505,9 @@ def test_sizes_and_limits_of_the_user_stay():
 
 
 def test_the_most_requests_of_a_width():
-    from selfspec_cli.vllm_plugin.v2.sizes import most_requests, request_counts
-
     found = settings(length_table="9:2 33:0 33@1000:1")
     assert [most_requests(found, width, 64) for width in (4, 2, 1, 0)] == [8, 32, 64, 64]
     assert [most_requests(settings(length_table="1:2"), width, 64) for width in (4, 2, 0)] == [0, 64, 64]
-    from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes
-
     assert decode_sizes(found, 4, 64) == (5, 10, 20, 40) and decode_sizes(found, 2, 64)[-1] == 32 * 3
     assert decode_sizes(found, 0, 1024)[-1] == 512
     assert request_counts(3) == (1, 2, 3) and request_counts(8) == (1, 2, 4, 8)
@@ -535,8 +515,6 @@ def test_the_most_requests_of_a_width():
 
 
 def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others():
-    from vllm.config.compilation import CUDAGraphMode
-
     found = manager({})._capture_descs[CUDAGraphMode.FULL]
     assert [one.num_tokens for one in found] == sorted((one.num_tokens for one in found), reverse=True)
     assert {one.uniform_token_count for one in found} == {K + 1, 1, None}
@@ -544,8 +522,6 @@ def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others(
 
 
 def test_engines_without_early_exit_are_left_alone():
-    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-
     for made in (manager(None), manager(None, varlen_decode=True)):
         candidates, captured = made._candidates, made._capture_descs
         made._candidates, made._capture_descs = {}, {}
@@ -557,9 +533,6 @@ def test_engines_without_early_exit_are_left_alone():
 
 
 def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.vllm_plugin.v2.widths import planner_of, planners_like
-
     scheduler, other = Scheduler(length_table="1:4 2:2"), Scheduler(length_table="1:4 3:2")
     assert planner_of(other) is not None
     assert advance(scheduler) == K
@@ -573,9 +546,6 @@ def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
 
 
 def test_the_device_gets_another_table():
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
-
     budget = DraftBudget.of(LengthTable.fixed(4), 3)
     budget.set_table(LengthTable.parse("1:4 9:2 9@100:1", 4))
     assert budget.limits.cells.tolist() == [[1, 0, 4], [9, 0, 2], [9, 100, 1]]

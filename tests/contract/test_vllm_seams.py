@@ -15,16 +15,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._inductor import config
+from vllm.config import CompilationConfig
+from vllm.config.cache import CacheConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
+from vllm.model_executor.layers.utils import default_unquantized_gemm
+from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import DeviceCapability
 
+from selfspec_cli.config.memory import VLLM_SHARE
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
-from selfspec_cli.vllm_plugin import compat, versions, vllm_names
+from selfspec_cli.vllm_plugin import compat, trunk, versions, vllm_names
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
-from selfspec_cli.vllm_plugin.releases.seams import (
-    LINEAR,
-    V1_RUNNER,
-    V2_RUNNER,
-    signatures,
-)
+from selfspec_cli.vllm_plugin.releases.seams import LINEAR, V1_RUNNER, V2_RUNNER, signatures
+from selfspec_cli.vllm_plugin.weights import fused
+from selfspec_cli.vllm_plugin.weights.copied import facts_of
+from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, on_own_weight
 
 pytestmark = pytest.mark.contract
 
@@ -53,8 +62,6 @@ def test_runner_sets_attention_groups_before_the_drafter_asks_for_them():
 def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():
     """It compares a drafter's cache for EAGLE alone. Our drafts write into the target's and add no layer to it, so a
     server that prefills need not draft; what it compares of the target is the same on both sides."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
-
     drafting = types.SimpleNamespace(method="draft_model", use_eagle=lambda: False)
     plain, ours = (types.SimpleNamespace(speculative_config=spec) for spec in (None, drafting))
     assert _get_speculative_compatibility_factors(plain) == _get_speculative_compatibility_factors(ours) is None
@@ -63,8 +70,6 @@ def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():
 
 
 def test_inductor_has_the_setting_of_batch_invariant_engines():
-    from torch._inductor import config
-
     (compiled,) = verifying.deterministic(None).values()
     assert all(type(getattr(config, name)) is type(value) for name, value in compiled.items())
 
@@ -81,8 +86,6 @@ def test_v1_runner_hands_sampled_lists_to_unpadded_drafters():
 
 def test_cpu_platform_keeps_async_scheduling_off():
     """The V1 proposer reads the host's token ids, which async scheduling would not have filled in yet."""
-    from vllm.platforms.cpu import CpuPlatform
-
     assert "scheduler_config.async_scheduling = False" in inspect.getsource(CpuPlatform.check_and_update_config)
 
 
@@ -100,12 +103,6 @@ def test_v2_drafts_in_a_profiling_run_before_there_is_a_kv_cache():
 
 def test_graphs_go_through_our_pass_unless_the_user_has_given_one():
     pytest.importorskip("triton")
-    from vllm.config import CompilationConfig
-    from vllm.platforms import current_platform
-
-    from selfspec_cli.vllm_plugin import trunk
-    from selfspec_cli.vllm_plugin.weights import fused
-
     ours, theirs = fused.graph_pass(), object()
     config = CompilationConfig()
     before = config.compute_hash()
@@ -141,11 +138,6 @@ def test_what_is_refused_of_a_model_can_be_asked(name):
 
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch, capability, known):
-    from vllm.platforms.interface import DeviceCapability
-
-    from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-    from selfspec_cli.vllm_plugin.weights.copied import facts_of
-
     config = types.SimpleNamespace(intermediate_size=512)
     target = types.SimpleNamespace(
         quantization=None, dtype=torch.bfloat16, is_moe=False, hf_text_config=config, get_hidden_size=lambda: 256
@@ -168,11 +160,6 @@ def test_counters_have_the_names_that_engine_py_reads():
 
 def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
     """linear.py asks a layer's quant_method what it multiplies with; on CUDA that is PyTorch's linear by default."""
-    from torch import nn
-    from vllm.model_executor.layers.utils import default_unquantized_gemm
-
-    from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, on_own_weight
-
     names, layers = module(LINEAR), module("vllm.model_executor.layers.utils")
     assert inspect.getsource(layers.dispatch_unquantized_gemm).count("return default_unquantized_gemm") == 3
     assert "functional.linear(x, weight, bias)" in inspect.getsource(default_unquantized_gemm)
@@ -241,8 +228,4 @@ def test_artifacts_of_a_cpu_can_still_not_be_loaded():
 
 
 def test_the_share_of_a_gpu_that_vllm_takes_is_the_one_that_doctor_and_pull_assume():
-    from vllm.config.cache import CacheConfig
-
-    from selfspec_cli.config.memory import VLLM_SHARE
-
     assert CacheConfig().gpu_memory_utilization == VLLM_SHARE

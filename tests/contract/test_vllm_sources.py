@@ -5,11 +5,13 @@ What cannot be seen this way: whether compiled operators behave, and whether any
 """
 
 import ast
+import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from test_vllm_seams import SIGNATURES, without_self
 from vllm_source import VARIABLE, Source, assigned_on_self, folder_of, sources
 
 import selfspec_cli
@@ -240,10 +242,6 @@ def test_a_mixture_of_experts_is_found_by_its_name(vllm):
 @pytest.mark.slow
 def test_reader_and_import_agree_on_the_installed_release():
     """What is read as text is what Python sees: the check of the reader itself."""
-    import pkgutil
-
-    from test_vllm_seams import SIGNATURES, without_self
-
     found = versions.installed()
     folder = folder_of(found[1].partition("+")[0])
     for target in SIGNATURES:

@@ -32,81 +32,36 @@ VOCAB, MAX_LEN = 256, 512
 PROMPTS, TOKENS = 6, 32
 DAMPING = 0.2  # of the weights of the layers after the exit, so that its drafts are often the model's tokens
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
-    "word_embed_proj_dim": 64,
-    "embedding_size": 64,
-    "intermediate_size": 128,
-    "n_inner": 128,
-    "ffn_dim": 128,
-    "ffn_hidden_size": 128,
-    "intermediate_size_mlp": 128,
-    "num_hidden_layers": LAYERS,
-    "n_layer": LAYERS,
-    "n_layers": LAYERS,
-    "num_layers": LAYERS,
-    "num_attention_heads": 2,
-    "n_head": 2,
-    "n_heads": 2,
-    "num_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": MAX_LEN,
-    "n_positions": MAX_LEN,
-    "n_ctx": MAX_LEN,
-    "max_seq_len": MAX_LEN,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "rotary_dim": 16,
-    "sliding_window": 48,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_intermediate_size": 64,
-    "moe_layer_start_index": 0,
-    "n_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "shared_expert_intermediate_size": 64,
-    "shared_intermediate_size": 64,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-    "q_lora_rank": None,
-    "query_pre_attn_scalar": 32,
-    "attention_chunk_size": 64,
-    "partial_rotary_factor": 0.5,
-}
+
+def alike(value: Any, names: str) -> dict[str, Any]:
+    """The same value for each of some fields."""
+    return dict.fromkeys(names.split(), value)
+
+
+HIDDEN = "hidden_size n_embd d_model word_embed_proj_dim embedding_size"
+INNER = "intermediate_size n_inner ffn_dim ffn_hidden_size intermediate_size_mlp"
+EXPERT = "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"
+SHAPE: dict[str, Any] = (
+    alike(VOCAB, "vocab_size")
+    | alike(64, f"{HIDDEN} {EXPERT} qk_rope_head_dim attention_chunk_size")
+    | alike(128, INNER)
+    | alike(LAYERS, "num_hidden_layers n_layer n_layers num_layers")
+    | alike(2, "num_attention_heads n_head n_heads num_heads num_experts_per_tok moe_k moe_topk eos_token_id")
+    | alike(1, "num_key_value_heads bos_token_id n_shared_experts moe_num_shared_experts n_group topk_group")
+    | alike(4, "num_experts num_local_experts n_routed_experts moe_num_experts")
+    | alike(32, "head_dim qk_nope_head_dim v_head_dim query_pre_attn_scalar")
+    | alike(MAX_LEN, "max_position_embeddings n_positions n_ctx max_seq_len")
+    | alike(0, "pad_token_id moe_layer_start_index num_nextn_predict_layers")
+    | {"first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None}
+    | {"rotary_dim": 16, "sliding_window": 48, "partial_rotary_factor": 0.5}
+)
 """Fields of a tiny model's config; each config takes those that it has."""
 
 HEADS_OF_128: dict[str, Any] = (
-    dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 256)
-    | dict.fromkeys(
-        (
-            "intermediate_size",
-            "n_inner",
-            "ffn_dim",
-            "ffn_hidden_size",
-            "intermediate_size_mlp",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-        ),
-        512,
-    )
-    | {"head_dim": 128, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_attention_heads": 2, "rotary_dim": 64}
+    alike(256, HIDDEN)
+    | alike(512, f"{INNER} {EXPERT}")
+    | alike(128, "head_dim v_head_dim qk_nope_head_dim")
+    | {"num_attention_heads": 2, "rotary_dim": 64}
 )
 """What is different on a GPU, where FlashAttention 3 is not batch-invariant at smaller heads."""
 

@@ -49,9 +49,7 @@ def gates_at(place: int, k: int, turn: int = 0) -> list[str]:
 def check_gate(engine: Live, expected: Expected, gate: str, only: Sequence[int] | None) -> Counts:
     """Outputs of one gate on a live engine, and what vLLM counted meanwhile."""
     engine.set_gate(gate, GATES[gate])
-    before = engine.counts()
-    expected.check(engine, only)
-    made = engine.counts() - before
+    made = expected.check(engine, only)
     made.require_both_verdicts()
     return made
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fixed_times import fix_times
+
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
 # One setting for each gate that closes some drafts of the tiny models and not others (the tests check that it does).
@@ -60,11 +62,25 @@ class Live:
         self.broken = False
         return outputs
 
+    def gives(self, prompts: Sequence[list[int]], params: Any, expected: Sequence[list[int]]) -> Counts:
+        """Generate, and compare with the tokens expected of each prompt. What vLLM counted meanwhile."""
+        before = self.counts()
+        wrong = differing(tokens(self.generate(prompts, params)), expected)
+        assert not wrong, f"prompts {wrong} of {len(expected)} differ from the baseline"
+        return self.counts() - before
+
+    def metric(self, name: str) -> int:
+        """One of vLLM's counters since the engine started; 0 for one that it does not keep."""
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
+
     def counts(self) -> Counts:
         """Counted since the engine started."""
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        values = {metric.name: metric for metric in self.llm.get_metrics()}
-        return Counts(*(int(values[f"vllm:spec_decode_{name}"].value) for name in names))
+        return Counts(*(self.metric(f"spec_decode_{name}") for name in names))
+
+    def preempted(self) -> int:
+        """Requests that were thrown out of the KV cache since the engine started."""
+        return self.metric("num_preemptions")
 
     def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate for the rounds to come."""
@@ -147,3 +163,8 @@ def differing(outputs: Sequence[list[int]], expected: Sequence[list[int]]) -> li
 def draft_also_what_does_not_pay(worker: Any) -> None:
     """Called in the worker of a V1 engine with prompt lookup, where steps of half the layers would hardly be taken."""
     worker.model_runner.drafter.worth = None
+
+
+def steps_of_fixed_times(engine: Live, draft_step: float = 0.2) -> None:
+    """What the rule of a V1 engine hears of steps is the same in every run; draft_step: in plain steps."""
+    engine.llm.collective_rpc(lambda worker: fix_times(worker.model_runner.drafter.lengths.rule, draft_step))

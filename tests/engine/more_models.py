@@ -19,17 +19,8 @@ PATCHES = (_SIDE // _PATCH) ** 2
 
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _BITS, _GROUP = 4, 32  # of quantised weights
-_SCHEME = {
-    "targets": ["Linear"],
-    "weights": {
-        "num_bits": _BITS,
-        "type": "int",
-        "strategy": "group",
-        "group_size": _GROUP,
-        "symmetric": True,
-        "dynamic": False,
-    },
-}
+_WEIGHTS = {"num_bits": _BITS, "type": "int", "strategy": "group", "group_size": _GROUP}
+_COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
 
 
 def save_adapter(folder: Path, model: Path, seed: int) -> Path:
@@ -87,13 +78,8 @@ def save_quantised(model: Path, folder: Path) -> Path:
         shape = torch.tensor(weight.shape)
         return {"weight_packed": _packed(whole), "weight_scale": scale.to(weight.dtype), "weight_shape": shape}
 
-    scheme = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": _SCHEME},
-    }
+    group = {"targets": ["Linear"], "weights": _WEIGHTS | {"symmetric": True, "dynamic": False}}
+    scheme = _COMPRESSED | {"format": "pack-quantized", "config_groups": {"group_0": group}}
     return _save_with(model, folder, pack, scheme)
 
 
@@ -111,14 +97,8 @@ def save_gptq(model: Path, folder: Path) -> Path:
             "scales": scale.t().to(torch.float16).contiguous(),
         }
 
-    scheme = {
-        "quant_method": "gptq",
-        "bits": _BITS,
-        "group_size": _GROUP,
-        "desc_act": False,
-        "sym": True,
-        "lm_head": False,
-    }
+    scheme = {"quant_method": "gptq", "bits": _BITS, "group_size": _GROUP, "sym": True}
+    scheme |= {"desc_act": False, "lm_head": False}
     return _save_with(model, folder, pack, scheme)
 
 
@@ -158,13 +138,7 @@ def save_eight_bits(model: Path, folder: Path, dtype: torch.dtype = torch.int8) 
         "weights": {**kind, "strategy": "channel", "dynamic": False},
         "input_activations": {**kind, "strategy": "token", "dynamic": True},
     }
-    scheme = {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind['type']}-quantized",
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-    }
+    scheme = _COMPRESSED | {"format": f"{kind['type']}-quantized", "config_groups": {"group_0": group}}
     return _save_with(model, folder, pack, scheme)
 
 
@@ -198,35 +172,20 @@ def save_with_eyes(model: Path, folder: Path) -> Path:
 
 
 SEES = (252, 250, 253)  # a picture in a prompt of `save_with_several_positions`: its start, itself, its end
+_SHAPES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+_SHAPES += "max_position_embeddings"
+_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": _PATCH}
 SEVERAL_POSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VL": (
         {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": _PATCH},
         {"mrope_section": [4, 6, 6]},
     ),
     "Qwen2_5_VL": (
-        {
-            "depth": 1,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": _PATCH,
-            "fullatt_block_indexes": [0],
-            "window_size": 4 * _PATCH,
-        },
+        _TOWER | {"depth": 1, "fullatt_block_indexes": [0], "window_size": 4 * _PATCH},
         {"mrope_section": [4, 6, 6]},
     ),
     "Qwen3VL": (
-        {
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": _PATCH,
-            "deepstack_visual_indexes": [0, 1],
-            "num_position_embeddings": 64,
-        },
+        _TOWER | {"depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
         {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
     ),
 }
@@ -240,18 +199,9 @@ def save_with_several_positions(
     import transformers
     from architectures import EXIT, SHAPE, _randomise
 
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-    )
     tower, rope = SEVERAL_POSITIONS[kind]
     text = {
-        **{name: SHAPE[name] for name in names},
+        **{name: SHAPE[name] for name in _SHAPES.split()},
         "head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
         "bos_token_id": 1,

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -68,11 +68,19 @@ def served(
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()[-3000:]
+        return httpx.get(f"{url}/health").status_code == 200
+
+    wait_for(answers, log)
+
+
+def wait_for(done: Callable[[], bool], what: str | Path) -> None:
+    """Wait until `done`, which may be refused a connection; fails after a long time with `what`, or that file's end."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
-        assert process.poll() is None, log.read_text()[-3000:]
         with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health").status_code == 200:
+            if done():
                 return
-        time.sleep(0.5)
-    pytest.fail(log.read_text()[-3000:])
+        time.sleep(0.1)
+    pytest.fail(what.read_text()[-3000:] if isinstance(what, Path) else f"waited in vain: {what}")

@@ -6,6 +6,7 @@ import pytest
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
 from more_models import RANK, save_adapter
+from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.engine
 
@@ -19,8 +20,6 @@ WITH = [None, "one", "two"] * 2
 
 @pytest.fixture(scope="module")
 def adapters(model_dir, tmp_path_factory) -> dict[str | None, Any]:
-    from vllm.lora.request import LoRARequest
-
     root, model = tmp_path_factory.mktemp("adapters"), model_dir("llama")
     made = {
         name: LoRARequest(name, number, str(save_adapter(root / name, model, number)))

@@ -3,30 +3,21 @@
 from typing import Any
 
 import pytest
-from harness import layer_skip, live
+from harness import greedy, layer_skip, live
 from models import LAYERS
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 
 pytestmark = pytest.mark.engine
 
-# Changes to a good speculative_config -> what the message says.
+# Changes to a good speculative_config -> what the message says; tests/unit/test_early_exit_messages.py has the others.
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "E of L": ({"layer_skip": LAYERS}, f"layer_skip = {LAYERS} is out of range; allowed: 1 to {LAYERS - 1}"),
-    "E negative": ({"layer_skip": -1}, "layer_skip = -1 is out of range"),
-    "E no integer": ({"layer_skip": 2.5}, "layer_skip = 2.5 must be an integer"),
-    "k of 0": ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0 is out of range; allowed: from 1 to 256"),
-    "k no integer": ({"num_speculative_tokens": "3"}, "num_speculative_tokens = '3' must be an integer"),
-    "tau above 1": ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
-    "tau below 0": ({"gate": "maxp", "tau": -0.1}, "tau = -0.1 is out of range for gate 'maxp'"),
-    "tau no number": ({"gate": "maxp", "tau": float("nan")}, "tau = nan must be a finite number"),
-    "tau_v below 0": ({"gate": "varH", "tau_v": -1}, "tau_v = -1 is out of range for gate 'varH'; allowed: at least 0"),
-    "threshold of another gate": ({"gate": "maxp", "tau_v": 4}, "tau_v = 4 is not used by gate 'maxp'"),
-    "threshold without a gate": ({"tau": 0.5}, "tau = 0.5"),
     "unknown key": ({"layer_skp": 3}, "'layer_skp' is not known.*did you mean 'layer_skip'"),
     "unknown gate": ({"gate": "varh"}, "gate 'varh' is not known.*did you mean 'varH'"),
-    "calibration without its gate": ({"calibration": {}}, "calibration is given but gate 'none' does not use it"),
-    "two head paths": ({"head_path": "a", "lsq_head_path": "b"}, "mean the same setting"),
     "another draft model": ({"model": "other/draft"}, "model = 'other/draft' has no meaning for method 'layer_skip'"),
     "vLLM's key with skip": (
         {"method": "skip", "draft_sample_method": "probabilistic"},
@@ -36,7 +27,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"draft_sample_method": "probabalistic"},
         "draft_sample_method 'probabalistic' is not known; allowed: greedy, probabilistic; did you mean 'probabil",
     ),
-    "skip with a gate": ({"method": "skip", "gate": "maxp"}, "gate 'maxp' is not used by method 'skip'"),
 }
 
 # Arguments of vllm.LLM -> what the message says.
@@ -58,8 +48,6 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def configure(path, spec: dict[str, Any], **changes: Any) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
     EngineArgs(model=str(path), skip_tokenizer_init=True, speculative_config=spec, **changes).create_engine_config()
 
 
@@ -79,12 +67,9 @@ def test_engine_argument(model_dir, case, method):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
-    [("is_hybrid", "recurrent state"), ("is_attention_free", "recurrent state")],
+    ("what", "message"), [("is_hybrid", "recurrent state"), ("is_attention_free", "recurrent state")]
 )
 def test_models_that_drafts_would_spoil_or_misplace(model_dir, monkeypatch, what, message):
-    from vllm.config import ModelConfig
-
     monkeypatch.setattr(ModelConfig, what, property(lambda self: True))
     with pytest.raises(SettingsError, match=message):
         configure(model_dir("llama"), layer_skip(4, 3))
@@ -106,26 +91,16 @@ def test_live_gate_refuses_and_keeps_what_it_had(model_dir):
         for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5), ("calibrated", 0.5)):
             with pytest.raises(SettingsError):
                 engine.set_gate(kind, threshold)
-        engine.generate([[5, 6, 7]], greedy_tokens())
+        engine.generate([[5, 6, 7]], greedy(16))
         made = engine.counts()
         assert made.drafted == made.rounds > 0  # still the gate that closes after each step
 
 
-def greedy_tokens() -> Any:
-    from harness import greedy
-
-    return greedy(16)
-
-
 def test_vllms_own_settings_still_work(model_dir):
     """Keys that are vLLM's, dashes instead of underscores, and the defaults: copies of all layers, twelve tokens."""
-    from vllm.engine.arg_utils import EngineArgs
-
     spec = {"method": "layer_skip", "draft-sample-method": "probabilistic"}
     path = str(model_dir("llama"))
     config = EngineArgs(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
-    from selfspec_cli.vllm_plugin.spec_config import settings_of
-
     settings = settings_of(config)
     assert settings is not None
     assert (settings.layer, settings.k) == (LAYERS, 12)
@@ -134,10 +109,6 @@ def test_vllms_own_settings_still_work(model_dir):
 
 
 def test_an_engine_without_our_method_has_none_of_our_settings(model_dir):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
-
     config = EngineArgs(model=str(model_dir("llama")), skip_tokenizer_init=True).create_engine_config()
     assert settings_of(config) is None
     assert collects(config) == ()

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, steps_of_fixed_times, tokens
 from models import LAYERS, VOCAB
+from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.engine
 
@@ -72,8 +73,7 @@ def test_vllms_list_of_lengths_by_batch_size_is_followed(model_dir, plain):
     spec = layer_skip(LAYERS // 2, K, num_speculative_tokens_per_batch_size=VLLMS)
     with live(model_dir("llama"), spec) as engine:
         seen = watch(engine)
-        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
-        engine.counts().require_both_verdicts()
+        engine.gives(PROMPTS, parameters(own=False), plain).require_both_verdicts()
     lengths = {load: {drafted for size, _, _, drafted in seen if size == load} for load in (1, 2, 3, 4, 5, 8)}
     assert lengths == {1: {K}, 2: {K}, 3: {2}, 4: {2}, 5: {0}, 8: {0}}
 
@@ -86,9 +86,8 @@ def test_load_context_and_requests_own_wishes_together_while_requests_are_preemp
         outputs = engine.generate(PROMPTS, parameters(own=True))
         assert not differing(tokens(outputs), plain)
         engine.counts().require_both_verdicts()
-        (preempted,) = (m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert engine.preempted() > 0
         table = engine.llm.collective_rpc(lambda worker: worker.model_runner.drafter.lengths.table)[0]
-    assert preempted > 0
     first = min(int(output.request_id) for output in outputs)
     number = {name: int(name.split("-")[0]) - first for _, _, name, _ in seen}
     kinds = set()
@@ -105,11 +104,12 @@ def test_load_context_and_requests_own_wishes_together_while_requests_are_preemp
 
 
 def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
-    """An exit after one layer is hardly ever right, so that most rounds go without: measured times say what is lost."""
+    """An exit after one layer is hardly ever right, so that most rounds go without: the times of steps say what is
+    lost."""
     with live(model_dir("llama"), layer_skip(1, K, gate="auto")) as engine:
+        steps_of_fixed_times(engine, 0.5)
         seen = watch(engine)
-        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
-        engine.counts().require_both_verdicts()
+        engine.gives(PROMPTS, parameters(own=False), plain).require_both_verdicts()
     lengths = [drafted for *_, drafted in seen]
     assert max(lengths) > 0
     assert lengths[len(lengths) // 2 :].count(0) > 0.6 * len(lengths[len(lengths) // 2 :])
@@ -124,18 +124,19 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
     """`{"method": "selfspec"}` alone: copies of all layers, prompt lookup and gate auto, which may be left and taken
     again on the live engine."""
     with live(model_dir("llama"), {"method": "selfspec"}) as engine:
+        steps_of_fixed_times(engine)
         made = {}
         for gate, threshold in (("auto", None), ("none", None), ("maxp", 0.3), ("auto", None)):
             engine.set_gate(gate, threshold)
-            before, counted = engine.counts(), cost(engine)
-            assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
+            counted = cost(engine)
+            counts = engine.gives(PROMPTS, parameters(own=False), plain)
             made[gate] = cost(engine) - counted
             if gate != "auto":
-                (engine.counts() - before).require_both_verdicts()
+                counts.require_both_verdicts()
         engine.counts().require_both_verdicts()
         rule = engine.llm.collective_rpc(lambda worker: vars(worker.model_runner.drafter.lengths.rule))[0]
         assert made["none"] == made["maxp"] == 0
-        assert rule["choices"] > 20 and len({width for _, _, width in rule["_seen"]}) > 1
+        assert rule["choices"] > 20 and len({width for _, _, width, *_ in rule["_seen"]}) > 1
         assert sum(rule["acceptance"].stood) > 0 < sum(rule["acceptance"].failed)
 
 
@@ -143,7 +144,7 @@ def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(model_d
     with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
         with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
             engine.set_gate("auto", None)
-        assert not differing(tokens(engine.generate(PROMPTS[:3], parameters(own=False)[:3])), plain[:3])
+        engine.gives(PROMPTS[:3], parameters(own=False)[:3], plain[:3])
 
 
 def test_a_table_is_set_on_the_live_engine(model_dir, plain):
@@ -152,7 +153,7 @@ def test_a_table_is_set_on_the_live_engine(model_dir, plain):
         for table, most in ((None, K), ("1:2 5:0", 2), ("1:0", 0), (None, K)):
             engine.llm.collective_rpc("early_exit_set_length_table", args=(table,))
             seen.clear()
-            assert not differing(tokens(engine.generate(PROMPTS[:6], parameters(own=False)[:6])), plain[:6])
+            engine.gives(PROMPTS[:6], parameters(own=False)[:6], plain[:6])
             assert max(drafted for *_, drafted in seen) == most
             if table == "1:2 5:0":
                 assert {drafted for load, *_, drafted in seen if load >= 5} == {0}
@@ -162,8 +163,6 @@ def test_a_table_is_set_on_the_live_engine(model_dir, plain):
 
 
 def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
-    from vllm.exceptions import VLLMValidationError
-
     with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
         for wrong, message in (
             ({"selfspec_k": K + 1}, f"selfspec_k = {K + 1} is out of range; allowed: whole numbers from 0"),
@@ -172,4 +171,4 @@ def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
         ):
             with pytest.raises(VLLMValidationError, match=message):
                 engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(8, extra_args=wrong), use_tqdm=False)
-        assert not differing(tokens(engine.generate(PROMPTS[:3], parameters(own=False)[:3])), plain[:3])
+        engine.gives(PROMPTS[:3], parameters(own=False)[:3], plain[:3])

@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Counts, Live, layer_skip, live
+from harness import layer_skip, live
 from models import LAYERS
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.linear import LinearBase
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import E4m3
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import trunk
 from selfspec_cli.vllm_plugin.decoder import decoder_of
+from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import experts, linear
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
@@ -32,8 +37,6 @@ FP8 = layer_skip(EXIT, K, draft_weights="fp8")
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The target's decoder and what the proposer made of it, under "target" and "trunk"."""
-    from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
-
     found: dict[str, Any] = {}
 
     def first_layers(model: nn.Module, *args: Any) -> nn.Module:
@@ -48,8 +51,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def loaded_weights(path: Any) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(path / "model.safetensors")
 
 
@@ -58,12 +59,6 @@ def spoil(copies: Iterable[nn.Module], by: Callable[[Tensor], Any]) -> None:
     """Change the weights of modules that draft, in place, while their engine lives."""
     for weight in {id(weight): weight for module in copies for weight in module.parameters()}.values():
         by(weight)
-
-
-def check_counts(engine: Live, want: Any) -> Counts:
-    before = engine.counts()
-    want.check(engine, SOME)
-    return engine.counts() - before
 
 
 # Compiled ones at night: by day the experts and the products of one token are what tells compiled copies apart.
@@ -75,7 +70,7 @@ def test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets(expec
     values they left behind."""
     want = expected(name)
     with live(want.path, FP8, **(COMPILED if compiled else {})) as engine:
-        check_counts(engine, want).require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         draft, target = made["trunk"], made["target"]
         assert len(draft.layers) == len(target.layers) == LAYERS
         assert all(draft.layers[i] is target.layers[i] for i in range(EXIT, LAYERS))
@@ -90,10 +85,10 @@ def test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets(expec
             copies += [part for part in copied.modules() if isinstance(part, copied_weights.CopiedWeight)]
         assert len(copies) == 4 * EXIT
         spoil(copies, Tensor.neg_)
-        counts = check_counts(engine, want)
+        counts = want.check(engine, SOME)
         assert counts.accepted < counts.drafted / 10, counts
         spoil(copies, Tensor.neg_)
-        check_counts(engine, want).require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
 
 
 def test_drafts_on_copies_are_others_than_on_the_targets_own_weights(expected):
@@ -103,9 +98,7 @@ def test_drafts_on_copies_are_others_than_on_the_targets_own_weights(expected):
     with live(want.path, layer_skip(EXIT, K)) as engine:
         for layer, weights in ((EXIT, "shared"), (EXIT, "fp8"), (LAYERS, "int4"), (LAYERS, "int8")):
             engine.call("early_exit_set_view", {"layer_skip": layer, "draft_weights": weights})
-            before = engine.counts()
-            want.check(engine, None if layer == EXIT else SOME)
-            counts[weights] = engine.counts() - before
+            counts[weights] = want.check(engine, None if layer == EXIT else SOME)
     assert counts["shared"] != counts["fp8"], counts
     assert counts["fp8"].accepted > 0.7 * counts["shared"].accepted, counts
     assert 0 < counts["int4"].accepted < counts["int4"].drafted, counts
@@ -126,10 +119,7 @@ def test_one_token_and_more_have_products_of_their_own(expected, monkeypatch, co
     monkeypatch.setattr(fp8_kernels, "_one_token", lambda *args: -product(*args))
     want = expected("llama")
     with live(want.path, FP8, **(COMPILED if compiled else {})) as engine:
-        want.check(engine, [0])
-        alone = engine.counts()
-        want.check(engine, SOME)
-        together = engine.counts() - alone
+        alone, together = want.check(engine, [0]), want.check(engine, SOME)
         weights, step = engine.call("early_exit_weights"), engine.call("early_exit_step_bytes")
     assert alone.accepted < alone.drafted / 10, alone
     assert together.accepted > together.drafted / 5, together
@@ -140,8 +130,6 @@ def test_one_token_and_more_have_products_of_their_own(expected, monkeypatch, co
 
 def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, monkeypatch):
     """What CUDA runs (linear.py), here on the target's own weights with PyTorch's kernel inside."""
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.linear import LinearBase
 
     def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
         return shallow_copy(module, quant_method=linear.SharedLinear()) if isinstance(module, LinearBase) else None
@@ -154,8 +142,7 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, mo
     monkeypatch.setattr(trunk, "on_own_weight", on_own_weight)
     want = expected("qwen3")
     with live(want.path, layer_skip(EXIT, K), **COMPILED) as engine:
-        want.check(engine, SOME)
-        engine.counts().require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         step = engine.call("early_exit_step_bytes")
     for draft, own in zip(made["trunk"].layers[:EXIT], made["target"].layers, strict=False):
         assert draft.mlp.down_proj.weight is own.mlp.down_proj.weight
@@ -189,8 +176,6 @@ def experts_on_disk(path: Any, layer: int) -> dict[str, Tensor]:
 
 
 def experts_of(layer: nn.Module) -> Any:
-    from vllm.model_executor.layers.fused_moe import MoERunner
-
     (runner,) = [part for part in layer.modules() if isinstance(part, MoERunner)]
     return runner
 
@@ -206,7 +191,7 @@ def test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets
     name."""
     want, kind = expected(name), DRAFT_WEIGHTS[weights]
     with live(want.path, layer_skip(EXIT, K, draft_weights=weights), **(COMPILED if compiled else {})) as engine:
-        check_counts(engine, want).require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         copies = []
         for place, (copied, own) in enumerate(zip(made["trunk"].layers[:EXIT], made["target"].layers, strict=False)):
             draft, target, disk = experts_of(copied), experts_of(own), experts_on_disk(want.path, place)
@@ -219,7 +204,7 @@ def test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets
                 assert there[key].equal(copy) and not copy.equal(weight)
             copies.append(draft.routed_experts)
         spoil(copies, Tensor.zero_)
-        counts = check_counts(engine, want)
+        counts = want.check(engine, SOME)
     assert counts.accepted < counts.drafted / 4, counts
 
 
@@ -265,8 +250,7 @@ def test_experts_on_the_kernels_of_a_kind(expected, monkeypatch, name):
         monkeypatch.setattr(fp8_kernels, product, lambda x, weight, scale: F.linear(x, weight.float() * scale))
     want = expected(name)
     with live(want.path, FP8) as engine:
-        want.check(engine, SOME)
-        counts = engine.counts()
+        counts = want.check(engine, SOME)
     assert len(made) == EXIT and all(kernel.calls for kernel in made)
     assert 0.2 * counts.drafted < counts.accepted < counts.drafted, counts
 

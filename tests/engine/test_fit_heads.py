@@ -11,15 +11,19 @@ import torch
 from harness import greedy, layer_skip, live, tokens
 from models import LAYERS, VOCAB, save_tiny
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.stages import fit
 from selfspec_cli.texts import corpora
+from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
+from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered, split
 
 pytestmark = pytest.mark.engine
 
@@ -105,8 +109,6 @@ def test_heads_are_as_good_as_their_data_allow(fitted):
 
 def test_the_fit_is_that_of_transformers_hidden_states(fitted):
     """The same windows through transformers, whole and without vLLM, give the same least-squares head."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(fitted.path, dtype=torch.float32).eval()
     length = 511  # the model takes 512 tokens, one of which the engine generates
     windows = corpora.load("random").windows("fitting", None, VOCAB, length, -(-PAIRS // (length - 1)) + 2, seed=0)
@@ -148,8 +150,7 @@ def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, exp
         made = engine.counts()
         # `lsq` was fitted to random text, whose next token is anything: hardly any of its drafts is accepted, or none.
         assert made.drafted > 0 and (made.accepted > 0 or key[1] == "lsq"), made
-        expected("llama").check(engine, SOME)
-        (engine.counts() - made).require_both_verdicts()
+        expected("llama").check(engine, SOME).require_both_verdicts()
     generated = sum(map(len, outputs)) - len(outputs)  # the first token of each comes from its prefill
     report(f"{key}: predicted {found[f'tokens_k{k}']:.3f}, engine {generated / made.rounds:.3f} tokens a round")
     # A request's last round may have nothing left to draft for, and then has no draft to count.
@@ -158,10 +159,6 @@ def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, exp
 
 def test_rows_split_over_ranks_are_the_same_projection(fitted):
     """On one rank, which is what a CPU has; the gather itself is vLLM's."""
-    from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-    from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
-    from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered, split
-
     torch.manual_seed(0)
     weight, bias, x = torch.randn(100, 64), torch.randn(100), torch.randn(5, 64)  # 100 rows are padded to 128
     with live(fitted.path) as engine:
@@ -185,8 +182,8 @@ def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:2])))
     found = fitted.reports[key]
     with live(fitted.path, layer_skip(4, 3, head_path=found["path"]), tensor_parallel_size=2) as engine:
-        expected("llama").check(engine, range(0, 32, 8))
-        made, weights = engine.counts(), engine.llm.collective_rpc("early_exit_weights")
+        made = expected("llama").check(engine, range(0, 32, 8))
+        weights = engine.llm.collective_rpc("early_exit_weights")
     made.require_both_verdicts()
     rows = VOCAB if key[2] == "full" else QUARTER
     prior = 4 * VOCAB * ("bias" in load_head(found["path"]).head.tensors)  # a constant of each token, on every rank
@@ -208,8 +205,6 @@ def test_fewer_pairs_than_unknowns_are_refused(fitted, tmp_path):
 
 def test_states_that_are_not_finite_are_named_by_token(tmp_path):
     """A model with one broken embedding: the message counts tokens from the start of the stream."""
-    from transformers import AutoModelForCausalLM
-
     window = corpora.load("random").windows("fitting", None, VOCAB, 511, 1, seed=0)[0]
     path = save_tiny("llama", tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

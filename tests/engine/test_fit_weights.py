@@ -27,8 +27,7 @@ def test_fitted_copies_draft_better_and_the_output_is_the_targets(expected, tmp_
     assert (about.kind, about.tokens) == ("int4", report["tokens"])
     for path in (None, str(file)):
         with live(want.path, layer_skip(LAYERS, K, draft_weights="int4", draft_weights_path=path)) as engine:
-            want.check(engine, SOME)
-            counts[path] = engine.counts()
+            counts[path] = want.check(engine, SOME)
             counts[path].require_both_verdicts()
     share = {path: count.accepted / count.drafted for path, count in counts.items()}
     assert share[str(file)] > share[None], share

@@ -6,12 +6,12 @@ import pytest
 from harness import (
     GATES,
     Live,
-    differing,
     draft_also_what_does_not_pay,
     greedy,
     layer_skip,
     live,
     ragged_prompts,
+    steps_of_fixed_times,
     tokens,
 )
 from models import LAYERS, VOCAB
@@ -38,9 +38,9 @@ def plain(model_dir) -> list[list[int]]:
 
 def counted(engine: Live, plain: list[list[int]], params: list[Any]) -> dict[str, int]:
     """Generate what the plain engine did; what the draft loop counted meanwhile."""
-    before, verified = engine.call("early_exit_counters"), engine.counts()
-    assert not differing(tokens(engine.generate(PROMPTS, params)), plain)
-    after, verified = engine.call("early_exit_counters"), engine.counts() - verified
+    before = engine.call("early_exit_counters")
+    verified = engine.gives(PROMPTS, params, plain)
+    after = engine.call("early_exit_counters")
     found = {name: after[name] - before[name] for name in ("drafted", "free_drafted", "free_accepted")}
     assert verified.accepted >= found["free_accepted"]
     # The last drafts of a request are never verified.
@@ -52,6 +52,7 @@ def counted(engine: Live, plain: list[list[int]], params: list[Any]) -> dict[str
 def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(model_dir, plain):
     with live(model_dir("llama"), layer_skip(LAYERS // 2, K, free_drafts=FREE)) as engine:
         engine.llm.collective_rpc(draft_also_what_does_not_pay)
+        steps_of_fixed_times(engine)
         for gate in ("none", "maxp", "survival"):
             engine.set_gate(gate, GATES[gate])
             found = counted(engine, plain, parameters())
@@ -65,9 +66,7 @@ def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(mod
         engine.call("early_exit_set_draft_length", 2)
         counted(engine, plain, parameters())
         engine.call("early_exit_set_draft_length", 0)
-        before = engine.counts()
-        assert not differing(tokens(engine.generate(PROMPTS, parameters())), plain)
-        assert (engine.counts() - before).drafted == 0
+        assert engine.gives(PROMPTS, parameters(), plain).drafted == 0
 
 
 def seen(engine: Live) -> dict[bool, set[int]]:
@@ -96,6 +95,7 @@ def test_with_a_table_gate_auto_copies_a_window_and_preemption(model_dir, plain)
     )
     small = {"kv_cache_memory_bytes": 24 * 2**16, "max_model_len": 384}
     with live(model_dir("llama"), spec, **small) as engine:
+        steps_of_fixed_times(engine, 0.02)
         lengths = seen(engine)[False]
         assert counted(engine, plain, parameters())["free_accepted"] > 20
-        assert max(lengths) == FREE  # the table bounds the model's own drafts
+        assert 3 < max(lengths) <= FREE  # the table bounds the model's own drafts

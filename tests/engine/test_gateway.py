@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import ENGINE_FORKED, START_SECONDS, free_port, metric, served
+from served import ENGINE_FORKED, START_SECONDS, free_port, metric, served, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -46,9 +46,17 @@ class Both:
             model="reference", prompt=prompt, max_tokens=tokens, temperature=0, extra_body=wishes, **more
         )
 
-    def rows(self) -> list[dict[str, Any]]:
-        time.sleep(0.6)  # the log is written several times a second
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+    def row(self, meant: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The newest row of the log that is meant, as soon as it is there."""
+        found: list[dict[str, Any]] = []
+
+        def is_there() -> bool:
+            whole = [line for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            found.extend(row for row in map(json.loads, whole) if meant(row))
+            return bool(found)
+
+        wait_for(is_there, "a row of the log")
+        return found[-1]
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +163,14 @@ def test_the_gateway_knows_what_drafts_are_worth(both):
         for prompt in PROMPTS:
             for name in ("early", "plain"):
                 list(both.complete(prompt, backend=name, stream=True))
-    time.sleep(1.5)  # a look at /metrics
-    backends = {one["name"]: one for one in httpx.get(f"{both.url}/gateway/routes").json()["backends"]}
-    assert backends["early"]["round_tokens"] > 1.0 == backends["plain"]["round_tokens"]
-    assert backends["early"]["round_work"] > 1.0
-    row = both.rows()[-1]
-    assert row["expected_tpot_ms"] > 0 and row["tpot_ms"] > 0
+
+    def known() -> bool:
+        backends = {one["name"]: one for one in httpx.get(f"{both.url}/gateway/routes").json()["backends"]}
+        early, plain = backends["early"], backends["plain"]
+        return early["round_tokens"] > 1.0 == plain["round_tokens"] and early["round_work"] > 1.0
+
+    wait_for(known, "a look at /metrics")
+    assert both.row(lambda row: row["expected_tpot_ms"] and row["tpot_ms"])["expected_tpot_ms"] > 0
     text = httpx.get(f"{both.url}/metrics").text
     assert re.search(r'selfspec_gateway_backend_round_tokens\{backend="early"\} [1-9]', text)
 
@@ -173,33 +183,11 @@ def test_vllms_own_benchmark_runs_against_it(both, tmp_path):
         "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
         "serve.add_cli_args(parser); serve.main(parser.parse_args())"
     )
-    words = [
-        "--backend",
-        "openai",
-        "--base-url",
-        both.url,
-        "--model",
-        "reference",
-        "--tokenizer",
-        str(paths.reference_model_dir()),
-        "--dataset-name",
-        "random",
-        "--random-input-len",
-        "16",
-        "--random-output-len",
-        "16",
-        "--num-prompts",
-        "8",
-        "--max-concurrency",
-        "4",
-        "--save-result",
-        "--result-dir",
-        str(tmp_path),
-        "--ignore-eos",
-    ]
-    run = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=START_SECONDS, check=False
-    )
+    words = f"--backend openai --base-url {both.url} --model reference --dataset-name random --random-input-len 16"
+    words += " --random-output-len 16 --num-prompts 8 --max-concurrency 4 --save-result --ignore-eos"
+    places = ["--tokenizer", str(paths.reference_model_dir()), "--result-dir", str(tmp_path)]
+    command = [sys.executable, "-c", code, *words.split(), *places]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
@@ -208,7 +196,7 @@ def test_vllms_own_benchmark_runs_against_it(both, tmp_path):
 
 def test_an_answer_survives_the_death_of_its_server(both):
     """The last test: the server with early exit is killed."""
-    prompt, tokens = PROMPTS[2], 160
+    prompt, tokens = PROMPTS[2], 400
     wanted = both.complete(prompt, tokens, backend="plain").choices[0].text
     text, usage = "", None
     stream = both.complete(prompt, tokens, backend="early", stream=True, stream_options={"include_usage": True})
@@ -219,7 +207,7 @@ def test_an_answer_survives_the_death_of_its_server(both):
         usage = part.usage
     assert text == wanted
     assert usage.completion_tokens == tokens
-    row = both.rows()[-1]
+    row = both.row(lambda row: row["survived"])
     assert (row["route"], row["survived"], row["tried"]) == ("plain", 1, ["early"])
     assert row["lost_ms"] > 0
     assert both.complete(prompt, tokens).choices[0].text == wanted

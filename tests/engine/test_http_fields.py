@@ -14,6 +14,8 @@ import httpx
 import pytest
 from models import LAYERS, save_tokenizer
 from served import served
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from selfspec_cli.engine import clients
 from selfspec_cli.engine.clients import CHAT, Job
@@ -115,17 +117,8 @@ def server(model_dir, tmp_path_factory) -> Iterator[str]:
     save_tokenizer(folder / "llama", "<think>", "</think>")
     (folder / "template.jinja").write_text(TEMPLATE)
     words = [f"model={folder / 'llama'}", f"layer={LAYERS // 2}", "k=4", "model.dtype=float32"]
-    options = [
-        "--served-model-name",
-        "tiny",
-        "--chat-template",
-        str(folder / "template.jinja"),
-        "--reasoning-parser",
-        "deepseek_r1",
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "hermes",
-    ]
+    options = ["--served-model-name", "tiny", "--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice"]
+    options += ["--tool-call-parser", "hermes", "--chat-template", str(folder / "template.jinja")]
     with served(Path(folder), words, options) as (_, url, _):
         yield url
 
@@ -137,9 +130,6 @@ def ask(url: str, chat: bool, **fields: Any) -> httpx.Response:
 
 
 def test_every_field_of_the_api_is_in_this_file():
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
     completion, chat = set(CompletionRequest.model_fields), set(ChatCompletionRequest.model_fields)
     assert completion - ALWAYS == {*BOTH, *COMPLETION}
     assert chat - completion - ALWAYS == {*CHAT_ONLY} - {"logprobs"}

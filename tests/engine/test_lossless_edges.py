@@ -5,12 +5,12 @@ on the drafting one; each must give the same.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from typing import Any
 
 import pytest
 from harness import GATES, Live, greedy, layer_skip, live, ragged_prompts
-from models import EOS, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
+from models import EOS, LAYERS, MAX_LEN, VOCAB
+from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.engine
 
@@ -23,12 +23,7 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-SCENARIOS: dict[str, Callable[[Live], Any]] = {}
-
-
-def scenario(function: Callable[[Live], Any]) -> Callable[[Live], Any]:
-    SCENARIOS[function.__name__] = function
-    return function
+LONG = [(prompt * MAX_LEN)[: MAX_LEN - 2 - 3 * number] for number, prompt in enumerate(PROMPTS[:6])]
 
 
 def ends(outputs: list[Any]) -> list[tuple[list[int], Any, Any]]:
@@ -37,23 +32,20 @@ def ends(outputs: list[Any]) -> list[tuple[list[int], Any, Any]]:
     return [(list(sample.token_ids), sample.finish_reason, sample.stop_reason) for sample in samples]
 
 
-@scenario
-def stop_tokens(engine: Live) -> Any:
-    """A stop token inside an accepted draft cuts what was accepted after it."""
-    return ends(engine.generate(PROMPTS, greedy(64, stop_token_ids=STOPS[::4])))
+REQUESTS: dict[str, tuple[list[list[int]], Any]] = {
+    # A stop token inside an accepted draft cuts what was accepted after it.
+    "stop_tokens": (PROMPTS, greedy(64, stop_token_ids=STOPS[::4])),
+    "end_of_text": (ragged_prompts(32, VOCAB, seed=2), greedy(96, ignore_eos=False)),
+    "min_tokens": (PROMPTS, greedy(64, stop_token_ids=STOPS, min_tokens=9)),
+    # Some requests reach max_model_len while others, short ones, go on beside them.
+    "model_is_full": ([*LONG, *PROMPTS[6:]], greedy(40)),
+    "penalties": (PROMPTS, greedy(48, repetition_penalty=1.3, frequency_penalty=0.2)),
+    "allowed_tokens": (PROMPTS, [greedy(48, allowed_token_ids=list(range(3, VOCAB, 2))), greedy(48)] * 6),
+    # The same prompts twice in one batch: the second comes from the prefix cache, or shares its blocks.
+    "prefixes": (PROMPTS + PROMPTS, greedy(40)),
+}
 
 
-@scenario
-def end_of_text(engine: Live) -> Any:
-    return ends(engine.generate(ragged_prompts(32, VOCAB, seed=2), greedy(96, ignore_eos=False)))
-
-
-@scenario
-def min_tokens(engine: Live) -> Any:
-    return ends(engine.generate(PROMPTS, greedy(64, stop_token_ids=STOPS, min_tokens=9)))
-
-
-@scenario
 def stop_token_at_min_tokens(engine: Live) -> Any:
     """Each request meets its stop token at the first place where it may, which for some is behind a whole round."""
     free = [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, greedy(16))]
@@ -63,62 +55,32 @@ def stop_token_at_min_tokens(engine: Live) -> Any:
     return places, ends(engine.generate([PROMPTS[row] for row, _ in places], params))
 
 
-@scenario
-def model_is_full(engine: Live) -> Any:
-    """Some requests reach max_model_len while others, short ones, go on beside them."""
-    long = [(prompt * MAX_LEN)[: MAX_LEN - 2 - 3 * number] for number, prompt in enumerate(PROMPTS[:6])]
-    return ends(engine.generate([*long, *PROMPTS[6:]], greedy(40)))
-
-
-@scenario
-def penalties(engine: Live) -> Any:
-    return ends(engine.generate(PROMPTS, greedy(48, repetition_penalty=1.3, frequency_penalty=0.2)))
-
-
-@scenario
-def bad_words_and_allowed_tokens(engine: Live) -> Any:
-    some = greedy(48, allowed_token_ids=list(range(3, VOCAB, 2)))
-    return ends(engine.generate(PROMPTS, [some, greedy(48)] * 6))
-
-
-@scenario
 def structured_output(engine: Live) -> Any:
     """A grammar refuses drafted tokens before they are verified; every fourth request is free of one."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     kinds = [{"json": SCHEMA}, {"choice": ["yes", "perhaps", "no"]}, {"regex": r"[a-f]{3}-[0-9]{4,9}"}]
-    constrained = [
-        greedy(60, ignore_eos=False, detokenize=True, structured_outputs=StructuredOutputsParams(**kind))
-        for kind in kinds
-    ]
-    outputs = engine.generate(PROMPTS, [*constrained, greedy(60)] * 3)
+    given = [StructuredOutputsParams(**kind) for kind in kinds]
+    bound = [greedy(60, ignore_eos=False, detokenize=True, structured_outputs=one) for one in given]
+    outputs = engine.generate(PROMPTS, [*bound, greedy(60)] * 3)
     assert outputs[1].outputs[0].text in ("yes", "perhaps", "no")
     return ends(outputs)
 
 
-@scenario
-def preempted_and_resumed_prefixes(engine: Live) -> Any:
-    """The same prompts twice in one batch: the second comes from the prefix cache, or shares its blocks."""
-    return ends(engine.generate(PROMPTS + PROMPTS, greedy(40)))
+SCENARIOS: dict[str, Callable[[Live], Any]] = {
+    name: lambda engine, asked=asked: ends(engine.generate(*asked)) for name, asked in REQUESTS.items()
+}
+SCENARIOS |= {"stop_token_at_min_tokens": stop_token_at_min_tokens, "structured_output": structured_output}
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = save_tiny("llama", tmp_path_factory.mktemp("with_tokenizer"))
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(path) -> dict[str, Any]:
+def plain(talking) -> dict[str, Any]:
     """What the plain engine gives for every scenario, and log-probabilities."""
-    with live(path, skip_tokenizer_init=False) as engine:
+    with live(talking, skip_tokenizer_init=False) as engine:
         return {name: run(engine) for name, run in SCENARIOS.items()} | {"logprobs": logprobs(engine)}
 
 
 @pytest.fixture(scope="module")
-def drafting(plain, path) -> Iterator[Live]:
-    with live(path, layer_skip(LAYERS // 2, K, gate="maxp", tau=GATES["maxp"]), skip_tokenizer_init=False) as engine:
+def drafting(plain, talking) -> Iterator[Live]:
+    with live(talking, layer_skip(LAYERS // 2, K, gate="maxp", tau=GATES["maxp"]), skip_tokenizer_init=False) as engine:
         yield engine
 
 
@@ -141,7 +103,7 @@ def test_scenarios_are_what_they_say(plain):
     assert [len(got) for got, _, _ in stopped] == [place + 1 for _, place in places]
     assert len(places) > 60
     assert [len(got) for got, _, _ in plain["model_is_full"]][:6] == [2, 5, 8, 11, 14, 17]
-    assert all(token % 2 for got, _, _ in plain["bad_words_and_allowed_tokens"][::2] for token in got)
+    assert all(token % 2 for got, _, _ in plain["allowed_tokens"][::2] for token in got)
 
 
 def logprobs(engine: Live) -> Any:
@@ -165,24 +127,6 @@ def test_logprobs_are_the_target_models(plain, drafting):
     assert got[0] == want[0]
     for ours, theirs in zip(got[1:], want[1:], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def test_gate_changed_in_the_middle_of_a_generation(plain, drafting):
-    """Steps the engine by hand and changes kind and threshold of the gate between any two steps."""
-    core = drafting.llm.llm_engine
-    before = drafting.counts()
-    for number, prompt in enumerate(PROMPTS + PROMPTS):
-        core.add_request(f"stepped-{number}", {"prompt_token_ids": prompt}, greedy(40))
-    settings = cycle([("none", None), ("maxp", 1.0), ("varH", 4.0), ("maxp", 0.0), ("margin", 0.2), ("survival", 0.3)])
-    done = {}
-    while core.has_unfinished_requests():
-        drafting.set_gate(*next(settings))
-        done |= {out.request_id: out for out in core.step() if out.finished}
-    outputs = [done[f"stepped-{number}"] for number in range(len(done))]
-    assert ends(outputs) == plain["preempted_and_resumed_prefixes"]
-    made = drafting.counts() - before
-    made.require_both_verdicts()
-    assert made.rounds < made.drafted < made.rounds * K
 
 
 def drafting_cost(engine: Live, gate: str, threshold: float | None) -> tuple[Any, dict[str, Any]]:
@@ -227,14 +171,8 @@ def test_preemption_under_a_small_cache(expected):
     """Two dozen blocks for eight requests of up to twelve: requests are thrown out and computed again."""
     want = expected("llama")
     with live(want.path, layer_skip(LAYERS // 2, K), kv_cache_memory_bytes=24 * 2**16, max_model_len=384) as engine:
-
-        def preempted() -> int:
-            (found,) = (metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")
-            return int(found)
-
         for gate in ("none", "maxp"):
             engine.set_gate(gate, GATES[gate])
-            before, counts = preempted(), engine.counts()
-            want.check(engine)
-            (engine.counts() - counts).require_both_verdicts()
-            assert preempted() > before, gate
+            before = engine.preempted()
+            want.check(engine).require_both_verdicts()
+            assert engine.preempted() > before, gate

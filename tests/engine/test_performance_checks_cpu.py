@@ -16,11 +16,7 @@ pytestmark = pytest.mark.engine
 
 FILE = Path(__file__).parents[2] / "experiments" / "checks" / "cpu_micro.yaml"
 SHORT = ["repeats=3", "warmup=1"]
-CAUGHT = {
-    "lost_draft": {"mean_accepted_len"},
-    "slower_step": {"closed_rows"},
-    "eager_step": {"eager_steps"},
-}
+CAUGHT = {"lost_draft": {"mean_accepted_len"}, "slower_step": {"closed_rows"}, "eager_step": {"eager_steps"}}
 """Fault -> what has to be red whatever the clock says."""
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from harness import differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
+from safetensors.torch import load_file
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
@@ -18,8 +19,6 @@ CASES = [(LAYERS // 2, K, None), (LAYERS // 2, K, 0.3), (2, 3, 0.2), (LAYERS - 1
 
 def test_every_round_is_the_references(model_dir, report):
     """Greedy, from the same weights, in a batch of eight beside the reference's one request at a time."""
-    from safetensors.torch import load_file
-
     path = model_dir("llama")
     model = Decoder(load_file(path / "model.safetensors"), LAYERS, head_dim=32)
     with live(path, layer_skip(LAYERS // 2, K)) as engine:

@@ -13,6 +13,10 @@ import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
 from request_fields import FIELDS, OF_VLLM, REFUSED
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +42,6 @@ AVOIDING = {"extra_args": {"avoid": True}}
 
 def avoid_the_last() -> type:
     """A logits processor of a user's own: requests that ask for it never write the same token twice in a row."""
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     def avoid(written: list[int], logits: torch.Tensor) -> torch.Tensor:
         logits[written[-1:]] = -torch.inf
@@ -56,8 +59,6 @@ def avoid_the_last() -> type:
 
 
 def request(name: str, drafts: bool = True) -> Any:
-    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
-
     kinds = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
     said = {key: kinds[key](**value) if key in kinds else value for key, value in FIELDS[name].items()}
     if not drafts:
@@ -103,8 +104,6 @@ GRAMMARS = ("[a-f]{3}-[0-9]{6,20}", "(yes|no), (a|b|c){2,9}", "[a-z ]{12}")
 
 def answering(drafts: str = MODES[0]) -> list[Any]:
     """Requests whose answers obey a grammar once their thinking has ended: by itself, at a budget, or not at all."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     said: dict[str, Any] = NO_DRAFTS if drafts == MODES[2] else {}
     return [
         greedy(
@@ -143,8 +142,6 @@ def drafting(request, talking, wanted):  # two engines of one process cannot liv
 
 
 def test_every_field_of_a_request_is_in_this_file():
-    from vllm import SamplingParams
-
     fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert fields == {*FIELDS, *REFUSED, *OF_VLLM}
 
@@ -235,8 +232,6 @@ def test_samples_stay_within_what_a_request_allows(drafting: Live, talking, top,
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_refused_alone(drafting: Live, wanted, name):
-    from vllm.exceptions import VLLMClientError
-
     said, message = REFUSED[name]
     with pytest.raises((VLLMClientError, ValueError), match=message):
         drafting.generate([PROMPTS["n"]], greedy(TOKENS, **said))

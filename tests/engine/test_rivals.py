@@ -37,11 +37,7 @@ def test_ngram_and_a_draft_model_beside_early_exit_in_one_sweep(model_dir, tmp_p
     arms = [arm(layer=3)]
     arms += [
         arm(method=Method.vllm, speculative=spec)
-        for spec in (
-            NGRAM,
-            {"method": "draft_model", "model": path},
-            NGRAM | {"prompt_lookup_min": 9},
-        )
+        for spec in (NGRAM, {"method": "draft_model", "model": path}, NGRAM | {"prompt_lookup_min": 9})
     ]
     result = sweep.run(arms, open_engine=open_engine, bench=bench.run)
     _, early, ngram, draft, wrong = result.rows

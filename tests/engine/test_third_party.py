@@ -11,17 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from harness import layer_skip, live
 from models import LAYERS, save_tokenizer
 from test_fit_heads import config
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
+from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.replay import Setting, draft_lengths
 from selfspec_cli.stages import fit
 
 pytestmark = pytest.mark.engine
@@ -58,10 +61,28 @@ def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp
         assert found[name]["parameters"] == 2 * 64
         spec = layer_skip(EXIT, 3, head_path=path, gate="ratio", threshold=0.8)
         with live(want.path, spec) as engine:
-            want.check(engine, SOME)
-            counts = engine.counts()
+            counts = want.check(engine, SOME)
             counts.require_both_verdicts()
             assert counts.drafted < 3 * counts.rounds  # the gate ended some drafts
+
+
+def test_a_sweep_over_a_gates_threshold_is_lossless_and_recorded(toy, expected):
+    """The gate of another package is recorded like one of ours."""
+    want, k, drafted = expected("llama"), 5, []
+    with live(want.path, layer_skip(EXIT, k, gate="ratio", threshold=0.5)) as engine:
+        for threshold in (None, 0.2, 0.5, 0.8, 1.0):
+            if threshold is not None:  # the first point is as the engine was started
+                engine.call("early_exit_set_gate", "ratio", threshold)
+            engine.call("early_exit_record", True)
+            want.check(engine, SOME)
+            log = DraftLog.from_plain(engine.call("early_exit_recorded"), k)
+            # What was recorded is the gate's own definition, in terms of what other gates recorded beside it.
+            maxp, margin, ratio = (log.feature(name)[log.was_drafted] for name in ("maxp", "margin", "ratio"))
+            torch.testing.assert_close(ratio, (maxp - margin) / maxp, atol=1e-5, rtol=1e-4)
+            assert torch.equal(draft_lengths(log, Setting("ratio", threshold or 0.5, k)), log.drafted)
+            drafted.append(float(log.drafted.float().mean()))
+    assert drafted[0] == drafted[2]
+    assert drafted[1] < drafted[2] < drafted[3] < drafted[4] == pytest.approx(k, rel=0.1)
 
 
 def planned(*words: str) -> str:

@@ -1,6 +1,5 @@
 """Tensor parallelism with two ranks on the CPU: the draft's copies and heads are split as the target's weights are."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,11 +10,7 @@ import torch
 from exit_heads import translator_head
 from harness import GATES, Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
-
-from selfspec_cli.early_exit.artifact import save_head
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
-from selfspec_cli.early_exit.head_metadata import HeadMetadata
-from selfspec_cli.early_exit.head_module import ExitHead
+from test_skip_and_heads import saved
 
 pytestmark = pytest.mark.engine
 
@@ -61,29 +56,13 @@ def check(
         for view in ({}, *views):
             if view:
                 engine.llm.collective_rpc("early_exit_set_view", args=({"layer_skip": EXIT, **view},))
-            before = engine.counts()
-            assert tokens(engine.generate(PROMPTS, greedy(48))) == plain, view
-            found.append(engine.counts() - before)
+            found.append(engine.gives(PROMPTS, greedy(48), plain))
             found[-1].require_both_verdicts()
         if gate is not None:
             engine.set_gate(gate, GATES[gate])
-            before = engine.counts()
-            assert tokens(engine.generate(PROMPTS, greedy(48))) == plain, gate
-            found.append(engine.counts() - before)
+            found.append(engine.gives(PROMPTS, greedy(48), plain))
             found[-1].require_both_verdicts()
     return found
-
-
-def saved(head: ExitHead, path: Path, folder: Path) -> str:
-    from safetensors.torch import load_file
-
-    config = json.loads((path / "config.json").read_text())
-    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
-    mark = model_fingerprint(config, [("embed_tokens.weight", embedding)])
-    about = HeadMetadata(
-        kind=head.kind.name, layer=EXIT, hidden=HIDDEN, vocab_size=VOCAB, rank=head.rank, fingerprint=mark
-    )
-    return str(save_head(folder / "head.safetensors", head, about))
 
 
 def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
@@ -98,7 +77,7 @@ def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_pa
     """Behind a map of low rank, which each rank has whole."""
     path, few = model("llama"), torch.arange(0, VOCAB, 2)
     down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
-    head = saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path)
+    head = str(saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path))
     check(
         path,
         {"draft_weights": "fp8"},

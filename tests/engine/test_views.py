@@ -28,8 +28,7 @@ K, SOME = 3, range(0, 32, 4)
 def test_a_thinned_view_drafts_and_the_output_is_the_targets(expected, made, name, skipped, more):
     want = expected(name)
     with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped, **more)) as engine:
-        want.check(engine, SOME)
-        engine.counts().require_both_verdicts()
+        want.check(engine, SOME).require_both_verdicts()
         check_layers(engine, made, skipped)
 
 
@@ -52,12 +51,10 @@ def test_compiled_views_of_equal_depth_run_their_own_layers(expected, made):
     want, views, compiled, eager = expected("llama"), ("1-2", "2-3"), [], []
     for skipped in views:
         with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped), **COMPILED) as engine:
-            want.check(engine, SOME)
-            compiled.append(engine.counts())
+            compiled.append(want.check(engine, SOME))
             check_layers(engine, made, skipped)
             engine.set_gate("maxp", 0.3)
-            want.check(engine, SOME)
-            gated = engine.counts() - compiled[-1]
+            gated = want.check(engine, SOME)
             gated.require_both_verdicts()
             assert gated.drafted < K * gated.rounds, gated
             with pytest.raises(SettingsError, match="on an eager engine only"):
@@ -65,9 +62,7 @@ def test_compiled_views_of_equal_depth_run_their_own_layers(expected, made):
     with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
         for skipped in views:
             engine.call("early_exit_set_view", {"layer_skip": LAYERS, "skip_layers": skipped})
-            before = engine.counts()
-            want.check(engine, SOME)
-            eager.append(engine.counts() - before)
+            eager.append(want.check(engine, SOME))
     assert compiled == eager and compiled[0] != compiled[1], (compiled, eager)
 
 
@@ -85,15 +80,12 @@ def test_a_view_changes_on_a_live_engine(expected):
     with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
         for view in views:
             engine.call("early_exit_set_view", view)
-            before = engine.counts()
-            want.check(engine, SOME)
-            found.append(engine.counts() - before)
+            found.append(want.check(engine, SOME))
         with pytest.raises(SettingsError, match="layer_skip = 99 is out of range"):
             engine.call("early_exit_set_view", {"layer_skip": 99})
     assert len({(count.drafted, count.accepted) for count in found}) == len(views), found
     with live(want.path, {**layer_skip(1, K), **views[4]}, enable_prefix_caching=False) as engine:
-        want.check(engine, SOME)
-        assert engine.counts() == found[4]
+        assert want.check(engine, SOME) == found[4]
 
 
 def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
@@ -108,9 +100,7 @@ def check_others_without(engine: Live, want: Any, context: dict[str, Any]) -> No
     counts = []
     for more in (context, {}, context):
         engine.call("early_exit_set_view", {"layer_skip": LAYERS - 1, **more})
-        before = engine.counts()
-        want.check(engine, SOME)
-        counts.append(engine.counts() - before)
+        counts.append(want.check(engine, SOME))
         counts[-1].require_both_verdicts()
     assert counts[0] == counts[2] != counts[1], counts
 
@@ -160,9 +150,7 @@ def test_after_a_view_that_is_refused_the_view_before_it_drafts(expected):
     want, counts = expected("gemma2"), []
     with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
         for _ in range(2):
-            before = engine.counts()
-            want.check(engine, SOME)
-            counts.append(engine.counts() - before)
+            counts.append(want.check(engine, SOME))
             with pytest.raises(SettingsError, match="draft_window = 32 is not supported for this model"):
                 engine.call("early_exit_set_view", {"layer_skip": 1, "draft_window": 32})
     assert counts[0] == counts[1], counts

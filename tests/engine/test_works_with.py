@@ -51,15 +51,12 @@ def test_quantised_targets(model_dir, tmp_path, save):
     with live(path, layer_skip(LAYERS, K, draft_weights="int8"), **dtype) as engine:
         for kind, least in (("int8", 0.8), ("int4", 0.3)):  # copies of anything else would hardly be accepted
             engine.call("early_exit_set_view", {"layer_skip": LAYERS, "draft_weights": kind})
-            before = engine.counts()
-            assert tokens(engine.generate(prompts, greedy(48))) == want
-            counts = engine.counts() - before
+            counts = engine.gives(prompts, greedy(48), want)
             counts.require_both_verdicts()
             assert counts.accepted > least * counts.drafted, kind
     if save is save_quantised:
         with live(path, layer_skip(EXIT, K), **HALF) as engine:
-            assert tokens(engine.generate(prompts, greedy(48))) == want
-            engine.counts().require_both_verdicts()
+            engine.gives(prompts, greedy(48), want).require_both_verdicts()
 
 
 def described(engine: Live, marks: Sequence[int] = (IMAGE,), size: tuple[int, ...] = ()) -> list[list[int]]:
@@ -117,8 +114,7 @@ def test_keys_and_values_that_another_engine_made(model_dir, tmp_path):
         want = tokens(engine.generate(prompts, params))
     assert any(tmp_path.iterdir())
     with live(model_dir("llama"), layer_skip(EXIT, K), **shared) as engine:
-        assert tokens(engine.generate(prompts, params)) == want
-        engine.counts().require_both_verdicts()
+        engine.gives(prompts, params, want).require_both_verdicts()
         found = {metric.name: metric for metric in engine.llm.get_metrics()}
         assert found["vllm:external_prefix_cache_hits"].value > 0
 

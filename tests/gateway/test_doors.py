@@ -5,6 +5,7 @@ import json
 import shutil
 import ssl
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 
 import aiohttp
@@ -64,8 +65,10 @@ async def test_connections_beyond_the_limit_are_refused_at_once(tmp_path, monkey
         assert (await talk(on, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 503")
         for _, writer in open_ones:
             writer.close()
-        await asyncio.sleep(0.1)
-        assert (await on.post(PROMPT))[0] == 200
+        found = None
+        while found != 200:  # a connection that is refused has no JSON
+            with suppress(ValueError):
+                found = (await on.post(PROMPT))[0]
 
 
 async def test_bodies_that_do_not_fit_together_are_refused(tmp_path, monkeypatch):

@@ -39,11 +39,7 @@ CAUGHT = {
     "host_synchronisation": "host_synchronisations",
     "debug_copy": "host_copies",
 }
-ON_CPU = {
-    "lost_draft": "mean_accepted_len",
-    "slower_step": "closed_rows",
-    "eager_step": "eager_steps",
-}
+ON_CPU = {"lost_draft": "mean_accepted_len", "slower_step": "closed_rows", "eager_step": "eager_steps"}
 
 
 def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, Any]:

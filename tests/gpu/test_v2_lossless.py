@@ -116,12 +116,7 @@ LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens genera
 POINTS = [(1, 1), (LAYERS // 4, 3), (LAYERS // 2, 5), (LAYERS - 1, 8)]
 MIDDLE = (LAYERS // 2, 5)
 OTHERS = ("mistral", "qwen3_moe", "mixtral", "llama4")
-OTHER_DECODERS = (
-    "OPTForCausalLM",
-    "FalconForCausalLM",
-    "Starcoder2ForCausalLM",
-    "GPT2LMHeadModel",
-)
+OTHER_DECODERS = ("OPTForCausalLM", "FalconForCausalLM", "Starcoder2ForCausalLM", "GPT2LMHeadModel")
 """Decoders with other parts than Llama's, under other names."""
 
 

@@ -5,6 +5,7 @@ On a GPU as it is; on a CPU with TRITON_INTERPRET=1 set before Triton is first i
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import bounds
 import pytest
@@ -32,17 +33,17 @@ if DEVICE == "cpu":
 ROWS, K, VOCAB, MAX_LEN = 5, 3, 2100, 64  # two blocks of logits: the interpreter takes its time for each
 
 
-def new_state(rows: int = ROWS, k: int = K) -> DraftState:
+def new_state(rows: int = ROWS, k: int = K, most: int = MAX_LEN, **more: Any) -> DraftState:
+    """most: tokens of a request's context; more: what `DraftState.around` takes besides."""
     buffers = SimpleNamespace(
         input_ids=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(rows, dtype=torch.int64),
         seq_lens=torch.zeros(rows, dtype=torch.int32),
         query_start_loc=torch.zeros(rows + 1, dtype=torch.int32),
     )
-    mapping = torch.full((rows,), -1)
+    mapping, places = torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64)
     tokens = torch.zeros(rows, k, dtype=torch.int64)
-    places = torch.zeros(rows, dtype=torch.int64)
-    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN)
+    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), most, **more)
 
 
 def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, steps: int = K) -> None:
@@ -106,11 +107,8 @@ def test_the_attention_to_each_block_is_that_of_the_plain_function(page, dim, sh
     cache = torch.randn(4 * columns, heads, page, 2 * dim)
     table = torch.randperm(4 * columns).int().view(4, columns)
     lengths = torch.tensor([0, 1, 2 * page + 3, columns * page], dtype=torch.int32)
-    queries, ends, rejected = (
-        torch.randn(9, heads * shared, dim),
-        torch.tensor([1, 3, 6, 9]),
-        torch.tensor([0, 1, 2, 0]),
-    )
+    queries, ends = torch.randn(9, heads * shared, dim), torch.tensor([1, 3, 6, 9])
+    rejected = torch.tensor([0, 1, 2, 0])
     found = torch.full((4, heads * shared, columns), -torch.inf)
     block_weights(queries, ends, rejected, cache, table, lengths, 0.2, found, at_once)
     own, keys = queries[[0, 1, 3, 8]], cache[table.long()][..., :dim]

@@ -89,23 +89,19 @@ def test_usual_settings_are_possible(bits, rows, groups, tokens):
     assert 1 <= usual.parts <= groups and usual.stages >= 1
 
 
-@pytest.mark.parametrize("tokens", [0, 33])
-def test_other_numbers_of_tokens_are_refused(tokens):
-    words, scales = torch.zeros(16, 16, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
-    with pytest.raises(ValueError, match=f"{tokens} tokens, not 1 to 32"):
+@pytest.mark.parametrize(
+    ("tokens", "words_a_row", "said"),
+    [
+        (0, 16, "0 tokens, not 1 to 32"),
+        (33, 16, "33 tokens, not 1 to 32"),
+        (1, 16, "1 token: that is a product of lowbit_one_token"),  # which is rounded in another order
+        (2, 12, "no copy of 4 or 8 bits"),
+    ],
+)
+def test_other_numbers_of_tokens_and_other_copies_are_refused(tokens, words_a_row, said):
+    words, scales = torch.zeros(16, words_a_row, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
+    with pytest.raises(ValueError, match=said):
         few_tokens.product(words, scales, tokens, words, scales, None, torch.bfloat16)
-
-
-def test_a_single_token_is_refused_which_is_rounded_in_another_order():
-    words, scales = torch.zeros(16, 16, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
-    with pytest.raises(ValueError, match="1 token: that is a product of lowbit_one_token"):
-        few_tokens.product(words, scales, 1, words, scales, None, torch.bfloat16)
-
-
-def test_other_copies_are_refused():
-    words, scales = torch.zeros(16, 12, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
-    with pytest.raises(ValueError, match="no copy of 4 or 8 bits"):
-        few_tokens.product(words, scales, 2, words, scales, None, torch.bfloat16)
 
 
 # ---- one token ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels_interpreted import DEVICE, end_step
+from kernels_interpreted import DEVICE, end_step, new_state
 
 from selfspec_cli.early_exit.free_drafts import LONGEST, Matches
 from selfspec_cli.early_exit.length_table import LengthTable
@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState, Free
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, Free
 
 ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of history
 
@@ -22,31 +22,10 @@ ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of hi
 class Device:
     """Requests 3, 2, 1 in rows 0, 1, 2, as the V2 runner keeps them."""
 
-    def __init__(
-        self,
-        table: LengthTable | None = None,
-        free: int = FREE,
-        k: int = K,
-        requests: int = 0,
-    ):
-        buffers = SimpleNamespace(
-            input_ids=torch.zeros(ROWS, dtype=torch.int32),
-            positions=torch.zeros(ROWS, dtype=torch.int64),
-            seq_lens=torch.zeros(ROWS, dtype=torch.int32),
-            query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
-        )
+    def __init__(self, table: LengthTable | None = None, free: int = FREE, k: int = K, requests: int = 0):
         self.text = torch.full((ROWS, MAX_LEN), 99, dtype=torch.int32)
-        self.state = DraftState.around(
-            buffers,
-            torch.full((ROWS,), -1),
-            torch.zeros(ROWS, dtype=torch.int64),
-            torch.zeros(ROWS, max(free, k), dtype=torch.int64),
-            torch.tensor(0),
-            MAX_LEN,
-            table or LengthTable.fixed(k),
-            Free(free, k, requests),
-            self.text,
-        )
+        of_free = {"free": Free(free, k, requests), "text": self.text}
+        self.state = new_state(ROWS, max(free, k), MAX_LEN, table=table or LengthTable.fixed(k), **of_free)
         self.state.step_cost = COST
         self.end = end_step(VOCAB, rows=ROWS)
 

@@ -5,6 +5,7 @@ import math
 import random
 from types import SimpleNamespace
 
+import kernels_interpreted
 import pytest
 import torch
 from kernels_interpreted import DEVICE, MAX_LEN, begin, end_step, sharp_and_flat
@@ -22,15 +23,7 @@ TABLE = LengthTable.parse("1:4 1@30:1 3:2 3@20:0 3@40:5 5:0", K)
 
 
 def new_state(table: LengthTable | None = None, measures: bool = False) -> DraftState:
-    buffers = SimpleNamespace(
-        input_ids=torch.zeros(ROWS, dtype=torch.int32),
-        positions=torch.zeros(ROWS, dtype=torch.int64),
-        seq_lens=torch.zeros(ROWS, dtype=torch.int32),
-        query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
-    )
-    mapping, tokens = torch.full((ROWS,), -1), torch.zeros(ROWS, K, dtype=torch.int64)
-    places = torch.zeros(ROWS, dtype=torch.int64)
-    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN, table, measures=measures)
+    return kernels_interpreted.new_state(ROWS, K, table=table, measures=measures)
 
 
 def drafted(state: DraftState, requests: int) -> list[int]:

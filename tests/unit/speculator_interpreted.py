@@ -39,16 +39,9 @@ def config(tmp_path_factory):
     """vLLM's configuration of an engine with early exit, by the keys of its speculative_config."""
     register()
     folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-    ).save_pretrained(folder)
+    layers = {"num_hidden_layers": 4, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 128}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **layers, **sizes).save_pretrained(folder)
 
     def create(**spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}

@@ -324,6 +324,15 @@ def test_a_weight_that_vllm_packed_is_read_back_exactly(dtype, monkeypatch):
     assert plain_weight(nn.Module()) is None
 
 
+@pytest.mark.parametrize("sizes", ["size_per_partition", "size"], ids=["split over ranks", "a router of experts"])
+def test_a_packed_weight_counts_with_the_bytes_that_it_had(sizes):
+    """An engine of Mixtral could not say how large its weights are: no rank shares its router, which is packed too."""
+    layer = nn.Module()
+    layer.weight, layer.cpu_linear = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False), None
+    setattr(layer, f"output_{sizes}", 48), setattr(layer, f"input_{sizes}", 32)
+    assert step_bytes.weight_bytes([layer]) == 2 * 48 * 32
+
+
 # ---- the head -----------------------------------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ def test_clients_that_come_and_go_ask_in_the_first_half_of_each_period_only(toy,
         processes=processes,
     )
     run = clients.run(job, tmp_path, check=nothing)
-    assert not run.failed and run.seconds < 3
+    assert not run.failed
 
     def at_once(begin, end):
         """The most at once of the requests that were sent in this part of a period."""

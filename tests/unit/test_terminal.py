@@ -257,6 +257,7 @@ def test_a_pipe_is_told_what_is_being_done_whenever_nothing_was_said(monkeypatch
     monkeypatch.setattr(working, "QUIET", 0.01)
     text, plan = io.StringIO(), planned()
     screen = working.Screen(text, None, in_place=False)
+    screen.state.clock = Clock()
     screen.open()
     screen.planned(plan)
     try:

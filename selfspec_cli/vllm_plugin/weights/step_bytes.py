@@ -78,4 +78,6 @@ def _packed_bytes(part: Any) -> int:
     weight = getattr(part, "weight", None)
     if not hasattr(part, "cpu_linear") or not isinstance(weight, torch.Tensor) or weight.numel():
         return 0
-    return int(part.output_size_per_partition * part.input_size_per_partition * weight.itemsize)
+    # A layer that no rank shares, such as the router of experts, has no size per partition.
+    rows, columns = (getattr(part, f"{side}_size_per_partition", None) for side in ("output", "input"))
+    return int((rows or part.output_size) * (columns or part.input_size) * weight.itemsize)

@@ -39,18 +39,13 @@ def drafting(model_dir, plain):
         yield engine
 
 
-def preempted(engine: Live) -> int:
-    (found,) = (metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")
-    return int(found)
-
-
 @pytest.mark.parametrize("fault", CHANGING)
 def test_a_fault_changes_outputs(drafting, plain, fault):
-    before = preempted(drafting)
+    before = drafting.preempted()
     drafting.call("early_exit_plant", fault)
     found = generated(drafting)
     drafting.call("early_exit_mend")
-    assert preempted(drafting) > before
+    assert drafting.preempted() > before
     assert differing(found, plain), f"{fault} was not seen"
 
 

@@ -9,56 +9,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
-from models import LAYERS, vocab_of
+from harness import Live, greedy, layer_skip, live, tokens
+from models import LAYERS
 from scipy import stats
+from test_sampling import ACCEPT, MODEL, PROMPT, TEMPERATURE, VOCAB, exact, logits
+from vllm import SamplingParams
 
 from selfspec_cli.vllm_plugin.planted import v2
 
 pytestmark = pytest.mark.engine
 
-MODEL, TEMPERATURE, SEEDS, TOKENS = "llama_small_vocab", 0.8, 80, 3
-VOCAB = vocab_of(MODEL)
-PROMPT = ragged_prompts(4, VOCAB, seed=3)[1]
-ACCEPT = 1e-3  # p-values of right engines are above it, of wrong ones below; seeds are fixed, so nothing flickers
+SEEDS, TOKENS = 80, 3
 ENGINE: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 1024}
 FAULTY = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 
 
-@pytest.fixture(scope="module")
-def exact(model_dir) -> np.ndarray:
-    """Probabilities [TOKENS, V] of each token, whatever stands before it, by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def after(texts: torch.Tensor) -> np.ndarray:
-        logits = torch.cat([model(input_ids=part).logits[:, -1] for part in texts.split(256)])
-        return (logits.double() / TEMPERATURE).softmax(-1).numpy()
-
-    texts, weights, found = torch.tensor([PROMPT]), np.ones(1), []
-    for _ in range(TOKENS):
-        joint = weights[:, None] * after(texts)  # [texts, V]
-        found.append(joint.sum(0))
-        weights = joint.ravel()
-        every = torch.arange(VOCAB)[:, None]
-        texts = torch.cat([texts.repeat_interleave(VOCAB, 0), every.repeat(len(texts), 1)], 1)
-    return np.stack(found)
+__all__ = ["exact", "logits"]  # the fixtures
 
 
-def p_value(engine: Live, exact: np.ndarray) -> float:
+def p_value(engine: Live, places: list[np.ndarray]) -> float:
     """Smallest p-value over the places of the hypothesis that SEEDS requests were sampled from the reference."""
-    from vllm import SamplingParams
-
     params = [
         SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         for seed in range(SEEDS)
     ]
     texts = np.array(tokens(engine.generate([PROMPT] * SEEDS, params)))
     found = []
-    for place, probabilities in enumerate(exact):
+    for place, probabilities in enumerate(places):
         counts, expected = np.bincount(texts[:, place], minlength=VOCAB), probabilities * SEEDS
         cells = expected >= 5
         merged = [np.append(values[cells], values[~cells].sum()) for values in (counts, expected)]
@@ -69,13 +46,14 @@ def p_value(engine: Live, exact: np.ndarray) -> float:
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_drafting_keeps_the_distribution(model_dir, exact, report: Callable[[str], None], monkeypatch, method):
+    places = [exact.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
     monkeypatch.setattr(v2, "BIAS", 4.0)  # so sharp that few samples show it
     spec = layer_skip(LAYERS, 3, draft_weights="int4", draft_sample_method=method)
     with live(model_dir(MODEL), spec, worker_extension_cls=FAULTY, **ENGINE) as engine:
-        right = p_value(engine, exact)
+        right = p_value(engine, places)
         engine.counts().require_both_verdicts()
         engine.call("early_exit_plant", "biased_sampler")
-        wrong = p_value(engine, exact)
+        wrong = p_value(engine, places)
         engine.call("early_exit_mend")
         mixed = [greedy(8, temperature=TEMPERATURE, seed=5), greedy(8)] * 2
         first, second, third, fourth = tokens(engine.generate([PROMPT] * 4, mixed))

@@ -48,7 +48,7 @@ def _of_scheduler() -> Methods:
     compat.apply("scheduler")  # an engine core makes its scheduler before it chooses how to step
     return {
         "__init__": widths.with_planner,
-        "_update_after_schedule": widths.plan_drafts,
+        "schedule": widths.plan_drafts,
         "make_spec_decoding_stats": widths.hear_verdicts,
         "update_from_output": transport.send,
     }

@@ -30,8 +30,8 @@ MODULES = {
     "vllm.platforms": "current_platform",
     "vllm.third_party": "pynvml",
     "vllm.triton_utils": "HAS_TRITON dispatcher",
-    "vllm.utils": "torch_utils",
-    "vllm.utils.torch_utils": "_USE_LAYERNAME",
+    "vllm.triton_utils.dispatcher": "KernelOverride",
+    "vllm.utils.torch_utils": "HAS_OPAQUE_TYPE",
     "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
     "vllm.v1.core.sched.scheduler": "Scheduler",
@@ -42,7 +42,7 @@ MODULES = {
     "vllm.v1.metrics.stats": "IterationStats MultiModalCacheStats SchedulerStats",
     "vllm.v1.metrics.utils": "create_metric_per_engine",
     # The V1 model runner, which is the CPU's.
-    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor",
+    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate",
     "vllm.v1.sample.logits_processor.builtin": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor "
     "process_dict_updates",
     "vllm.v1.sample.logits_processor.state": "LogitsProcessors",
@@ -52,7 +52,8 @@ MODULES = {
     "vllm.v1.outputs": "LogprobsTensors SamplerOutput",
     "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
     # The V2 model runner, which is CUDA's.
-    "vllm.v1.worker.gpu.attn_utils": "build_slot_mappings_by_layer get_attn_cg_support init_attn_backend",
+    "vllm.v1.worker.gpu.attn_utils": "build_attn_metadata build_slot_mappings_by_layer get_attn_cg_support "
+    "init_attn_backend",
     "vllm.v1.worker.gpu.block_table": "BlockTables",
     "vllm.v1.worker.gpu.buffer_utils": "StagedWriteTensor",
     "vllm.v1.worker.gpu.cudagraph_utils": "BatchExecutionDescriptor ModelCudaGraphManager",
@@ -67,8 +68,8 @@ MODULES = {
     "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator": "TargetDependentARSpeculator",
     "vllm.v1.worker.gpu.states": "RequestState",
     # Layers, and kernels for copies of their weights.
-    "vllm._custom_ops": "cpu_prepack_moe_weight",
     "vllm.lora.layers": "BaseLayerWithLoRA",
+    "vllm.model_executor.kernels.linear.zentorch_utils": "is_zentorch_moe_supported",
     "vllm.model_executor.layers.activation": "SiluAndMul",
     "vllm.model_executor.layers.attention": "Attention",
     "vllm.model_executor.layers.attention.attention": "get_attention_context",
@@ -84,7 +85,7 @@ MODULES = {
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
     "vllm.model_executor.layers.quantization.utils": "marlin_utils",
     "vllm.model_executor.layers.quantization.utils.marlin_utils": "marlin_permute_scales",
-    "vllm.model_executor.layers.utils": "default_unquantized_gemm",
+    "vllm.model_executor.layers.utils": "default_unquantized_gemm dispatch_unquantized_gemm",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead",
     "vllm.scalar_type": "scalar_types",
     # Compilation.

@@ -199,7 +199,7 @@ def test_decoders_cut_their_loop_at_end_layer(vllm):
 
 def test_the_state_of_a_compiled_decoder_is_what_we_reset(vllm):
     text = vllm.text("vllm.compilation.decorators")
-    for name in ("compiled", "aot_compiled_fn", "was_aot_compile_fn_loaded_from_disk", "_compile_tag"):
+    for name in ("compiled", "aot_compiled_fn", "was_aot_compile_fn_loaded_from_disk"):
         assert f"self.{name} =" in text, name
     assert "self.do_not_compile" in text
     assert "self.forward" in vllm.segment("vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper")

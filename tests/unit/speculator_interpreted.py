@@ -178,7 +178,8 @@ def propose(speculator, requests, lengths=None, sampled=None, rejected=None, **m
     sampled = torch.tensor(sampled or [1] * requests, dtype=torch.int32)
     rejected = torch.tensor(rejected or [0] * requests, dtype=torch.int32)
     last = torch.arange(REQUESTS).unsqueeze(1)
-    return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, None, None, **more)
+    drawing = torch.zeros(REQUESTS), torch.zeros(REQUESTS, dtype=torch.int64)
+    return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, *drawing, **more)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, K])

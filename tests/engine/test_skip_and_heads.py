@@ -10,10 +10,10 @@ from harness import Counts, Live, layer_skip, live
 from models import LAYERS, VOCAB, save_tiny
 
 from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
-from selfspec_cli.early_exit.heads.base import HeadError
 
 pytestmark = pytest.mark.engine
 

@@ -34,8 +34,9 @@ from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState, Free
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
+from selfspec_cli.vllm_plugin.v2.tensors import Free
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.vllm_names import (

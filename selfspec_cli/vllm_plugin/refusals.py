@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 
 def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> None:
-    """Raises SettingsError for a model runner of vLLM's without early exit on such a device ("cpu", "cuda", ...).
+    """Raises SettingsError for a device without early exit, and on a CPU or on CUDA for the model runner without it.
 
     v2: whether it is the V2 runner; None where vLLM chooses. has_triton: whether vLLM found a backend of Triton's, with
     which a CPU has early exit on both runners.
     """
+    if device not in ("cpu", "cuda"):
+        raise SettingsError(
+            f"early exit is not supported on {device} devices; allowed: cpu and cuda; elsewhere, serve without it"
+        )
     needed = "V2" if device == "cuda" else "V1"
     if v2 is None or v2 == (needed == "V2") or (device == "cpu" and has_triton):
         return

@@ -1,7 +1,7 @@
 """Every name of vLLM that the plugin imports, and the module that the oldest supported release has it in.
 
-The plugin imports these names from here and nowhere else, so that a name that moves is one line in that release's file
-(releases/), and the contract tests read from here what has to be there. Nothing of vLLM is imported before a name is
+The plugin imports these names from here and nowhere else, so that a name that moves is looked up in one place, and the
+contract tests read from here what has to be there. Nothing of vLLM is imported before a name is
 asked for. Names that are replaced are in patches.py; names of modules that are only compared, or looked up in
 `sys.modules`, stay where they are used (worker.WORKERS, described.RUNNERS).
 """
@@ -9,10 +9,7 @@ asked for. Names that are replaced are in patches.py; names of modules that are 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from typing import Any
-
-from selfspec_cli.vllm_plugin import versions
 
 MODULES = {
     # The engine's configuration, and both runners.
@@ -99,12 +96,9 @@ PLACES = {name: f"{module}:{name}" for module, names in MODULES.items() for name
 
 
 def __getattr__(name: str) -> Any:
-    """`from selfspec_cli.vllm_plugin.vllm_names import NAME`: vLLM's object, as the installed release has it."""
+    """`from selfspec_cli.vllm_plugin.vllm_names import NAME`: vLLM's object."""
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    release = versions.here()
-    module, _, attribute = release.place_of(PLACES[name]).partition(":")
+    module = PLACES[name].partition(":")[0]
     owner = importlib.import_module(module)
-    found = getattr(owner, attribute) if hasattr(owner, attribute) else importlib.import_module(f"{module}.{attribute}")
-    adapter = release.adapters.get(PLACES[name])
-    return found if adapter is None else pkgutil.resolve_name(adapter)(found)
+    return getattr(owner, name) if hasattr(owner, name) else importlib.import_module(f"{module}.{name}")

@@ -35,8 +35,8 @@ SIGNATURES = signatures(INSTALLED or versions.SUPPORTED[0])
 @pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
     found = {target: there for target, there, _ in compat.check()}
-    assert found[compat.target_of(patch)], f"vLLM moved {patch.target}"
-    assert callable(pkgutil.resolve_name(compat.replacement_of(patch)))
+    assert found[patch.target], f"vLLM moved {patch.target}"
+    assert callable(pkgutil.resolve_name(patch.replacement))
 
 
 @pytest.mark.parametrize("name", vllm_names.PLACES)

@@ -329,5 +329,5 @@ ATTRIBUTES = {
 
 
 def signatures(release: Release) -> dict[str, list[str]]:
-    """Target -> its parameters in `release`; a target as that release has it."""
-    return {release.place_of(target): words.split() for target, words in {**SIGNATURES, **release.signatures}.items()}
+    """Target -> its parameters in `release`."""
+    return {target: words.split() for target, words in {**SIGNATURES, **release.signatures}.items()}

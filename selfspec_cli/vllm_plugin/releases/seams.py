@@ -74,6 +74,7 @@ SIGNATURES = {
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
     "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
     f"{THINKING}.__init__": "reasoning_config max_num_seqs num_spec_tokens device is_pin_memory",
+    f"{THINKING}.has_tracked_requests": "",
     f"{THINKING}.sync_batch": "batch_update",
     f"{THINKING}.update_state": "output_token_ids spec_token_ids repeat_indices",
     f"{THINKING}.apply_to_logits": "logits predict_bonus_token spec_token_ids",
@@ -100,6 +101,8 @@ SIGNATURES = {
     "vllm.v1.metrics.utils:create_metric_per_engine": "metric per_engine_labelvalues",
     # V1: overridden.
     f"{V1_PROPOSER}.__init__": "vllm_config device runner",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.__init__": "vllm_config device "
+    "pass_hidden_states_to_model runner",
     f"{V1_PROPOSER}.load_model": "target_model",
     f"{V1_PROPOSER}.initialize_attn_backend": "kv_cache_config kernel_block_sizes",
     f"{V1_PROPOSER}.dummy_run": "num_tokens use_cudagraphs is_graph_capturing slot_mappings",
@@ -268,6 +271,7 @@ FIELDS = {
     "uniform_token_count max_query_len",
     f"{V2_FOLDER}.attn_utils:AttentionCGSupportInfo": "min_cg_support",
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
+    "vllm.config.kernel:KernelConfig": "linear_backend",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule total_num_scheduled_tokens has_structured_output_requests",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params mrope_position_delta",

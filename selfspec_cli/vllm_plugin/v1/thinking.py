@@ -80,7 +80,7 @@ def exact_with_drafts(original: type[Any]) -> type[Any]:
             self, reasoning_config: Any, max_num_seqs: int, num_spec_tokens: int, device: Any, is_pin_memory: bool
         ) -> None:
             super().__init__(reasoning_config, max_num_seqs, 0, device, is_pin_memory)
-            self.alone: Callable[[], Any] = functools.partial(original, reasoning_config, 1, 0, device, is_pin_memory)
+            self.alone = lambda: original(reasoning_config, 1, 0, device, is_pin_memory)
             self.followed: dict[int, Followed] = {}
             self.forced: dict[int, list[int | None]] = {}
 

@@ -54,7 +54,13 @@ class Row:
 # ---- what triggers our refusals -------------------------------------------------------------------------------------
 
 ONES = dict.fromkeys(refusals.ONE_ONLY, 1)
-PLAIN = ONES | {"watermark_config": None, "offload_group_size": 0, "offload_backend": "uva", "enable_lora": False}
+PLAIN = ONES | {
+    "enable_elastic_ep": False,
+    "watermark_config": None,
+    "offload_group_size": 0,
+    "offload_backend": "uva",
+    "enable_lora": False,
+}
 """Arguments of vLLM's EngineArgs that early exit looks at, as they are by default."""
 
 
@@ -94,7 +100,7 @@ def unused_key() -> Any:
     spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3})
 
 
-def runner(device: str, v2: bool) -> Callable[[], Any]:
+def runner(device: str, v2: bool | None) -> Callable[[], Any]:
     return lambda: refusals.require_runner(device, v2, has_triton=False)
 
 
@@ -381,6 +387,20 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "early exit on CUDA is written for V2",
             refusal=runner("cuda", False),
             instead="unset VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        Row(
+            "devices that are for vLLM neither a CPU nor CUDA, such as XPUs",
+            REFUSED,
+            "vLLM has workers and model runners of their own for them",
+            refusal=runner("xpu", None),
+            instead="serve without a speculative_config",
+        ),
+        Row(
+            "elastic expert parallelism (enable_elastic_ep)",
+            REFUSED,
+            "it adds data-parallel ranks to a live engine",
+            refusal=engine(enable_elastic_ep=True),
+            instead="allowed: False",
         ),
         Row("prefix caching, chunked prefill", YES, "", LOSSLESS, CASES),
         Row(

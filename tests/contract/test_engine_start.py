@@ -57,7 +57,7 @@ def test_on_any_other_device_early_exit_is_refused_before_a_worker_is_named(monk
     """An XPU has a worker of its own, which the GPU's would stand in for."""
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type="xpu"))
     args, parallel = SimpleNamespace(scheduler_cls=None), SimpleNamespace(worker_cls="auto")
-    with pytest.raises(SettingsError, match="not supported on xpu devices; allowed: cpu and cuda"):
+    with pytest.raises(SettingsError, match="not supported on xpu; allowed: cpu and cuda"):
         overrides.name_in(args, parallel)
     assert parallel.worker_cls == "auto"
 

@@ -241,7 +241,7 @@ FIELDS = {
     "vllm.v1.outputs:ModelRunnerOutput": "req_ids",
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls scheduler_cls "
-    "enable_lora "
+    "enable_lora enable_elastic_ep "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
     "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config "
     "max_num_batched_tokens max_num_seqs max_logprobs",

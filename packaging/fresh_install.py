@@ -3,10 +3,11 @@
     python packaging/fresh_install.py [--vllm] [--only serving|bench|vllm] [--keep FOLDER] [--out FILE.json]
 
 `pip install .` and `pip install '.[bench]'` from this checkout: bytes and packages of each, seconds to import it, to
-register the plugin and to show the help. With --vllm a third environment gets vLLM for CPUs, and the plugin beside it
-under a version number that selfspec does not know: a plain engine has to start, and one with early exit has to be taken
-with a warning, because nothing has moved. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least
-of five; a busy machine shows in the load that is printed with them. Exit code 1 if anything is not as it should be.
+register the plugin and to show the help. A wheel from the checkout and one from its sdist have to hold the same files.
+With --vllm a third environment gets vLLM for CPUs, and the plugin beside it under a version number that selfspec does
+not know: a plain engine has to start, and one with early exit has to be taken with a warning, because nothing has
+moved. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least of five; a busy machine shows in the
+load that is printed with them. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import os
 import platform
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import venv
+import zipfile
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[1]
+PARTS = (Path("."), Path("packaging/reference_model"))
+"""The distributions of this checkout."""
 INSTALLS = {"serving": ".", "bench": ".[bench]"}
 UNKNOWN = "9.9.9"
 REPEATS = 5
@@ -63,6 +68,8 @@ def main() -> int:
         found: dict[str, Any] = {"machine": machine()}
         wanted = [chosen.only] if chosen.only else [*INSTALLS, *(["vllm"] if chosen.vllm else [])]
         found |= {name: installed(folder / name, words) for name, words in INSTALLS.items() if name in wanted}
+        if not chosen.only:
+            found["lost in an sdist"] = {str(part): lost_in_sdist(part, folder / "built") for part in PARTS}
         if "vllm" in wanted:
             found["beside an unknown vLLM"] = beside_unknown(folder / "vllm")
     if chosen.only and chosen.out and chosen.out.is_file():  # beside the parts that were measured before
@@ -128,6 +135,26 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in ours)
 
 
+def lost_in_sdist(part: Path, folder: Path) -> list[str]:
+    """Files of a distribution's wheel that are not in one that is built from its sdist, and the other way round."""
+    python = environment(folder / "hatchling", "hatchling")
+    build = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
+
+    def built(what: str, root: Path) -> Path:
+        place = folder / (REPO / part).name / root.name / what
+        place.mkdir(parents=True, exist_ok=True)
+        run = [python, "-c", build, what, place]
+        name = subprocess.run(run, cwd=root, check=True, capture_output=True, text=True).stdout.split()[-1]
+        return place / name
+
+    sdist = built("build_sdist", REPO / part)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent, filter="data")
+    unpacked = sdist.parent / sdist.name.removesuffix(".tar.gz")
+    names = [set(zipfile.ZipFile(built("build_wheel", root)).namelist()) for root in (REPO / part, unpacked)]
+    return sorted(names[0] ^ names[1])
+
+
 def beside_unknown(folder: Path) -> dict[str, Any]:
     """vLLM under a version number that selfspec does not know: metadata that stand before its own on the path."""
     absent = [str(path.parent.relative_to(REPO)) for path in REPO.glob("packaging/absent/*/pyproject.toml")]
@@ -161,6 +188,8 @@ def wrong(found: dict[str, Any]) -> list[str]:
         faults.append("the command line of the serving install does not name the extra that it misses")
     if bench is not None and bench["help_exit_code"] != 0:
         faults.append("the command line of the bench install shows no help")
+    for part, names in found.get("lost in an sdist", {}).items():
+        faults += [f"{name} is not in both wheels of {part}, of the checkout and of its sdist" for name in names]
     beside = found.get("beside an unknown vLLM")
     if beside is not None:
         said = "\n".join(beside["said"])

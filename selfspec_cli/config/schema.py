@@ -22,7 +22,7 @@ from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, SPECULATIVE_LENGTH, DraftSettings
 from selfspec_cli.early_exit.settings import GateConfig as GateConfig
 from selfspec_cli.early_exit.settings import HeadConfig as HeadConfig
-from selfspec_cli.early_exit.thresholds import gate_threshold as gate_threshold
+from selfspec_cli.early_exit.settings import gate_threshold as gate_threshold
 from selfspec_cli.early_exit.view import canonical
 from selfspec_cli.load_patterns import PatternSettings
 from selfspec_cli.load_patterns.base import LoadPattern

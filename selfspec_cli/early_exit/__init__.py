@@ -7,7 +7,7 @@ One line per room:
     errors.py        the one error for settings, and the nearest right spelling
     registry.py      objects by name: a folder's modules and other packages' entry points; no torch
     gates/           the gates, one object in one module each: rule, statistic, device expression, help, colour
-    calibration.py   the calibrated gate's map: what it is, how it is read and fitted
+    calibration.py   the calibrated gate's map; calibrating.py fits it
     draft_log.py     the record of real drafts: every statistic and every verdict
     replay.py        what a gate would have made of a log
     roc.py           how well each statistic tells drafts that stand from drafts that fall
@@ -25,7 +25,8 @@ One line per room:
     artifact.py      heads on disk: saved and loaded whole
     legacy.py        safe import of older .pt heads
     fingerprint.py   a short stable name for a model
-    fitting.py       streaming least squares for heads, in closed form
+    equations.py     streaming least squares, in closed form
+    fitting.py       heads fitted by it
     evaluation.py    agreement with the full model on held-out data; choice of the ridge
     rule.py          how much to draft before each step, by measured times and acceptance; no torch
     confidence.py    how far a draft's own confidence can be trusted, learnt from verdicts

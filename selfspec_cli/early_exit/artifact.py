@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import (
     FORMAT,
     FORMAT_VERSION,
@@ -26,7 +27,6 @@ from selfspec_cli.early_exit.head_metadata import (
     require_shapes,
 )
 from selfspec_cli.early_exit.head_module import ExitHead, check_vocab_ids
-from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.early_exit.legacy import load_pt
 from selfspec_cli.whole import written
 

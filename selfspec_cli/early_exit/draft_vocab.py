@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_module import check_vocab_ids, most_frequent_ids
-from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.whole import written
 
 COUNTS_FILE = "token_counts.safetensors"

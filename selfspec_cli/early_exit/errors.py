@@ -8,6 +8,10 @@ class SettingsError(ValueError):
     """A setting that cannot be honoured; the message names the value and what is allowed."""
 
 
+class HeadError(SettingsError):
+    """An exit head that cannot be used; the message says which and why."""
+
+
 def closest(
     word: object, allowed: Iterable[str], noun: str = "value", meant: str | None = None, further: str = ""
 ) -> str:

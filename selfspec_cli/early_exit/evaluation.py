@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.fitting import FitError, FitReport
+from selfspec_cli.early_exit.equations import FitError, FitReport
 from selfspec_cli.early_exit.head_module import ExitHead, LmHead
 
 RIDGES: tuple[float, ...] = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import HEADS
-from selfspec_cli.early_exit.heads.base import HeadError, HeadKind
+from selfspec_cli.early_exit.heads.base import HeadKind
 
 FORMAT = "selfspec-exit-head"
 FORMAT_VERSION = 1

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import check_shapes
 from selfspec_cli.early_exit.heads import HEADS
-from selfspec_cli.early_exit.heads.base import HeadError, HeadKind, Shape
+from selfspec_cli.early_exit.heads.base import HeadKind, Shape
 
 LmHead = Callable[[Tensor], Tensor]
 """The model's own head: [N, hidden] -> [N, V]; may be quantised, scaled or soft-capped."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.fitting import FitError
+from selfspec_cli.early_exit.equations import FitError
 from selfspec_cli.early_exit.head_module import ExitHead
 
 ROUNDS = 50  # of Newton's method; some ten are enough

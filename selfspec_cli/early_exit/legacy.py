@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import LEGACY_KIND, HeadMetadata, legacy_layer
 from selfspec_cli.early_exit.head_module import ExitHead
-from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.whole import written
 
 _NUMBERS, _FLAGS = {"weight", "bias", "scale"}, {"after_norm"}

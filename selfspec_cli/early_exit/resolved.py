@@ -28,6 +28,7 @@ from selfspec_cli.early_exit.settings import (
     USER_KEYS,
     DraftSettings,
     GateConfig,
+    gate_threshold,
 )
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
 from selfspec_cli.early_exit.view import DraftView, canonical
@@ -300,3 +301,29 @@ def _calibration(value: object, gate: str) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
         raise SettingsError("gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts")
     return calibration_from_dict(value).to_dict()
+
+
+def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
+    """Names a threshold that can never close, or (but for rounding) never open, its gate; else empty.
+
+    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
+    """
+    rule, threshold = GATES[settings.gate.kind], gate_threshold(settings)
+    if rule.key is None or threshold is None:
+        return []
+    calibration = settings.gate.calibration
+    known = calibration_from_dict(calibration) if isinstance(calibration, Mapping) else None
+    least, greatest = rule.statistic_range(vocab_size, known)
+    at_least = rule.direction == "at_least"
+    never_closes = threshold <= least if at_least else threshold >= greatest
+    never_opens = threshold > greatest if at_least else threshold < least
+    at_the_edge = threshold == (greatest if at_least else least)
+    start = f"gate {rule.name!r} with {rule.key} = {threshold:g}"
+    end = f"{rule.meaning} lies between {least:.3g} and {greatest:.3g}"
+    if never_closes:
+        return [f"{start} never closes ({end}): it is the same as gate 'none'"]
+    if never_opens:
+        return [f"{start} never opens ({end}): every draft ends after its first step"]
+    if at_the_edge:
+        return [f"{start} never opens but for ties by rounding ({end}): drafts end after their first step"]
+    return []

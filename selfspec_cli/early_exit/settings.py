@@ -5,6 +5,7 @@ The command line's config inherits `DraftSettings`; `resolved.py` reads a specul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.early_exit.length_table import FORM, KEY
-from selfspec_cli.early_exit.thresholds import gate_threshold
 
 METHODS = ("layer_skip", "skip")
 """layer_skip drafts and verifies; skip decodes with the first E layers and the head alone (lossy)."""
@@ -248,3 +248,14 @@ def vllm_keys(settings: DraftSettings) -> dict[str, Any]:
     if settings.acceptance_length is not None:
         keys |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": settings.acceptance_length}
     return keys
+
+
+def gate_threshold(settings: DraftSettings) -> float | None:
+    """The threshold that the chosen gate uses; None for `none`, and for `calibrated` where its file is to say."""
+    rule = GATES[settings.gate.kind]
+    if rule.key is None:
+        return None
+    given = settings.threshold
+    if given is None and rule.needs_calibration and not isinstance(settings.gate.calibration, Mapping):
+        return None
+    return rule.default if given is None else given

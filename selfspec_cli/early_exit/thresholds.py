@@ -1,4 +1,4 @@
-"""Thresholds and calibrations, checked: what a gate accepts, and what it would make of it. Free of torch."""
+"""Thresholds and calibrations, checked: what a gate accepts. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, Gate, features
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.settings import DraftSettings
-
-
-def gate_threshold(settings: DraftSettings) -> float | None:
-    """The threshold that the chosen gate uses; None for `none`, and for `calibrated` where its file is to say."""
-    rule = GATES[settings.gate.kind]
-    if rule.key is None:
-        return None
-    given = settings.threshold
-    if given is None and rule.needs_calibration and not isinstance(settings.gate.calibration, Mapping):
-        return None
-    return rule.default if given is None else given
 
 
 def check_threshold(gate: str, value: object, key: str = "threshold") -> float | None:
@@ -48,32 +34,6 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
         allowed = "at least 0" if math.isinf(rule.high) else f"from {rule.low:g} to {rule.high:g}"
         raise SettingsError(f"{key} = {value!r} is out of range for gate {gate!r}; allowed: {allowed}")
     return threshold
-
-
-def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
-    """Names a threshold that can never close, or (but for rounding) never open, its gate; else empty.
-
-    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
-    """
-    rule, threshold = GATES[settings.gate.kind], gate_threshold(settings)
-    if rule.key is None or threshold is None:
-        return []
-    calibration = settings.gate.calibration
-    known = calibration_from_dict(calibration) if isinstance(calibration, Mapping) else None
-    least, greatest = rule.statistic_range(vocab_size, known)
-    at_least = rule.direction == "at_least"
-    never_closes = threshold <= least if at_least else threshold >= greatest
-    never_opens = threshold > greatest if at_least else threshold < least
-    at_the_edge = threshold == (greatest if at_least else least)
-    start = f"gate {rule.name!r} with {rule.key} = {threshold:g}"
-    end = f"{rule.meaning} lies between {least:.3g} and {greatest:.3g}"
-    if never_closes:
-        return [f"{start} never closes ({end}): it is the same as gate 'none'"]
-    if never_opens:
-        return [f"{start} never opens ({end}): every draft ends after its first step"]
-    if at_the_edge:
-        return [f"{start} never opens but for ties by rounding ({end}): drafts end after their first step"]
-    return []
 
 
 def calibration_from_dict(data: Mapping[str, Any]) -> Calibration:

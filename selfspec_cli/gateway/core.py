@@ -187,7 +187,7 @@ class Gateway:
             out.waited = waited
         out.reason = choice.reason + reason
         out.expect(choice.order[0].predict(request))
-        relay = Relay(self, request, out, client, choice)
+        relay = Relay(self.routing, self.upstream, self.telemetry, request, out, client, choice)
         self.tracing.inject(relay.headers)
         await relay.run()
 

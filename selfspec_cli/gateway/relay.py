@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
@@ -31,11 +31,10 @@ from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import CHAT, RESPONSES, Request
 from selfspec_cli.gateway.responses import ResponsesAnswer
+from selfspec_cli.gateway.routing import Routing
+from selfspec_cli.gateway.telemetry import Telemetry
 from selfspec_cli.gateway.tries import Tries
-from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, outgoing, prepared
-
-if TYPE_CHECKING:
-    from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, Upstream, outgoing, prepared
 
 DRAIN_SECONDS = 0.5  # for the end of a response, after the last event of the answer
 
@@ -54,13 +53,23 @@ class Relay:
     unsure: (backend, answer) of a cascade, which is sent if nobody else answers. answer: the client's side of a stream.
     way: how the rest is asked for."""
 
-    def __init__(self, gateway: Gateway, request: Request, out: Outcome, client: Client, choice: Choice) -> None:
-        self.gateway, self.request, self.out, self.client = gateway, request, out, client
-        self.limits = gateway.settings.limits
+    def __init__(
+        self,
+        routing: Routing,
+        upstream: Upstream,
+        telemetry: Telemetry,
+        request: Request,
+        out: Outcome,
+        client: Client,
+        choice: Choice,
+    ) -> None:
+        self.upstream, self.telemetry = upstream, telemetry
+        self.request, self.out, self.client = request, out, client
+        self.limits = routing.settings.limits
         self.sure = choice.sure
         self.headers: dict[str, str] = {"x-request-id": request.id}
         self.state = State.asking
-        self.tries = Tries(gateway, request, choice)
+        self.tries = Tries(routing, telemetry, request, choice)
         self.unsure: tuple[Replica, bytes] | None = None
         self.answer = Answer(request)
         self.way: Way | None = None
@@ -139,9 +148,9 @@ class Relay:
             sent = outgoing(self.request, replica, path, body, ids=self.answer.ids, plain=self.out.plain)
             if self.sure is not None:
                 sent["logprobs"] = sent.get("logprobs") or (True if path == CHAT else 1)
-            sent = await prepared(self.gateway.upstream, replica, path, sent)
+            sent = await prepared(self.upstream, replica, path, sent)
             seconds = None if self.request.stream else self.limits.request_seconds
-            async with self.gateway.upstream.post(replica, path, sent, self.headers, seconds=seconds) as response:
+            async with self.upstream.post(replica, path, sent, self.headers, seconds=seconds) as response:
                 self.out.route = replica.name
                 self.client.headers["x-selfspec-backend"] = replica.name
                 await (self._stream if self.request.stream else self._whole)(attempt, response)
@@ -165,7 +174,7 @@ class Relay:
     # ---- an answer in one piece --------------------------------------------------------------------------------------
 
     async def _whole(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
-        raw = await self.gateway.upstream.whole(response, self.limits.request_seconds)
+        raw = await self.upstream.whole(response, self.limits.request_seconds)
         found = answer_of(raw)
         self._usage(found.get("usage"))
         if self.sure is not None:
@@ -208,7 +217,7 @@ class Relay:
         self._usage(self.answer.usage)
         await self._finish(b"".join(last))
         with suppress(BrokenStream):  # then the connection can be used again
-            await self.gateway.upstream.whole(response, DRAIN_SECONDS)
+            await self.upstream.whole(response, DRAIN_SECONDS)
 
     async def _events(self, attempt: Attempt, response: aiohttp.ClientResponse) -> list[bytes]:
         """Send what comes; returns what came with the end of the answer, which is still to be sent.
@@ -217,7 +226,7 @@ class Relay:
             BrokenStream: it broke off, or no event came for too long: comments do not count.
         """
         parser, until = Parser(), time.monotonic() + self.limits.first_byte_seconds
-        while part := await self.gateway.upstream.part(response, max(0.0, until - time.monotonic())):
+        while part := await self.upstream.part(response, max(0.0, until - time.monotonic())):
             made: list[bytes] = []
             broken: BrokenStream | None = None
             done = False
@@ -255,7 +264,7 @@ class Relay:
         if self.state is State.continuing:
             self.out.survived += 1
             self.out.lost = (self.out.lost or 0.0) + at - self._broke_at
-            self.gateway.telemetry.survived.labels(attempt.replica.name).inc()
+            self.telemetry.survived.labels(attempt.replica.name).inc()
         self.state = State.sending
         attempt.came(len(made))
         if not done:  # its end is sent with it: each write is a system call

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from selfspec_cli.gateway.continuation import Way
 from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.routing import Routing
+from selfspec_cli.gateway.telemetry import Telemetry
 from selfspec_cli.gateway.upstream import BackendFailed, Cause
-
-if TYPE_CHECKING:
-    from selfspec_cli.gateway.core import Gateway
 
 ATTEMPTS = 3  # backends that are tried for one request, and as many for the rest of a stream
 
@@ -20,8 +17,8 @@ ATTEMPTS = 3  # backends that are tried for one request, and as many for the res
 class Tries:
     """failures: in order; whether they are the backends' fault shows when another one answers. last: of the choice."""
 
-    def __init__(self, gateway: Gateway, request: Request, choice: Choice) -> None:
-        self.gateway, self.request = gateway, request
+    def __init__(self, routing: Routing, telemetry: Telemetry, request: Request, choice: Choice) -> None:
+        self.routing, self.telemetry, self.request = routing, telemetry, request
         self.failures: list[tuple[Replica, BackendFailed]] = []
         order = choice.order[:ATTEMPTS]
         self.last = order[-1]
@@ -34,7 +31,7 @@ class Tries:
         replica = next(self._order, None)
         if replica is not None or not any_one or len(self.failures) >= ATTEMPTS:
             return replica
-        up = self.gateway.routing.up(self.request, self.request.backend)
+        up = self.routing.up(self.request, self.request.backend)
         return next((replica for replica in self._new(up) if replica.has_room() and not replica.backoff()), None)
 
     def for_the_rest(self, way: Way | None) -> Replica:
@@ -44,7 +41,7 @@ class Tries:
             raise self.broken()
         others = [
             replica
-            for replica in self.gateway.routing.up(self.request)
+            for replica in self.routing.up(self.request)
             if replica.weights == dead.weights
             and replica is not dead
             and (replica.vllm or way is Way.again)
@@ -54,7 +51,7 @@ class Tries:
             raise self.broken()
         new = self._new(others)
         sound = [replica for replica in new if replica.sound()]
-        return self.gateway.routing.choose(self.request, sound or new or others).order[0]
+        return self.routing.choose(self.request, sound or new or others).order[0]
 
     def _new(self, replicas: list[Replica]) -> list[Replica]:
         tried = [replica for replica, _ in self.failures]
@@ -87,6 +84,6 @@ class Tries:
     def broken(self) -> GatewayError:
         """The error inside a stream that nobody can continue."""
         replica, error = self.failures[-1]
-        self.gateway.telemetry.broken.labels(replica.name).inc()
+        self.telemetry.broken.labels(replica.name).inc()
         said = f"backend {replica.name} broke off: {error}; it could not be continued"
         return GatewayError(said, 502, "backend_error", backend=replica.name)

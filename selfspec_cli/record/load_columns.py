@@ -1,17 +1,14 @@
-"""The columns of a row that only a load test has, and what they say in words."""
+"""The columns of a row that only a load test has. load_words.py says them in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.record import latency
 from selfspec_cli.record.point import Point, median
-
-if TYPE_CHECKING:
-    from selfspec_cli.record.columns import Record
 
 FROM_ENGINE = ("clients", "rate", "input_len", "failed_requests")
 """Columns that `Point.engine` holds: reported by the server, or known from what was measured before."""
@@ -64,25 +61,3 @@ def measured(point: Point) -> dict[str, Any]:
     if wanted.any:
         found["goodput"] = median([latency.goodput(one.requests, one.seconds, wanted) for one in point.repeats])
     return found
-
-
-def searched(point: Point, row: Record) -> str | None:
-    """What a search found, in words: the greatest load that keeps the limits; None for a point of no search."""
-    found = point.engine.get(FACT)
-    if found is None:
-        return None
-    limits = ", ".join(found["limits"])
-    if not found["kept"]:
-        return f"no load that was tried keeps {limits} (the least: {asked(row)})"
-    broken = found["broken_at"]
-    next_load = "" if broken is None else f", and at {broken:.3g} no longer"
-    unsure = "" if found["sure"] else "; too few requests to be sure of it"
-    good = "" if row.goodput is None else f"; goodput {row.goodput:.3g} requests/s"
-    return f"{asked(row)} keep {limits}{next_load}{unsure}{good}"
-
-
-def asked(row: Record) -> str:
-    """How much is asked of an engine at once, in words, and of which front end."""
-    if row.arrivals is None:
-        return f"batch {row.batch}"
-    return load_patterns.label(row)

@@ -20,7 +20,7 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind, to_p
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
-from selfspec_cli.record.load_columns import asked
+from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Point, to_json
 
 UPLOAD_LOG = "selfspec-upload.log"

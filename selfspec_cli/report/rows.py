@@ -11,7 +11,7 @@ from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import overlap
-from selfspec_cli.record.load_columns import asked
+from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import UNVERIFIED
 

@@ -16,7 +16,8 @@ from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit import roc as curves
-from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
+from selfspec_cli.early_exit.calibrating import fit_calibration
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES

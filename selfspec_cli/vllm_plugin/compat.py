@@ -1,8 +1,7 @@
 """How names of vLLM are replaced (patches.py lists them).
 
 A patch replaces a name that is there: a target that cannot be found is an error, never an addition. Applying twice
-changes nothing, and a stage is applied as a whole or not at all. Where a release has a target in another module, or
-calls it with other parameters, its file in releases/ says so.
+changes nothing, and a stage is applied as a whole or not at all.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from typing import Any
 
 from selfspec_cli.vllm_plugin import versions
 from selfspec_cli.vllm_plugin.detection import answer_on_request
-from selfspec_cli.vllm_plugin.patches import PATCHES, Patch, Stage
+from selfspec_cli.vllm_plugin.patches import PATCHES, Stage
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 _ENTRANCES = ("create_engine_config", "create_speculative_config")
@@ -27,17 +26,7 @@ _entrances: list[tuple[Any, str, Any]] = []
 
 def check() -> list[tuple[str, bool, str]]:
     """(target, found, reason) for every patch: what `selfspec doctor` shows. Imports vLLM, changes nothing."""
-    return [(target := target_of(patch), _find(target) is not None, patch.reason) for patch in PATCHES]
-
-
-def target_of(patch: Patch) -> str:
-    """The name that a patch replaces, as the installed release has it."""
-    return versions.here().place_of(patch.target)
-
-
-def replacement_of(patch: Patch) -> str:
-    """What takes its place in the installed release."""
-    return versions.here().replacements.get(patch.target, patch.replacement)
+    return [(patch.target, _find(patch.target) is not None, patch.reason) for patch in PATCHES]
 
 
 def register() -> None:
@@ -105,7 +94,7 @@ def apply(stage: Stage, imported_only: bool = False) -> None:
         raise RuntimeError(reason)
     found: list[tuple[str, Any, str, Any]] = []
     for patch in PATCHES:
-        target = target_of(patch)
+        target = patch.target
         if patch.stage != stage or target in _applied:
             continue
         if imported_only and target.partition(":")[0] not in sys.modules:
@@ -114,7 +103,7 @@ def apply(stage: Stage, imported_only: bool = False) -> None:
         if place is None:
             raise RuntimeError(f"vLLM has no {target}, which selfspec replaces because {patch.reason}")
         owner, name = place
-        found.append((target, owner, name, pkgutil.resolve_name(replacement_of(patch))(getattr(owner, name))))
+        found.append((target, owner, name, pkgutil.resolve_name(patch.replacement)(getattr(owner, name))))
     for target, owner, name, replacement in found:
         setattr(owner, name, replacement)
         _applied.add(target)

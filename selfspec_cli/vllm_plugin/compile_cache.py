@@ -59,8 +59,9 @@ def as_plain(vllm_config: VllmConfig) -> VllmConfig:
     return plain
 
 
-def share_with_plain(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Have what vLLM will compile of a target compiled under the key of an engine without speculation.
+def share_with_plain(modules: Iterable[nn.Module], vllm_config: VllmConfig) -> None:
+    """Have what vLLM will compile of a target compiled under the key of an engine without speculation. modules: from
+    the target's root to its decoder.
 
     Call before the model's first forward; what is compiled already stays as it is."""
     from selfspec_cli.vllm_plugin.vllm_names import (
@@ -71,15 +72,15 @@ def share_with_plain(model: nn.Module, vllm_config: VllmConfig) -> None:
 
     if vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
         return
-    for module in model.modules():
-        if not isinstance(module, TorchCompileWithNoGuardsWrapper) or module.do_not_compile or module._is_encoder:
+    for module in modules:
+        if not isinstance(module, TorchCompileWithNoGuardsWrapper) or module.do_not_compile:
             continue
         if module.compiled or getattr(module, "aot_compiled_fn", None) is not None:
             continue
         plain = as_plain(module.vllm_config)
         module.vllm_config, module.compilation_config = plain, plain.compilation_config
         with set_current_vllm_config(plain):
-            TorchCompileWithNoGuardsWrapper.__init__(module, compile_prefix=module._compile_tag)
+            TorchCompileWithNoGuardsWrapper.__init__(module)
 
 
 def count_times(models: Iterable[nn.Module], vllm_config: VllmConfig) -> None:

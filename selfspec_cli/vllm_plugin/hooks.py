@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -127,11 +127,12 @@ def check_requests(original: Function) -> Function:
 
 
 def answer_streamed_input(original: Function) -> Function:
-    """Replacement for `AsyncLLM._add_streaming_input_request`: refused with early exit."""
+    """Replacement for `AsyncLLM.add_request`: a prompt that streams in is refused with early exit."""
 
     @functools.wraps(original)
-    async def _add_streaming_input_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.vllm_config.speculative_config, SETTINGS_KEY, None) is not None:
+    async def add_request(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = self.vllm_config.speculative_config
+        if isinstance(prompt, AsyncGenerator) and getattr(spec, SETTINGS_KEY, None) is not None:
             from selfspec_cli.early_exit.errors import SettingsError
             from selfspec_cli.vllm_plugin.refusals import refuse_streamed_input
             from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
@@ -140,9 +141,9 @@ def answer_streamed_input(original: Function) -> Function:
                 refuse_streamed_input()
             except SettingsError as error:
                 raise VLLMValidationError(str(error), parameter="prompt") from error
-        return await original(self, *args, **kwargs)
+        return await original(self, request_id, prompt, *args, **kwargs)
 
-    return _add_streaming_input_request
+    return add_request
 
 
 def show_drafting(original: Function) -> Function:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from selfspec_cli.vllm_plugin.refusals import require_runner
+
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import EngineArgs, ParallelConfig
 
@@ -43,7 +45,7 @@ def name_in(args: EngineArgs, parallel: ParallelConfig) -> None:
     elif not str(chosen).startswith(PLACE):
         args.scheduler_cls = subclass_of(chosen, SCHEDULER)
     if parallel.worker_cls == "auto":
-        parallel.worker_cls = subclass_of(_usual_worker(), WORKER)
+        parallel.worker_cls = subclass_of(USUAL_WORKERS[_device()], WORKER)
     elif not parallel.worker_cls.startswith(PLACE):
         parallel.worker_cls = subclass_of(parallel.worker_cls, WORKER)
 
@@ -58,7 +60,14 @@ def subclass_of(base: Any, kind: str) -> str:
     return f"{PLACE}.{kind}{module.replace('.', '/')}:{name}"
 
 
-def _usual_worker() -> str:
+USUAL_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
+"""vLLM's worker for each kind of device that early exit runs on (refusals.py), as its platforms name it."""
+
+
+def _device() -> str:
+    """Where vLLM runs, "cpu" or "cuda". Raises SettingsError for anything else."""
     from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
-    return "vllm.v1.worker.cpu_worker.CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker.Worker"
+    device = str(current_platform.device_type)
+    require_runner(device, None)
+    return device

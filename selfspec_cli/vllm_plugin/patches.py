@@ -63,7 +63,7 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM lets a plugin check extra_args, and serves min_p and logit_bias with speculative decoding",
     ),
     Patch(
-        target="vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request",
+        target="vllm.v1.engine.async_llm:AsyncLLM.add_request",
         replacement=f"{_HERE}.hooks:answer_streamed_input",
         stage="config",
         reason="a session whose input streams in keeps other tokens of a turn in its context where drafts are accepted",

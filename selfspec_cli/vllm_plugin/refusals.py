@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 
 def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> None:
-    """Raises SettingsError for a model runner of vLLM's without early exit on such a device ("cpu", "cuda", ...).
+    """Raises SettingsError for a device without early exit, and on a CPU or on CUDA for the model runner without it.
 
     v2: whether it is the V2 runner; None where vLLM chooses. has_triton: whether vLLM found a backend of Triton's, with
     which a CPU has early exit on both runners.
     """
+    if device not in ("cpu", "cuda"):
+        raise SettingsError(
+            f"early exit is not supported on {device}; allowed: cpu and cuda; serve without a speculative_config"
+        )
     needed = "V2" if device == "cuda" else "V1"
     if v2 is None or v2 == (needed == "V2") or (device == "cpu" and has_triton):
         return
@@ -121,6 +125,11 @@ def refuse_engine(args: EngineArgs) -> None:
         value = getattr(args, name)
         if value > 1:
             raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}")
+    if args.enable_elastic_ep:
+        raise SettingsError(
+            "enable_elastic_ep = True is not supported with early exit: it adds data-parallel ranks to a live engine, "
+            "which would draft different numbers of steps and wait for each other; allowed: False"
+        )
     if args.watermark_config is not None:
         raise SettingsError(
             "watermark_config is not supported with early exit: drafts would be drawn without the watermark; serve "

@@ -48,19 +48,17 @@ def _of_scheduler() -> Methods:
     compat.apply("scheduler")  # an engine core makes its scheduler before it chooses how to step
     return {
         "__init__": widths.with_planner,
-        "_update_after_schedule": widths.plan_drafts,
+        "schedule": widths.plan_drafts,
         "make_spec_decoding_stats": widths.hear_verdicts,
         "update_from_output": transport.send,
     }
 
 
 def _of_worker() -> Methods:
-    from selfspec_cli.vllm_plugin.observe import transport
     from selfspec_cli.vllm_plugin.weights import renewed
 
     return {
         "init_device": _with_runner,
-        "sample_tokens": transport.attach,
         "reload_weights": renewed.after_new_weights,
         "finish_weight_update": renewed.after_new_weights,
         "sleep": renewed.keep_weights_asleep,
@@ -83,6 +81,7 @@ def _with_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _of_v2_runner() -> Methods:
     from selfspec_cli.vllm_plugin.loaded_model import after_loading
+    from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
     from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
     from selfspec_cli.vllm_plugin.v2.verdict import verify_what_was_drafted
@@ -90,17 +89,18 @@ def _of_v2_runner() -> Methods:
     return {
         "load_model": lambda original: verify_what_was_drafted(after_loading(original)),
         "add_requests": tell_speculator,
-        "sample_tokens": leave_out_drafting,
+        "sample_tokens": lambda original: attach(leave_out_drafting(original)),
     }
 
 
 def _of_v1_runner() -> Methods:
     from selfspec_cli.vllm_plugin.loaded_model import after_loading
+    from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.v1.sampling import keep_seeds_of_prompts
     from selfspec_cli.vllm_plugin.v1.thinking import count_drafts
 
     return {
         "load_model": after_loading,
         "initialize_kv_cache": count_drafts,
-        "sample_tokens": keep_seeds_of_prompts,
+        "sample_tokens": lambda original: attach(keep_seeds_of_prompts(original)),
     }

@@ -25,9 +25,9 @@ from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
 from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
-from selfspec_cli.vllm_plugin.weights.experts import on_copied_experts
+from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
 from selfspec_cli.vllm_plugin.weights.fitted import on_fitted_copies
-from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
+from selfspec_cli.vllm_plugin.weights.linear import multiplies_with_pytorch, on_own_weight
 from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers, shallow_copy
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def first_layers(
     linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made from
     data, to take instead.
     """
-    compile_cache.share_with_plain(model, vllm_config)
     place = place_of(model)
+    compile_cache.share_with_plain(place.modules, vllm_config)
     own, chosen = place.layers, drafting_layers(layers, skipped)
     if skipped:
         _refuse_experts_by_order(place.decoder, vllm_config)
@@ -112,10 +112,7 @@ def _with_child(module: nn.Module, child: nn.Module, other: nn.Module, tag: str)
 
 def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> None:
     """Raises SettingsError where vLLM finds experts by the order in which layers ask, which a subset would break."""
-    from selfspec_cli.vllm_plugin.vllm_names import torch_utils
-
-    by_name = getattr(torch_utils, "_USE_LAYERNAME", False)
-    if has_experts(decoder) and not by_name and vllm_config.compilation_config.fast_moe_cold_start:
+    if has_experts(decoder) and not found_by_name() and vllm_config.compilation_config.fast_moe_cold_start:
         raise SettingsError(
             "skip_layers is not supported for this mixture of experts: vLLM finds the experts of a layer by counting "
             "calls here; allowed: no skip_layers, or compilation_config={'fast_moe_cold_start': False}"
@@ -128,7 +125,7 @@ def _replacements(
     """What makes the linear layers and activations, and the mixtures of experts (None: they stay the target's)."""
     kind, dtype = DRAFT_WEIGHTS[draft_weights], vllm_config.model_config.dtype
     if not kind.copies:
-        return on_own_weight, None
+        return on_own_weight if multiplies_with_pytorch(vllm_config) else lambda module, name: None, None
     linear = on_copies(kind, dtype) if fitted is None else on_fitted_copies(fitted, dtype)
     made = linear if kernels is None else first_of(linear, kernels.activation)
     return made, on_copied_experts(kind, vllm_config)
@@ -174,7 +171,7 @@ def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: 
         compilation.compile_sizes = sorted({*kernels.COMPILE_SIZES, *(compilation.compile_sizes or ())})
         _add_pass(compilation, kernels.graph_pass())
     state: dict[str, Any] = trunk.__dict__
-    state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
+    state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False)
     state.update(vllm_config=config, compilation_config=compilation)  # by these an artifact on disk is found again
     with set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(trunk, compile_prefix=tag)

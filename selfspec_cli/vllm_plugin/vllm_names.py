@@ -1,7 +1,7 @@
 """Every name of vLLM that the plugin imports, and the module that the oldest supported release has it in.
 
-The plugin imports these names from here and nowhere else, so that a name that moves is one line in that release's file
-(releases/), and the contract tests read from here what has to be there. Nothing of vLLM is imported before a name is
+The plugin imports these names from here and nowhere else, so that a name that moves is looked up in one place, and the
+contract tests read from here what has to be there. Nothing of vLLM is imported before a name is
 asked for. Names that are replaced are in patches.py; names of modules that are only compared, or looked up in
 `sys.modules`, stay where they are used (worker.WORKERS, described.RUNNERS).
 """
@@ -9,10 +9,7 @@ asked for. Names that are replaced are in patches.py; names of modules that are 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from typing import Any
-
-from selfspec_cli.vllm_plugin import versions
 
 MODULES = {
     # The engine's configuration, and both runners.
@@ -30,8 +27,8 @@ MODULES = {
     "vllm.platforms": "current_platform",
     "vllm.third_party": "pynvml",
     "vllm.triton_utils": "HAS_TRITON dispatcher",
-    "vllm.utils": "torch_utils",
-    "vllm.utils.torch_utils": "_USE_LAYERNAME",
+    "vllm.triton_utils.dispatcher": "KernelOverride",
+    "vllm.utils.torch_utils": "HAS_OPAQUE_TYPE",
     "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
     "vllm.v1.core.sched.scheduler": "Scheduler",
@@ -42,7 +39,7 @@ MODULES = {
     "vllm.v1.metrics.stats": "IterationStats MultiModalCacheStats SchedulerStats",
     "vllm.v1.metrics.utils": "create_metric_per_engine",
     # The V1 model runner, which is the CPU's.
-    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor",
+    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate",
     "vllm.v1.sample.logits_processor.builtin": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor "
     "process_dict_updates",
     "vllm.v1.sample.logits_processor.state": "LogitsProcessors",
@@ -52,7 +49,8 @@ MODULES = {
     "vllm.v1.outputs": "LogprobsTensors SamplerOutput",
     "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
     # The V2 model runner, which is CUDA's.
-    "vllm.v1.worker.gpu.attn_utils": "build_slot_mappings_by_layer get_attn_cg_support init_attn_backend",
+    "vllm.v1.worker.gpu.attn_utils": "build_attn_metadata build_slot_mappings_by_layer get_attn_cg_support "
+    "init_attn_backend",
     "vllm.v1.worker.gpu.block_table": "BlockTables",
     "vllm.v1.worker.gpu.buffer_utils": "StagedWriteTensor",
     "vllm.v1.worker.gpu.cudagraph_utils": "BatchExecutionDescriptor ModelCudaGraphManager",
@@ -67,8 +65,8 @@ MODULES = {
     "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator": "TargetDependentARSpeculator",
     "vllm.v1.worker.gpu.states": "RequestState",
     # Layers, and kernels for copies of their weights.
-    "vllm._custom_ops": "cpu_prepack_moe_weight",
     "vllm.lora.layers": "BaseLayerWithLoRA",
+    "vllm.model_executor.kernels.linear.zentorch_utils": "is_zentorch_moe_supported",
     "vllm.model_executor.layers.activation": "SiluAndMul",
     "vllm.model_executor.layers.attention": "Attention",
     "vllm.model_executor.layers.attention.attention": "get_attention_context",
@@ -84,7 +82,7 @@ MODULES = {
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
     "vllm.model_executor.layers.quantization.utils": "marlin_utils",
     "vllm.model_executor.layers.quantization.utils.marlin_utils": "marlin_permute_scales",
-    "vllm.model_executor.layers.utils": "default_unquantized_gemm",
+    "vllm.model_executor.layers.utils": "default_unquantized_gemm dispatch_unquantized_gemm",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead",
     "vllm.scalar_type": "scalar_types",
     # Compilation.
@@ -98,12 +96,9 @@ PLACES = {name: f"{module}:{name}" for module, names in MODULES.items() for name
 
 
 def __getattr__(name: str) -> Any:
-    """`from selfspec_cli.vllm_plugin.vllm_names import NAME`: vLLM's object, as the installed release has it."""
+    """`from selfspec_cli.vllm_plugin.vllm_names import NAME`: vLLM's object."""
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    release = versions.here()
-    module, _, attribute = release.place_of(PLACES[name]).partition(":")
+    module = PLACES[name].partition(":")[0]
     owner = importlib.import_module(module)
-    found = getattr(owner, attribute) if hasattr(owner, attribute) else importlib.import_module(f"{module}.{attribute}")
-    adapter = release.adapters.get(PLACES[name])
-    return found if adapter is None else pkgutil.resolve_name(adapter)(found)
+    return getattr(owner, name) if hasattr(owner, name) else importlib.import_module(f"{module}.{name}")

@@ -8,6 +8,7 @@ out: they cross process borders.
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -47,11 +48,21 @@ def register_kernels_once() -> None:
 
     @functools.wraps(original)
     def missing_alone(overrides: Mapping[str, Callable[..., Any]]) -> None:
-        missing = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
+        missing = {name: kernel for name, kernel in overrides.items() if not _is_in_place(name)}
         if missing:
             original(missing)
 
     dispatcher.register_kernels = missing_alone
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a kernel, by its dotted name, is one of a platform's already."""
+    from selfspec_cli.vllm_plugin.vllm_names import KernelOverride
+
+    try:
+        return isinstance(pkgutil.resolve_name(name), KernelOverride)
+    except (ImportError, AttributeError):
+        return False
 
 
 class EarlyExitWorker:

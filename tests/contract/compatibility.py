@@ -61,7 +61,13 @@ def rows() -> list[Row]:
 # ---- what triggers our refusals -------------------------------------------------------------------------------------
 
 ONES = dict.fromkeys(refusals.ONE_ONLY, 1)
-PLAIN = ONES | {"watermark_config": None, "offload_group_size": 0, "offload_backend": "uva", "enable_lora": False}
+PLAIN = ONES | {
+    "enable_elastic_ep": False,
+    "watermark_config": None,
+    "offload_group_size": 0,
+    "offload_backend": "uva",
+    "enable_lora": False,
+}
 """Arguments of vLLM's EngineArgs that early exit looks at, as they are by default."""
 
 
@@ -89,7 +95,7 @@ def weights(kind: str, **facts: Any) -> Callable[[], Any]:
     return lambda: require_draft_weights(kind, WeightFacts(**facts))
 
 
-def runner(device: str, v2: bool) -> Callable[[], Any]:
+def runner(device: str, v2: bool | None) -> Callable[[], Any]:
     return lambda: refusals.require_runner(device, v2, has_triton=False)
 
 
@@ -112,6 +118,8 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "watermarks": engine(watermark_config={"key": 1}),
     "V2 model runner on a CPU": runner("cpu", True),
     "V1 model runner on a GPU": runner("cuda", False),
+    "devices that are for vLLM neither a CPU nor CUDA": runner("xpu", None),
+    "elastic expert parallelism": engine(enable_elastic_ep=True),
     "the same for layers with a sliding window": lambda: refusals.refuse_context(Context("window", (64,)), [WINDOWED]),
     "the same for latent keys": blocks_of_latent_keys,
     "weights fetched while layers run": engine(offload_group_size=4),

@@ -294,7 +294,7 @@ def test_somebody_elses_draft_model_is_not_ours():
 
 def test_a_plain_vllm_keeps_its_own_classes():
     """Loading the plugin leaves the worker's names: what stands there is vLLM's, and not a function of this package."""
-    workers = [compat.target_of(patch) for patch in compat.PATCHES if patch.stage == "worker"]
+    workers = [patch.target for patch in compat.PATCHES if patch.stage == "worker"]
     originals = {target: in_place(target) for target in workers}
     register()
     assert originals == {target: in_place(target) for target in workers}

@@ -132,7 +132,7 @@ def test_every_refusal_of_ours_has_a_row():
     """Each function that refuses, each argument of which early exit takes 1 only, each property of a model."""
     functions = {name for name in vars(refusals) if name.startswith("refuse_")}
     covered = {
-        "refuse_engine": set(refusals.ONE_ONLY) | {"watermark_config", "offload_group_size"},
+        "refuse_engine": set(refusals.ONE_ONLY) | {"watermark_config", "offload_group_size", "enable_elastic_ep"},
         "refuse_model": set(refusals.NO_TARGETS),
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
@@ -142,7 +142,7 @@ def test_every_refusal_of_ours_has_a_row():
     for name in covered["refuse_engine"]:
         assert f"{name} =" in said or f"{name} is" in said, name
     raises = inspect.getsource(refusals.refuse_engine).count("raise SettingsError")
-    assert raises == 3, "a new refusal of engine arguments wants a row"
+    assert raises == 4, "a new refusal of engine arguments wants a row"
     for reason in refusals.NO_TARGETS.values():
         assert reason in said
     phrases = (

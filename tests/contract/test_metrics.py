@@ -122,14 +122,13 @@ class Drafter:
         self.counters = SimpleNamespace(landed=lambda: totals)
 
 
-def worker(answer, drafter):
-    runner = SimpleNamespace(drafter=drafter, sample_tokens=lambda grammar: answer)
-    return SimpleNamespace(model_runner=runner)
+def runner(answer, drafter):
+    return SimpleNamespace(drafter=drafter, sample_tokens=lambda grammar: answer)
 
 
-def test_a_worker_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_step_is_under_way():
+def test_a_model_runner_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_step_is_under_way():
     def step(answer, totals):
-        return attach(lambda self, grammar: answer)(worker(answer, Drafter(totals)), None)
+        return attach(lambda self, grammar: answer)(runner(answer, Drafter(totals)), None)
 
     totals = {"rounds": 3, "off": {"load": 1}, "length_histogram": [0, 2], "active_histogram": [0, 1], "seconds": 0.5}
     wanted = {"rounds": 3, "off.load": 1, "length_histogram.0": 0, "length_histogram.1": 2}
@@ -143,7 +142,7 @@ def test_a_worker_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_s
     assert not hasattr(step(nothing_new, None), ATTRIBUTE)
     assert step(None, totals) is None
     bare = attach(lambda self, grammar: output)
-    assert bare(SimpleNamespace(model_runner=SimpleNamespace(drafter=object(), speculator=None)), None) is output
+    assert bare(SimpleNamespace(drafter=object(), speculator=None), None) is output
 
 
 def test_the_output_of_a_step_that_is_under_way_is_the_object_that_the_scheduler_gets():

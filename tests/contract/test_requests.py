@@ -95,16 +95,20 @@ def checking(refuses=lambda params: False):
 
 
 def test_input_that_streams_in_is_refused_with_early_exit_alone():
-    async def theirs(self, request_id, stream):
+    async def theirs(self, request_id, prompt, params, **more):
         return request_id
 
-    ask = answer_streamed_input(theirs)
+    async def turns():
+        yield "a turn"
+
+    ask, stream = answer_streamed_input(theirs), turns()
     for spec in (None, SimpleNamespace(method="ngram")):
         engine = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=spec))
-        assert asyncio.run(ask(engine, "name", None)) == "name"
+        assert asyncio.run(ask(engine, "name", stream, None)) == "name"
     engine.vllm_config.speculative_config = SimpleNamespace(**{SETTINGS_KEY: {}})
+    assert asyncio.run(ask(engine, "name", "a whole prompt", None)) == "name"
     with pytest.raises(VLLMValidationError, match="send each turn as a request of its own"):
-        asyncio.run(ask(engine, "name", None))
+        asyncio.run(ask(engine, request_id="name", prompt=stream, params=None))
 
 
 def test_an_engine_without_early_exit_reads_nothing():

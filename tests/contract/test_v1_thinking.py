@@ -114,9 +114,9 @@ def test_a_request_that_moves_into_the_row_of_another_does_not_get_its_budget():
         holder.sync_batch(update(asked))
         # Request 0 has ended, and 2 takes its row; vLLM does not list a row as removed that is filled at once.
         holder.sync_batch(update(moved=[(2, 0, MoveDirectionality.UNIDIRECTIONAL)]))
-        assert set(holder._state) == ({1} if holder is ours else {0, 1})
+        assert set(holder.followed if holder is ours else holder._state) == ({1} if holder is ours else {0, 1})
     ours.sync_batch(update(moved=[(0, 1, MoveDirectionality.SWAP)]))
-    assert set(ours._state) == {0} and ours._state[0]["thinking_token_budget"] == 9
+    assert set(ours.followed) == {0} and ours.followed[0].budget == 9
 
 
 def test_a_request_that_comes_back_goes_on_where_it_was():

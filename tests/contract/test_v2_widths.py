@@ -57,12 +57,22 @@ def running(**contexts):
     }
 
 
+def width_after(plan, output, requests):
+    """The width that is planned when the step is scheduled, which has advanced its requests by then."""
+    after = {
+        name: SimpleNamespace(num_computed_tokens=one.num_computed_tokens + new, num_tokens=one.num_tokens)
+        for name, one in requests.items()
+        if (new := output.num_scheduled_tokens.get(name)) is not None
+    }
+    return plan.width(output, after)
+
+
 def test_the_width_is_the_tables_at_the_number_of_requests():
     plan = planner(length_table="3:2 5:0")
     assert plan.widths == (4, 2, 0)
     for load, width in ((1, 4), (2, 4), (3, 2), (4, 2), (5, 0), (9, 0)):
         requests = running(**{f"r{number}": 10 for number in range(load)})
-        assert plan.width(step(requests), requests) == width
+        assert width_after(plan, step(requests), requests) == width
 
 
 def test_free_drafts_have_their_places_while_few_requests_run_and_graphs_for_them():
@@ -73,7 +83,7 @@ def test_free_drafts_have_their_places_while_few_requests_run_and_graphs_for_the
         for load in (1, 2, few, few + 1, 41):
             requests = running(**{f"r{number}": 10 for number in range(load)})
             wanted = 0 if load > 39 else wide if load <= max(few, 1) else 2
-            assert plan.width(step(requests), requests) == wanted, (free, load)
+            assert width_after(plan, step(requests), requests) == wanted, (free, load)
         assert [most_requests(plan.settings, width, 64) for width in all_widths] == [few, 39, 64]
 
 
@@ -81,24 +91,24 @@ def test_it_is_that_of_the_longest_draft_that_a_request_may_make():
     plan = planner(length_table="1:2 1@100:0 1@200:4")
     for contexts, width in (((10, 150), 2), ((150, 150), 0), ((150, 250), 4), ((98, 99), 2)):
         requests = running(**{f"r{number}": context for number, context in enumerate(contexts)})
-        assert plan.width(step(requests), requests) == width
+        assert width_after(plan, step(requests), requests) == width
 
 
 def test_a_request_inside_its_prefill_wants_nothing():
     plan = planner(length_table="1:4 1@100:0")
     requests = running(old=500) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
-    assert plan.width(step(requests, tokens=32), requests) == 0
-    assert plan.width(step(requests, tokens=64), requests) == 4
+    assert width_after(plan, step(requests, tokens=32), requests) == 0
+    assert width_after(plan, step(requests, tokens=64), requests) == 4
 
 
 def test_steps_without_drafts_are_counted_by_what_switched_them_off():
     plan = planner(length_table="1@100:0 4:0")
     off, no_drafts = plan.off, {"selfspec_k": 0}
     requests = running(a=10, b=150, c=10) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
-    plan.width(step(dict.fromkeys("abc"), new=[("c", no_drafts)]), requests)
+    width_after(plan, step(dict.fromkeys("abc"), new=[("c", no_drafts)]), requests)
     assert off == {"load": 0, "context": 1, "request": 1, "cost": 0}
     assert plan.landed() == {"off": off, "in_force": 4, "steps_of_width": {4: 1}}
-    plan.width(step(requests), requests)  # the fourth is inside its prefill
+    width_after(plan, step(requests), requests)  # the fourth is inside its prefill
     assert off == {"load": 3, "context": 1, "request": 1, "cost": 0}
     assert plan.landed()["in_force"] == 0
 
@@ -106,11 +116,11 @@ def test_steps_without_drafts_are_counted_by_what_switched_them_off():
 def test_where_the_load_alone_decides_a_prefill_is_told_by_its_many_tokens():
     plan = planner(length_table="3:0")
     requests = running(a=10, b=10, c=10)
-    plan.width(step(requests), requests)
+    width_after(plan, step(requests), requests)
     assert plan.off["load"] == 3
     filling = step(requests)
     filling.num_scheduled_tokens["c"] = 40
-    plan.width(filling, requests)
+    width_after(plan, filling, requests)
     assert plan.off["load"] == 5
 
 
@@ -121,7 +131,7 @@ def refuse(plan, requests, steps=400):
     planned = []
     for _ in range(steps):
         output = step(requests)
-        width = plan.width(output, requests)
+        width = width_after(plan, output, requests)
         if width:
             plan.rule.judged([len(requests)] + [0] * (plan.rule.acceptance.k - 1), [0] * plan.rule.acceptance.k)
         now += 0.01 * (1 + width)
@@ -133,17 +143,17 @@ def refuse(plan, requests, steps=400):
 def test_a_batch_that_drafts_cost_is_counted_but_for_whom_something_else_switches_off():
     plan = planner(gate="auto")
     requests = running(a=10, b=10, c=10)
-    plan.width(step(requests, new=[("c", {"selfspec_k": 0})]), requests)
+    width_after(plan, step(requests, new=[("c", {"selfspec_k": 0})]), requests)
     refuse(plan, requests)
-    while plan.width(step(requests), requests):
+    while width_after(plan, step(requests), requests):
         pass
     plan.off.update(dict.fromkeys(plan.off, 0))
-    assert plan.width(step(requests), requests) == 0
+    assert width_after(plan, step(requests), requests) == 0
     assert plan.off == {"load": 0, "context": 0, "request": 1, "cost": 2}
     requests["d"] = SimpleNamespace(num_computed_tokens=0, num_tokens=64)
     ends_its_prefill = step(requests, new=[("d", {"selfspec_k": 0})])
     ends_its_prefill.num_scheduled_tokens |= {"a": 64, "b": 64, "d": 64}
-    plan.width(ends_its_prefill, requests)
+    width_after(plan, ends_its_prefill, requests)
     assert min(plan.off.values()) >= 0  # a counter takes nothing negative
 
 
@@ -151,19 +161,19 @@ def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_take
     plan = planner(length_table="100:2")
     requests = running(a=10, b=10)
     off = {"selfspec_k": 0}
-    assert plan.width(step(requests, new=[("a", off), ("b", off)]), requests) == 0
+    assert width_after(plan, step(requests, new=[("a", off), ("b", off)]), requests) == 0
     requests |= running(c=10)
-    assert plan.width(step(requests, new=[("c", {"selfspec_k": 1})]), requests) == 2
+    assert width_after(plan, step(requests, new=[("c", {"selfspec_k": 1})]), requests) == 2
     requests |= running(d=10)
-    assert plan.width(step(requests, new=[("d", None)]), requests) == 4
+    assert width_after(plan, step(requests, new=[("d", None)]), requests) == 4
     del requests["c"], requests["d"]
-    assert plan.width(step(requests, finished=["c", "d"]), requests) == 0
+    assert width_after(plan, step(requests, finished=["c", "d"]), requests) == 0
     assert set(plan._own) == {"a", "b"}
 
 
 def test_a_wish_that_came_past_the_check_counts_for_nothing(caplog):
     plan, requests = planner(), running(a=10)
-    assert plan.width(step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
+    assert width_after(plan, step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
 
 
 def test_without_acceptance_nothing_is_planned():
@@ -178,11 +188,11 @@ def test_a_gate_that_is_set_on_the_live_engine_gives_the_table_back_its_widths()
     plan, requests = planner(gate="auto", length_table="3:2"), running(a=10, b=10)
     refuse(plan, requests)
     plan.chooses_width = False
-    assert plan.width(step(requests), requests) == K
+    assert width_after(plan, step(requests), requests) == K
     requests |= running(c=10)
-    assert plan.width(step(requests), requests) == 2
+    assert width_after(plan, step(requests), requests) == 2
     plan.chooses_width = True
-    assert {plan.width(step(requests), requests) for _ in range(40)} <= {0, 2}
+    assert {width_after(plan, step(requests), requests) for _ in range(40)} <= {0, 2}
 
 
 def test_the_times_that_the_engine_measured_are_read_with_the_first_step():
@@ -190,7 +200,7 @@ def test_the_times_that_the_engine_measured_are_read_with_the_first_step():
     plan = WidthPlanner(settings(gate="auto"), 24, lambda: asked.append(1) or times)
     assert not plan.rule.times.measured and not asked
     requests = running(a=10)
-    assert [plan.width(step(requests), requests) for _ in range(3)] == [0, 0, 0]  # a draft step is far too dear
+    assert [width_after(plan, step(requests), requests) for _ in range(3)] == [0, 0, 0]  # a draft step is far too dear
     assert plan.rule.times is times and len(asked) == 1
 
 
@@ -238,7 +248,7 @@ def test_totals_by_position_are_joined_with_those_before():
 
 
 class Scheduler:
-    """In place of vLLM's: its method hands out as many places as the output says."""
+    """In place of vLLM's: plans one token of each request, and advances none."""
 
     use_v2_model_runner = True
 
@@ -247,18 +257,17 @@ class Scheduler:
         model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=24))
         self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None, model_config=model)
         self.scheduler_config = SimpleNamespace(max_num_seqs=8)
-        self.requests, self.dynamic_sd_lookup, self.handed = running(a=10), None, []
+        self.requests, self.dynamic_sd_lookup = running(a=10), None
 
-    def _update_after_schedule(self, scheduler_output):
-        self.handed.append(scheduler_output.num_spec_tokens_to_schedule)
+    def schedule(self, **more):
+        return step(self.requests, **more)
 
     def make_spec_decoding_stats(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid, request_id):
         return request_id
 
 
 def advance(scheduler, **more):
-    plan_drafts(Scheduler._update_after_schedule)(scheduler, step(scheduler.requests, **more))
-    return scheduler.handed[-1]
+    return plan_drafts(Scheduler.schedule)(scheduler, **more).num_spec_tokens_to_schedule
 
 
 def test_the_scheduler_hands_out_what_was_planned_and_pads_new_requests_only_to_the_full_width():

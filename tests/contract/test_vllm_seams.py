@@ -33,7 +33,7 @@ from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
 from selfspec_cli.vllm_plugin.releases.seams import LINEAR, V1_RUNNER, V2_RUNNER, signatures
 from selfspec_cli.vllm_plugin.weights import fused
 from selfspec_cli.vllm_plugin.weights.copied import facts_of
-from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, on_own_weight
+from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, multiplies_with_pytorch, on_own_weight
 
 pytestmark = pytest.mark.contract
 
@@ -44,8 +44,8 @@ SIGNATURES = signatures(INSTALLED or versions.SUPPORTED[0])
 @pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
     found = {target: there for target, there, _ in compat.check()}
-    assert found[compat.target_of(patch)], f"vLLM moved {patch.target}"
-    assert callable(pkgutil.resolve_name(compat.replacement_of(patch)))
+    assert found[patch.target], f"vLLM moved {patch.target}"
+    assert callable(pkgutil.resolve_name(patch.replacement))
 
 
 @pytest.mark.parametrize("name", vllm_names.PLACES)
@@ -159,7 +159,8 @@ def test_counters_have_the_names_that_engine_py_reads():
 
 
 def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
-    """linear.py asks a layer's quant_method what it multiplies with; on CUDA that is PyTorch's linear by default."""
+    """A layer's quant_method is made with what vLLM chooses for `linear_backend`, PyTorch's linear on CUDA by default;
+    linear.py asks for the same choice."""
     names, layers = module(LINEAR), module("vllm.model_executor.layers.utils")
     assert inspect.getsource(layers.dispatch_unquantized_gemm).count("return default_unquantized_gemm") == 3
     assert "functional.linear(x, weight, bias)" in inspect.getsource(default_unquantized_gemm)
@@ -173,22 +174,27 @@ def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
         made.quant_method, made.weight = method, weight
         return made
 
+    config = types.SimpleNamespace(kernel_config=types.SimpleNamespace(linear_backend="auto"))
+    assert not multiplies_with_pytorch(config)  # this is a CPU
+    choice = inspect.getsource(names.UnquantizedLinearMethod.__init__)
+    assert "config.kernel_config.linear_backend" in choice and "dispatch_unquantized_gemm(linear_backend)" in choice
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = types.SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: False, is_cuda=lambda: True)
+        patch.setattr(layers, "current_platform", cuda)
+        assert multiplies_with_pytorch(config)
     plain = names.UnquantizedLinearMethod()
-    assert plain._gemm_impl is not default_unquantized_gemm  # this is a CPU
-    plain._gemm_impl = default_unquantized_gemm
     weight = OnCuda(torch.zeros(4, 8), requires_grad=False)
     target = layer(plain, weight)
     changed = on_own_weight(target, "o_proj")
     assert type(changed) is names.RowParallelLinear and changed.weight is weight
     assert isinstance(changed.quant_method, SharedLinear) and target.quant_method is plain
     left = [
-        layer(names.UnquantizedLinearMethod(), weight),  # another kernel
         layer(object(), weight),  # quantised
         layer(plain, nn.Parameter(torch.zeros(4, 8), requires_grad=False)),  # on the CPU
         layer(plain, OnCuda(torch.zeros(4, 8, 2), requires_grad=False)),
         layer(plain, weight, nn.Linear),
     ]
-    assert [on_own_weight(each, "o_proj") for each in left] == [None] * 5
+    assert [on_own_weight(each, "o_proj") for each in left] == [None] * 4
 
 
 def without_self(function: Any) -> list[str]:

@@ -8,6 +8,7 @@ release it does so for every supported one that is not here yet, which `make tes
 there is no package index, what needs the files is skipped.
 """
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -17,10 +18,38 @@ import zipfile
 from pathlib import Path
 
 from selfspec_cli.vllm_plugin import versions
-from selfspec_cli.vllm_plugin.releases.source import Source as Source
+from selfspec_cli.vllm_plugin.releases import source
 from selfspec_cli.vllm_plugin.releases.source import assigned_on_self as assigned_on_self
+from selfspec_cli.vllm_plugin.releases.source import top_level
 
 VARIABLE = "SELFSPEC_VLLM_SOURCES"
+
+
+class Source(source.Source):
+    """What only tests ask of a vLLM that is read as text."""
+
+    def segment(self, target: str) -> str:
+        """The source of one class or function."""
+        node = self.find(target)
+        assert node is not None, f"there is no {target}"
+        return ast.unparse(node)
+
+    def imported_with(self, module: str) -> set[str]:
+        """Modules of vLLM that importing `module` imports, however far down."""
+        seen: set[str] = set()
+        waiting = [module]
+        while waiting:
+            one = waiting.pop()
+            if one in seen or not one.startswith("vllm") or self.file(one) is None:
+                continue
+            seen.add(one)
+            for node in top_level(self.tree(one), type_checking=False):
+                if isinstance(node, ast.Import):
+                    waiting += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    origin = self.absolute(one, node)
+                    waiting += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+        return seen
 
 
 def sources() -> Path:

@@ -140,6 +140,7 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, mo
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep_weight)
     monkeypatch.setattr(linear, "linear", torch.ops.selfspec.linear)  # on the CPU it would leave the operator out
     monkeypatch.setattr(trunk, "on_own_weight", on_own_weight)
+    monkeypatch.setattr(trunk, "multiplies_with_pytorch", lambda config: True)
     want = expected("qwen3")
     with live(want.path, layer_skip(EXIT, K), **COMPILED) as engine:
         want.check(engine, SOME).require_both_verdicts()

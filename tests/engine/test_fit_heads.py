@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head
+from selfspec_cli.early_exit.fitting import fit_head
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.stages import fit

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
-from selfspec_cli.early_exit.heads.base import HeadError
 
 pytestmark = pytest.mark.engine
 

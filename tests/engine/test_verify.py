@@ -14,9 +14,9 @@ from models import LAYERS, save_tiny, save_tokenizer
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
-from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.engine.live import open_engine
 from selfspec_cli.stages.verify import arm, cases, plain, run, verdict
 from selfspec_cli.stages.verify.arm import Wanted

@@ -3,10 +3,8 @@
 from typing import Any
 
 from selfspec_cli.vllm_plugin.v2.draft_budget import Limits
-from selfspec_cli.vllm_plugin.v2.matches import Matches
 from selfspec_cli.vllm_plugin.v2.round_setup import Verdict
-from selfspec_cli.vllm_plugin.v2.state import GateRule, Progress, RoundInputs
-from selfspec_cli.vllm_plugin.v2.worth import Worth
+from selfspec_cli.vllm_plugin.v2.tensors import GateRule, Matches, Progress, RoundInputs, Worth
 
 WIDE = {
     "positions",

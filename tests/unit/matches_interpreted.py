@@ -14,7 +14,8 @@ from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, Free
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate
+from selfspec_cli.vllm_plugin.v2.tensors import Free
 
 ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of history
 

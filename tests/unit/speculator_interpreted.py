@@ -153,19 +153,7 @@ def captured(config, monkeypatch):
     speculator._warm, speculator.attn_groups = True, []
     monkeypatch.setattr(speculator, "_one_step", lambda *arguments: pytest.fail("a draft step outside a graph"))
     monkeypatch.setattr(speculator, "_metadata", lambda *arguments: pytest.fail("metadata are built for eager steps"))
-    copy_without_triton(speculator, monkeypatch)
     return speculator
-
-
-def copy_without_triton(speculator, monkeypatch):
-    """vLLM's own copies of a batch's inputs may be a Triton kernel, which it has switched off here."""
-
-    def copy(num_reqs, idx_mapping, *unused, dummy_run=False):
-        speculator.idx_mapping.fill_(-1)
-        if not dummy_run:
-            speculator.idx_mapping[:num_reqs] = idx_mapping
-
-    monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
 
 
 def propose(speculator, requests, lengths=None, sampled=None, rejected=None, **more):
@@ -183,7 +171,8 @@ def propose(speculator, requests, lengths=None, sampled=None, rejected=None, **m
     sampled = torch.tensor(sampled or [1] * requests, dtype=torch.int32)
     rejected = torch.tensor(rejected or [0] * requests, dtype=torch.int32)
     last = torch.arange(REQUESTS).unsqueeze(1)
-    return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, None, None, **more)
+    drawing = torch.zeros(REQUESTS), torch.zeros(REQUESTS, dtype=torch.int64)
+    return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, *drawing, **more)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, K])
@@ -273,7 +262,6 @@ def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monke
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
     """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (test_vllm_seams.py)."""
     speculator, _ = start(config(**more))
-    copy_without_triton(speculator, monkeypatch)
     stepped, speculator._warm = [], True
     monkeypatch.setattr(speculator, "_one_step", lambda *arguments: stepped.append(arguments[2:4]))
     propose(speculator, REQUESTS, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True)
@@ -296,7 +284,6 @@ class Group:
 def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, monkeypatch):
     """From the profiling run on, as vLLM calls: then the KV cache, a dummy run with attention, and a round."""
     speculator, _ = start(config(draft_window=WINDOW))
-    copy_without_triton(speculator, monkeypatch)
     speculator._warm, speculator._layer_names = True, set()
     group, blocks = Group(speculator.input_buffers), 128 // BLOCK
     table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
@@ -323,7 +310,6 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     """Each request's last pass was over K + 1 tokens, some of whose drafts were rejected. The queries that the layer
     kept of it say which block to attend to."""
     speculator, _ = start(config(draft_context="blocks:64"))
-    copy_without_triton(speculator, monkeypatch)
     blocks, layers = 128 // BLOCK, speculator.vllm_config.compilation_config.static_forward_context
     cache = torch.zeros(REQUESTS * blocks, 1, BLOCK, 2 * 32)
     cache[:, 0, 0, :32] = 9 * torch.nn.functional.one_hot(torch.arange(REQUESTS * blocks) % blocks, 32).float()
@@ -431,11 +417,10 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
     assert limits[1] != limits[1]
     counted = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "_copy_request_inputs", lambda *arguments, **more: None)
         patch.setattr(v2, "begin_round", lambda *given: counted.append(given[4]))
-        speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
+        speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=torch.zeros(1)), 3, (), None, None)
         speculator.gate.set("margin", 0.2)
-        speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
+        speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=torch.zeros(1)), 3, (), None, None)
     assert counted == [True, False]
 
 

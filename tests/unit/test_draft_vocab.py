@@ -16,9 +16,8 @@ from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.draft_vocab import ids_of
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
-from selfspec_cli.early_exit.heads.base import HeadError
 
 HIDDEN, VOCAB, LAYER = 4, 9, 3
 COUNTS = torch.tensor([5, 0, 9, 1, 1, 0, 7, 0, 0])

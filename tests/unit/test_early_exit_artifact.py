@@ -12,12 +12,11 @@ from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
 from selfspec_cli.early_exit.artifact import load_head, save_head
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
-from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.early_exit.legacy import save_pt
 
 HIDDEN, VOCAB = 4, 9

@@ -7,11 +7,12 @@ import pytest
 import torch
 from exit_heads import lens_head
 
+from selfspec_cli.early_exit.equations import FitError, NormalEquations
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.evaluation import agreement, choose_ridge, draft_ids
-from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head, translator_target
+from selfspec_cli.early_exit.fitting import fit_head, translator_target
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads.base import HeadError
 
 LSQ, TRANSLATOR = HeadSpec("lsq"), HeadSpec("translator")
 N, HIDDEN, VOCAB = 300, 8, 13
@@ -99,7 +100,7 @@ def test_a_stream_is_one_piece(target, chunk):
 
 def test_large_updates_are_cut_into_blocks(monkeypatch):
     whole = equations(IDS).solve()[0]
-    monkeypatch.setattr("selfspec_cli.early_exit.fitting._BLOCK_VALUES", 5 * HIDDEN)
+    monkeypatch.setattr("selfspec_cli.early_exit.equations._BLOCK_VALUES", 5 * HIDDEN)
     torch.testing.assert_close(equations(IDS).solve()[0], whole, rtol=1e-9, atol=1e-12)
 
 

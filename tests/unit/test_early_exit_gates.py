@@ -9,7 +9,8 @@ import pytest
 import torch
 from all_statistics import all_statistics, statistic
 
-from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
+from selfspec_cli.early_exit.calibrating import fit_calibration
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features, features
 from selfspec_cli.early_exit.gates.base import DEVICE_NAMES, Rule

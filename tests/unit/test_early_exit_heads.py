@@ -4,7 +4,7 @@ import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
 
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.head_module import (
     bytes_per_step,
     check_vocab_ids,
@@ -12,7 +12,6 @@ from selfspec_cli.early_exit.head_module import (
     scatter_to_full,
     with_draft_vocabulary,
 )
-from selfspec_cli.early_exit.heads.base import HeadError
 
 HIDDEN, VOCAB, RANK = 6, 11, 2
 IDS = torch.tensor([1, 4, 5, 9])

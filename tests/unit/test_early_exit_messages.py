@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
+from selfspec_cli.early_exit.calibrating import fit_calibration
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, device_features, require_device
 from selfspec_cli.early_exit.gates.base import Rule
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import OPTIONS, USER_KEYS, DraftSettings, GateConfig
-from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number, warnings_for
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
 
 MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 KEYS = ", ".join(USER_KEYS)

@@ -10,10 +10,10 @@ from selfspec_cli.early_exit.settings import (
     DraftSettings,
     GateConfig,
     HeadConfig,
+    gate_threshold,
     to_spec,
     vllm_keys,
 )
-from selfspec_cli.early_exit.thresholds import gate_threshold
 from selfspec_cli.early_exit.view import DraftView
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"

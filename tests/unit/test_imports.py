@@ -1,4 +1,5 @@
-"""No circle of imports inside the package, imports inside functions included and those for annotations left out."""
+"""No circle of imports inside the package, imports inside functions and for annotations included: of two modules that
+need each other's types, one has a type that belongs elsewhere."""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -19,7 +20,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def imports() -> dict[str, set[str]]:
-    graph = grimp.build_graph(selfspec_cli.__name__, exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph(selfspec_cli.__name__, cache_dir=None)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 

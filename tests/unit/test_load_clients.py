@@ -19,7 +19,7 @@ from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, Workl
 from selfspec_cli.engine import clients, server
 from selfspec_cli.engine.clients import CHAT, COMPLETIONS, ClientsError, Job, Run, Sample
 from selfspec_cli.record import folder, tables
-from selfspec_cli.record.load_columns import searched
+from selfspec_cli.record.load_words import searched
 from selfspec_cli.stages import load, load_url, slo
 
 # Looked for and not imported: that would replace this process's sockets by gevent's.

@@ -10,7 +10,7 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import settings_key
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
-from selfspec_cli.record.load_columns import asked
+from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Measurement, Repeat, from_json, to_json
 from selfspec_cli.report import figures, sources
 from selfspec_cli.report.rows import group_title

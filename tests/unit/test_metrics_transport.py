@@ -56,16 +56,15 @@ def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(m
     def step(self):
         return SimpleNamespace(req_ids=["a"])
 
-    def worker():
-        drafter = SimpleNamespace(counters=counters)
-        return SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
+    def runner():
+        return SimpleNamespace(drafter=SimpleNamespace(counters=counters))
 
     counters, lines = DraftCounters(3), []
     logger = logging.getLogger(LOGGER)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     monkeypatch.setattr(logger, "handlers", [handler])
-    sample, one = attach(step), worker()
+    sample, one = attach(step), runner()
     sample(one)
     assert lines == []
     counters.nan_logits = 2
@@ -75,7 +74,7 @@ def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(m
     set_strict(True)
     try:
         with pytest.raises(SettingsError, match=r"strict = True, .* logits that are no numbers"):
-            sample(worker())
+            sample(runner())
         record = logger.makeRecord(LOGGER, logging.WARNING, "requests.py", 1, "of a client", (), None)
         assert logger.filter(record), "a client's request never ends an engine"
     finally:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from properties import calibrations, rates
 
-from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.calibrating import fit_calibration
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.gates.distribution import Distribution
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import to_spec
-from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, warnings_for
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
 WITH_THRESHOLD = [name for name, gate in GATES.items() if gate.key is not None]
 numbers = st.one_of(st.floats(), st.integers(), st.booleans(), st.text(max_size=3), st.none())
@@ -109,7 +109,7 @@ def test_a_map_is_monotone_and_between_its_knots(made, values):
     assert found.dtype == torch.float32 and found.shape == values.shape
     assert ((found >= min(made.ps) - 1e-6) & (found <= max(made.ps) + 1e-6)).all()
     steps = found.diff()
-    assert (steps >= -1e-6).all() if made.rising else (steps <= 1e-6).all()
+    assert (steps >= -1e-6).all() if GATES[made.feature].direction == "at_least" else (steps <= 1e-6).all()
     want = np.interp(values.double().numpy(), made.xs, made.ps)
     np.testing.assert_allclose(found.numpy(), want, atol=1e-6)
     assert made.probability(torch.tensor([[math.nan]])).isnan().all()
@@ -153,7 +153,7 @@ def test_a_spoiled_map_is_refused_in_words_or_is_a_map(made, key, value):
         assert "calibration" in refused
     else:
         assert list(found.xs) == sorted(set(found.xs))
-        assert list(found.ps) == sorted(found.ps, reverse=not found.rising)
+        assert list(found.ps) == sorted(found.ps, reverse=GATES[found.feature].direction == "at_most")
         assert all(0 <= p <= 1 for p in found.ps)
 
 

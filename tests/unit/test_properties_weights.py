@@ -16,8 +16,8 @@ from selfspec_cli.early_exit.draft_vocab import count_tokens, load_counts, read_
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, fp8
 from selfspec_cli.early_exit.draft_weights import integers as integer_weights
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, PARTS, _packed, integers
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_module import most_frequent_ids
-from selfspec_cli.early_exit.heads.base import HeadError
 
 WIDTHS = (4, 8)
 in_a_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,7 +10,7 @@ from test_early_exit_replay import COSTS, make
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import GateConfig, RunConfig
 from selfspec_cli.early_exit import roc as curves
-from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.calibrating import fit_calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.resolved import ResolvedSettings

@@ -10,8 +10,7 @@ from commands import call, document
 
 from selfspec_cli.early_exit import sprint_aliases
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH
-from selfspec_cli.early_exit.thresholds import gate_threshold
+from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, gate_threshold
 from selfspec_cli.vllm_plugin import detection, hooks
 
 SPRINT = {"LAYERSKIP": "12", "EE_GATE": "varH", "EE_TAU_V": "5"}

@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from selfspec_cli.early_exit.errors import SettingsError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
+    from selfspec_cli.early_exit.equations import FitReport, NormalEquations
 
 Shape = tuple[str | int, ...]
 """Sizes of a tensor: numbers, or "hidden", "rows" (V') and "rank"."""
@@ -26,10 +24,6 @@ Shape = tuple[str | int, ...]
 TARGETS = ("next_token", "argmax", "final_hidden")
 """What a head can be fitted to, each a regression on x: the next token of the text (one-hot), the full model's own
 argmax (one-hot), and z - x (dense; the ridge shrinks such a head toward f(x) = 0)."""
-
-
-class HeadError(SettingsError):
-    """An exit head that cannot be used; the message says which and why."""
 
 
 class HeadKind:

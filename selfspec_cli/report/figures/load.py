@@ -12,7 +12,7 @@ from selfspec_cli import load_patterns
 from selfspec_cli.record import categories as by_category
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.load_columns import asked
+from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK, Point
 from selfspec_cli.report.figures.base import Figure, Panel, figure, lines, of_rows, rows_chart, short, sig
 from selfspec_cli.report.rows import label, latest, task

@@ -83,7 +83,10 @@ class DraftingStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int], own: PrometheusStatLogger) -> None:
         settings = settings_of(vllm_config)
         assert settings is not None
-        self._own, self._engines = own, {index: own.per_engine_labelvalues[index] for index in engine_indexes}
+        # Prometheus's own, or Ray's.
+        self._counter_kind = type(own.counter_generation_tokens[engine_indexes[0]])
+        self._gauge_kind: Any = type(own.gauge_scheduler_running[engine_indexes[0]])
+        self._engines = {index: own.per_engine_labelvalues[index] for index in engine_indexes}
         self._counters: dict[str, dict[int, Any]] = {}
         layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         whole = DRAFT_WEIGHTS[settings.draft_weights].copies and settings.layer == layers and not settings.skipped
@@ -141,7 +144,7 @@ class DraftingStatLogger(AggregateStatLoggerBase):
 
     def _counter(self, name: str, what: str, *labels: str) -> Any:
         names = ["model_name", "engine", *labels]
-        return self._own._counter_cls(name=NAME + name, documentation=what, labelnames=names)
+        return self._counter_kind(name=NAME + name, documentation=what, labelnames=names)
 
     def _labelled(self, travelling: str, name: str, label: str, values: Iterable[object], what: str) -> None:
         """A counter with one more label, one for each of its values."""
@@ -152,9 +155,7 @@ class DraftingStatLogger(AggregateStatLoggerBase):
 
     def _gauge(self, name: str, what: str) -> Any:
         names = ["model_name", "engine"]
-        gauge = self._own._gauge_cls(
-            name=NAME + name, documentation=what, labelnames=names, multiprocess_mode="mostrecent"
-        )
+        gauge = self._gauge_kind(name=NAME + name, documentation=what, labelnames=names, multiprocess_mode="mostrecent")
         return create_metric_per_engine(gauge, self._engines)
 
     def record(

@@ -1,8 +1,8 @@
 """How what drafting counts gets from a worker to the process that answers /metrics: within what vLLM sends anyway.
 
-A worker lays its totals on the output of a step (`attach`), which vLLM takes to the scheduler. There they are joined
-with the scheduler's own, and what is new since the last step goes into the step's SchedulerStats (`send`), which vLLM
-takes to one of the API servers; metrics.py takes it out there. Nobody waits for a device, and an engine without
+A model runner lays its totals on the output of a step (`attach`), which vLLM takes to the scheduler. There they are
+joined with the scheduler's own, and what is new since the last step goes into the step's SchedulerStats (`send`), which
+vLLM takes to one of the API servers; metrics.py takes it out there. Nobody waits for a device, and an engine without
 statistics (`disable_log_stats`) sends nothing.
 
 Of SchedulerStats, `num_kv_fetch_reqs_by_stage` holds the numbers: it is numbers by name, and vLLM reads only the names
@@ -30,7 +30,7 @@ Numbers = dict[str, int]
 ATTRIBUTE = "early_exit_totals"
 """Of vLLM's ModelRunnerOutput: what the worker counted."""
 WARNED = "early_exit_warned_of_nan"
-"""Of a worker: whether it has said `NAN_LOGITS`."""
+"""Of a model runner: whether it has said `NAN_LOGITS`."""
 NAN_LOGITS = (
     "drafts were made from logits that are no numbers (vllm:selfspec_nan_logits on /metrics); look whether the model "
     "is sound"
@@ -61,12 +61,13 @@ def flat(snapshot: Snapshot) -> Numbers:
 
 
 def attach(original: Method) -> Method:
-    """Override of the worker's `sample_tokens`: its answer also says what drafting counted."""
+    """Override of a model runner's `sample_tokens`: its answer also says what drafting counted. Not of the worker's,
+    which Ray's executor leaves out."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
+        drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
         landed = getattr(getattr(drafter, "counters", None), "landed", None)
         if landed is not None and answer is not None:
             totals = landed()

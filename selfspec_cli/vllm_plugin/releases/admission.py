@@ -42,16 +42,14 @@ def differences(version: str) -> list[str]:
 
 def moved(source: Source, release: Release) -> list[str]:
     """What `source` does not have as `release` has it, a line each; empty where an engine can be tried."""
-    return list(dict.fromkeys([*_names(source, release), *_signatures(source, release), *_parts(source)]))
+    return list(dict.fromkeys([*_names(source), *_signatures(source, release), *_parts(source)]))
 
 
-def _names(source: Source, release: Release) -> Iterator[str]:
+def _names(source: Source) -> Iterator[str]:
     for patch in patches.PATCHES:
-        target = release.place_of(patch.target)
-        if source.find(target, own=True) is None:
-            yield f"{target} is not there"
-    for place in vllm_names.PLACES.values():
-        target = release.place_of(place)
+        if source.find(patch.target, own=True) is None:
+            yield f"{patch.target} is not there"
+    for target in vllm_names.PLACES.values():
         if source.defined(*target.split(":")) is None:
             yield f"{target} is not there"
 

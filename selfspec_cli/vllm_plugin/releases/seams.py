@@ -48,7 +48,6 @@ SIGNATURES = {
     "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": "",
     f"{SCHEDULER}.__init__": "vllm_config kv_cache_config structured_output_manager block_size hash_block_size "
     "mm_registry include_finished_set log_stats",
-    f"{SCHEDULER}._update_after_schedule": "scheduler_output",
     f"{SCHEDULER}.make_spec_decoding_stats": "spec_decoding_stats num_draft_tokens num_accepted_tokens "
     "num_invalid_spec_tokens request_id",
     f"{SCHEDULER}.update_from_output": "scheduler_output model_runner_output",
@@ -65,13 +64,17 @@ SIGNATURES = {
     f"{V1_RUNNER}:GPUModelRunner.load_model": "load_dummy_weights model",
     f"{V1_RUNNER}:GPUModelRunner.initialize_kv_cache": "kv_cache_config is_profiling kv_cache_allocation_context",
     f"{V2_RUNNER}:GPUModelRunner.load_model": "load_dummy_weights args model kwargs",
-    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": "sampled num_sampled logits "
-    "cu_num_logits cu_num_logits_np max_num_logprobs",
+    f"{V2_FOLDER}.sample.sampler:Sampler.apply_sampling_params": "logits expanded_idx_mapping idx_mapping "
+    "idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np skip_top_k_top_p",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "request_id prompt params arrival_time lora_request "
+    "tokenization_kwargs trace_headers priority data_parallel_rank session_id prompt_text reasoning_ended "
+    "reasoning_parser_kwargs kv_hints",
     "vllm.v1.sample.sampler:Sampler.forward": "logits sampling_metadata predict_bonus_token logprobs_mode_override",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": "logits sampling_metadata metadata",
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
     "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
     f"{THINKING}.__init__": "reasoning_config max_num_seqs num_spec_tokens device is_pin_memory",
+    f"{THINKING}.has_tracked_requests": "",
     f"{THINKING}.sync_batch": "batch_update",
     f"{THINKING}.update_state": "output_token_ids spec_token_ids repeat_indices",
     f"{THINKING}.apply_to_logits": "logits predict_bonus_token spec_token_ids",
@@ -98,6 +101,8 @@ SIGNATURES = {
     "vllm.v1.metrics.utils:create_metric_per_engine": "metric per_engine_labelvalues",
     # V1: overridden.
     f"{V1_PROPOSER}.__init__": "vllm_config device runner",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.__init__": "vllm_config device "
+    "pass_hidden_states_to_model runner",
     f"{V1_PROPOSER}.load_model": "target_model",
     f"{V1_PROPOSER}.initialize_attn_backend": "kv_cache_config kernel_block_sizes",
     f"{V1_PROPOSER}.dummy_run": "num_tokens use_cudagraphs is_graph_capturing slot_mappings",
@@ -107,7 +112,6 @@ SIGNATURES = {
     "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata mm_embed_inputs "
     "num_rejected_tokens_gpu slot_mappings",
     f"{V1_PROPOSER}.take_last_draft_probs": "",
-    f"{V1_PROPOSER}._raise_if_padded_drafter_batch_disabled": "",
     # V1: called.
     "vllm.v1.sample.sampler:Sampler.gather_logprobs": "logprobs num_logprobs token_ids",
     "vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs": "logprobs logprob_token_ids sampled",
@@ -120,7 +124,6 @@ SIGNATURES = {
     f"{V2_SPECULATOR}.load_model": "target_model",
     f"{V2_SPECULATOR}.load_draft_model": "target_model target_attn_layer_names",
     f"{V2_SPECULATOR}.set_attn": "model_state kv_cache_config block_tables target_input_buffers target_attn_groups",
-    f"{V2_SPECULATOR}._configure_decode_metadata_update": "",
     f"{V2_SPECULATOR}.init_cudagraph_manager": "cudagraph_mode",
     f"{V2_SPECULATOR}.capture": "",
     f"{V2_SPECULATOR}.propose": "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "
@@ -130,10 +133,6 @@ SIGNATURES = {
     "draft_logits spec_step_idx",
     f"{V2_SPECULATOR}.compute_draft_logits": "hidden_states spec_step_idx",
     # V2: called.
-    f"{V2_SPECULATOR}._copy_request_inputs": "num_reqs idx_mapping temperature seeds dummy_run",
-    f"{V2_SPECULATOR}._build_uniform_attn_metadata": "batch_desc num_reqs num_query_per_req seq_lens_cpu_upper_bound "
-    "step causal dcp_local_seq_lens",
-    f"{V2_SPECULATOR}._update_draft_decode_metadata": "attn_metadata num_reqs",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler.__call__": "logits input_batch draft_logits "
     "invalid_drafts",
     f"{V2_GRAPHS}.specialize_spec_tokens": "desc num_speculative_tokens",
@@ -147,6 +146,11 @@ SIGNATURES = {
     "dp_sync_state",
     f"{V2_FOLDER}.attn_utils:init_attn_backend": "kv_cache_config vllm_config device active_layer_names "
     "draft_layer_names",
+    f"{V2_FOLDER}.attn_utils:build_attn_metadata": "attn_groups num_reqs num_tokens query_start_loc_gpu "
+    "query_start_loc_cpu max_query_len seq_lens max_seq_len block_tables slot_mappings kv_cache_config "
+    "seq_lens_cpu_upper_bound dcp_local_seq_lens dcp_local_seq_lens_cpu_upper_bound positions is_prefilling "
+    "mm_req_doc_ranges model_specific_attn_metadata for_cudagraph_capture causal rswa_prefix_lens ubatch_idx "
+    "fast_prefill req_idx",
     f"{V2_FOLDER}.attn_utils:build_slot_mappings_by_layer": "slot_mappings kv_cache_config",
     f"{V2_FOLDER}.block_table:BlockTables.compute_slot_mappings": "idx_mapping query_start_loc positions "
     "num_tokens_padded out",
@@ -167,7 +171,6 @@ SIGNATURES = {
     # What `selfspec verify` plants faults around, and asks of an engine.
     f"{V1_RUNNER}:GPUModelRunner.propose_draft_token_ids": "scheduler_output sampled_token_ids sampling_metadata "
     "hidden_states sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings",
-    f"{V1_RUNNER}:GPUModelRunner._update_states": "scheduler_output",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
     # V1: a bonus token behind min_tokens.
     "vllm.v1.sample.sampler:Sampler.apply_logits_processors": "logits sampling_metadata predict_bonus_token",
@@ -238,7 +241,7 @@ FIELDS = {
     "vllm.v1.outputs:ModelRunnerOutput": "req_ids",
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls scheduler_cls "
-    "enable_lora "
+    "enable_lora enable_elastic_ep "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
     "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config "
     "max_num_batched_tokens max_num_seqs max_logprobs",
@@ -268,6 +271,7 @@ FIELDS = {
     "uniform_token_count max_query_len",
     f"{V2_FOLDER}.attn_utils:AttentionCGSupportInfo": "min_cg_support",
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
+    "vllm.config.kernel:KernelConfig": "linear_backend",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule total_num_scheduled_tokens has_structured_output_requests",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params mrope_position_delta",
@@ -276,7 +280,7 @@ FIELDS = {
 # Class -> attributes that its __init__, or a base class's, sets and that we read or replace.
 ATTRIBUTES = {
     V1_PROPOSER: "vllm_config speculative_config max_model_len num_speculative_tokens arange input_ids positions "
-    "kv_cache_gid draft_attn_groups use_fp64_gumbel _enable_probabilistic_draft_probs",
+    "kv_cache_gid draft_attn_groups use_fp64_gumbel",
     f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len rejection_sampler "
     "compilation_config kv_cache_config",
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
@@ -292,9 +296,11 @@ ATTRIBUTES = {
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions "
-    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
+    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs "
+    "draft_is_prefilling",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
-    f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
+    f"{V2_FOLDER}.sample.sampler:Sampler": "req_states logprob_token_ids_state sampling_states logprobs_mode",
+    "vllm.v1.worker.utils:AttentionGroup": "supports_draft_decode_metadata_update update_draft_decode_metadata",
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len _candidates "
     "_capture_descs cudagraph_mode compilation_config max_num_reqs graphs pool",
@@ -308,7 +314,8 @@ ATTRIBUTES = {
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": "driver_worker",
     "vllm.v1.executor.uniproc_executor:AsyncOutputFuture": "async_output",
     "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers engine_indexes",
-    "vllm.v1.metrics.loggers:PrometheusStatLogger": "per_engine_labelvalues",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger": "per_engine_labelvalues "
+    "gauge_scheduler_running counter_generation_tokens",
     f"{V2_FOLDER}.async_utils:AsyncOutput": "model_runner_output copy_event",
     "vllm.v1.request:Request": "num_computed_tokens is_prefill_chunk",
     "vllm.v1.engine.llm_engine:LLMEngine": "output_processor engine_core model_executor",
@@ -326,5 +333,5 @@ ATTRIBUTES = {
 
 
 def signatures(release: Release) -> dict[str, list[str]]:
-    """Target -> its parameters in `release`; a target as that release has it."""
-    return {release.place_of(target): words.split() for target, words in {**SIGNATURES, **release.signatures}.items()}
+    """Target -> its parameters in `release`."""
+    return {target: words.split() for target, words in {**SIGNATURES, **release.signatures}.items()}

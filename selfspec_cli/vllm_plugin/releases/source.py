@@ -35,11 +35,11 @@ class Source:
     def _names(self, module: str) -> dict[str, ast.stmt | tuple[str, str]]:
         """What a module defines at its top level: a statement, or (module, name) for what it imports."""
         found: dict[str, ast.stmt | tuple[str, str]] = {}
-        for node in _top_level(self.tree(module)):
+        for node in top_level(self.tree(module)):
             if isinstance(node, Definition):
                 found.setdefault(node.name, node)
             elif isinstance(node, ast.ImportFrom):
-                origin = self._absolute(module, node)
+                origin = self.absolute(module, node)
                 if node.names[0].name == "*" and self.file(origin) is not None:
                     found.update({name: (origin, name) for name in self.names(origin)})
                 found.update({alias.asname or alias.name: (origin, alias.name) for alias in node.names})
@@ -48,7 +48,8 @@ class Source:
                 found.update({target.id: node for target in targets if isinstance(target, ast.Name)})
         return found
 
-    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+    def absolute(self, module: str, node: ast.ImportFrom) -> str:
+        """The module that `node`, in `module`, imports from."""
         if not node.level:
             return node.module or ""
         file = self.file(module)
@@ -124,29 +125,6 @@ class Source:
             }
         return found | set(self.fields(target))
 
-    def segment(self, target: str) -> str:
-        """The source of one class or function."""
-        node = self.find(target)
-        assert node is not None, f"there is no {target}"
-        return ast.unparse(node)
-
-    def imported_with(self, module: str) -> set[str]:
-        """Modules of vLLM that importing `module` imports, however far down."""
-        seen: set[str] = set()
-        waiting = [module]
-        while waiting:
-            one = waiting.pop()
-            if one in seen or not one.startswith("vllm") or self.file(one) is None:
-                continue
-            seen.add(one)
-            for node in _top_level(self.tree(one), type_checking=False):
-                if isinstance(node, ast.Import):
-                    waiting += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    origin = self._absolute(one, node)
-                    waiting += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-        return seen
-
 
 def assigned_on_self(node: ast.AST) -> set[str]:
     """Names that are assigned as self.NAME anywhere in `node`."""
@@ -157,7 +135,7 @@ def assigned_on_self(node: ast.AST) -> set[str]:
     }
 
 
-def _top_level(tree: ast.Module, type_checking: bool = True) -> Iterator[ast.stmt]:
+def top_level(tree: ast.Module, type_checking: bool = True) -> Iterator[ast.stmt]:
     """Statements that run when the module is imported, those of conditions and of try included."""
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:

@@ -76,7 +76,8 @@ class _EarlyExit(DraftModelProposer):
     new_recorder = DraftRecorder
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
-        super().__init__(vllm_config, device, runner)
+        # Not as a draft model, which could draft neither from an unpadded batch nor at positions of several dimensions.
+        super(DraftModelProposer, self).__init__(vllm_config, device, pass_hidden_states_to_model=True, runner=runner)
         require_runner(device.type, v2=False)
         settings = settings_of(vllm_config)
         assert settings is not None
@@ -99,12 +100,6 @@ class _EarlyExit(DraftModelProposer):
         self.speculative_config.disable_padded_drafter_batch = True
         self._shares_weights = SharesWeights()
         self._shares_weights.on()
-
-    def _raise_if_padded_drafter_batch_disabled(self) -> None:
-        """The base class cannot draft from an unpadded batch; this one always does."""
-
-    def _raise_if_mrope(self) -> None:
-        """The base class cannot draft at positions of several dimensions; this one can."""
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -238,7 +233,9 @@ class _EarlyExit(DraftModelProposer):
 
     def _draws(self, sampling_metadata: SamplingMetadata) -> bool:
         """Whether drafts are drawn, so that the verifier has to know from which distributions."""
-        return bool(self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy)
+        spec = self.speculative_config
+        probabilistic = (spec.rejection_sample_method, spec.draft_sample_method) == ("standard", "probabilistic")
+        return probabilistic and not sampling_metadata.all_greedy
 
     def _draft(
         self, state: Round, proposals: list[list[int]], sampling_metadata: SamplingMetadata

@@ -8,8 +8,10 @@ a budget that moves into the row of one that has ended is given that one's budge
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,30 +36,71 @@ def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
     return initialize_kv_cache
 
 
+@dataclass
+class Followed:
+    """A request with a budget. holder: vLLM's, of this request alone and without drafts; reached: tokens of its output
+    that the holder has seen."""
+
+    holder: Any
+    budget: int
+    prompt: int
+    reached: int = 0
+
+    def move_on(self, tokens: list[int]) -> None:
+        """Show the holder `tokens`, all of the output, in steps of one token, as plain decoding does."""
+        for length in range(min(self.reached + 1, len(tokens)), len(tokens) + 1):
+            self.holder.update_state([tokens[:length]], [[]])
+        self.reached = len(tokens)
+
+    def must_write(self) -> int | None:
+        """The token that must come next; None where it may be any."""
+        logits = torch.zeros(1, 1 + max(self.holder.think_end_token_ids, default=0), device=self.holder.device)
+        highest = self.holder.apply_to_logits(logits, False, [[]]).max(-1)
+        return int(highest.indices) if float(highest.values) >= FORCED else None
+
+    def over_drafts(self, tokens: list[int], drafts: Sequence[int]) -> list[int | None]:
+        """The token that must be written at each place: after each number of drafts, from none to all of them."""
+        if self.budget > self.prompt + len(tokens) + len(drafts) + 1:
+            return [None] * (len(drafts) + 1)  # not even a request that has only thought is at its end
+        forced, ahead = [self.must_write()], copy.deepcopy(self)
+        for place in range(len(drafts)):
+            ahead.move_on([*tokens, *drafts[: place + 1]])
+            forced.append(ahead.must_write())
+        return forced
+
+
 def exact_with_drafts(original: type[Any]) -> type[Any]:
     """A subclass of `ThinkingBudgetStateHolder`: plain decoding's states, token by token, over drafts too."""
-    from selfspec_cli.vllm_plugin.vllm_names import process_dict_updates
+    from selfspec_cli.vllm_plugin.vllm_names import BatchUpdate, process_dict_updates
 
     class ExactWithDrafts(original):
-        """Keeps the state of each request after its committed tokens, as a plain engine has it."""
+        """Follows each request with a holder of vLLM's own, as a plain engine has it."""
 
         def __init__(
             self, reasoning_config: Any, max_num_seqs: int, num_spec_tokens: int, device: Any, is_pin_memory: bool
         ) -> None:
             super().__init__(reasoning_config, max_num_seqs, 0, device, is_pin_memory)
-            self._forced: dict[int, list[int | None]] = {}
-            markers = self.think_start_token_ids, self.think_end_token_ids
-            self._longest = max(map(len, markers))
+            self.alone = lambda: original(reasoning_config, 1, 0, device, is_pin_memory)
+            self.followed: dict[int, Followed] = {}
+            self.forced: dict[int, list[int | None]] = {}
+
+        def has_tracked_requests(self) -> bool:
+            """Whether any request has a budget."""
+            return bool(self.followed)
 
         def sync_batch(self, batch_update: Any) -> None:
             """Follow requests that come, go and change rows, as vLLM's other processors do."""
             if self.is_enabled:
-                process_dict_updates(self._state, batch_update, self._beginning)
+                process_dict_updates(self.followed, batch_update, self.beginning)
 
-        def _beginning(self, params: Any, prompt: list[int] | None, output: list[int]) -> dict[str, Any] | None:
-            """The state of a new request; None for one without a budget."""
+        def beginning(self, params: Any, prompt: list[int] | None, output: list[int]) -> Followed | None:
+            """A new request; None for one without a budget."""
             budget = params.thinking_token_budget
-            return None if budget is None else self._init_state_entry(prompt, budget)
+            if budget is None:
+                return None
+            holder = self.alone()
+            holder.sync_batch(BatchUpdate(batch_size=1, removed=[], added=[(0, params, prompt, [])], moved=[]))
+            return Followed(holder, budget, len(prompt or ()))
 
         def update_state(
             self,
@@ -69,39 +112,11 @@ def exact_with_drafts(original: type[Any]) -> type[Any]:
 
             output_token_ids: committed tokens by request; spec_token_ids: its drafts.
             """
-            if not self.is_enabled:
-                return
-            self._forced = {}
-            for row, state in self._state.items():
+            self.forced = {}
+            for row, one in self.followed.items():
                 tokens = output_token_ids[row]
-                self._move_on(state, tokens)
-                drafts = spec_token_ids[row] if spec_token_ids else []
-                self._forced[row] = self._over_drafts(state, tokens, drafts)
-
-        def _move_on(self, state: dict[str, Any], tokens: list[int]) -> None:
-            """Bring `state` to the end of `tokens` in steps of one token, as plain decoding does."""
-            reached = len(state["output_tok_ids"]) if state.get("followed") else 0
-            for length in range(min(reached + 1, len(tokens)), len(tokens) + 1):
-                # Earlier tokens have been searched for markers in the steps before.
-                state["scan_offset"] = max(state["scan_offset"], length - self._longest)
-                state |= {"output_tok_ids": tokens[:length], "spec_token_ids": [], "force_index": [], "followed": True}
-                self._update_think_state(state)
-
-        def _over_drafts(self, state: dict[str, Any], tokens: list[int], drafts: Sequence[int]) -> list[int | None]:
-            """The token that must be written at each place: after each number of drafts, from none to all of them."""
-            forced = [self._must_write(state)]
-            if not state["in_end"] and state["check_count_down"] > len(drafts) + 1:
-                return forced * (len(drafts) + 1)
-            state = dict(state)
-            for place in range(len(drafts)):
-                self._move_on(state, [*tokens, *drafts[: place + 1]])
-                forced.append(self._must_write(state))
-            return forced
-
-        def _must_write(self, state: dict[str, Any]) -> int | None:
-            if not (state["in_end"] and state["force_index"] and state["end_count"] < len(self.think_end_token_ids)):
-                return None
-            return int(self.think_end_token_ids[state["end_count"]])
+                one.move_on(tokens)
+                self.forced[row] = one.over_drafts(tokens, spec_token_ids[row] if spec_token_ids else [])
 
         def apply_to_logits(
             self, logits: Tensor, predict_bonus_token: bool, spec_token_ids: Sequence[list[int]] | None
@@ -109,8 +124,8 @@ def exact_with_drafts(original: type[Any]) -> type[Any]:
             """Force tokens in `logits`, [requests, vocabulary], or [drafts, vocabulary] where drafts are verified."""
             verifies = not predict_bonus_token and any(spec_token_ids or ())
             rows, forced, begin = [], [], 0
-            for row in range(max(self._state, default=-1) + 1):
-                places = self._forced.get(row, [])
+            for row in range(max(self.followed, default=-1) + 1):
+                places = self.forced.get(row, [])
                 drafts = len(spec_token_ids[row]) if verifies and spec_token_ids else 0
                 at = range(begin, begin + drafts) if verifies else [row]
                 written = places[:drafts] if verifies else places[-1:]

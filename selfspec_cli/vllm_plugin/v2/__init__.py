@@ -8,7 +8,7 @@ kernels, from tensors that stay on the device, and the host never waits for the 
 Read in this order:
 
 speculator.py         `propose`: a round as the host launches it. Host, once a step.
-state.py              the tensors that a round lives in, and the gate in force. Device memory, changed between rounds.
+state.py, tensors.py  the tensors that a round lives in, and the gate in force. Device memory, changed between rounds.
 round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs and each row's budget.
 draft_budget.py       what limits a draft: the table of limits by load, a request's wishes, its end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.

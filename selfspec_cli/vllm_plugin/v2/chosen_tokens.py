@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch, LogprobsTensors
+    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
 
 
 def with_chosen_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,50 +19,42 @@ def with_chosen_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __call__(self: Any, logits: Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         """logits: [drafts + requests, vocabulary]."""
-        most = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
-        if most:
+        sampler, requests = self.sampler, input_batch.idx_mapping_np
+        most = sampler.logprob_token_ids_state.max_num_token_ids(requests)
+        if not most:
+            return original(self, logits, input_batch, *args, **kwargs)
+        from selfspec_cli.vllm_plugin.vllm_names import compute_topk_scores
+
+        processed: list[Tensor] = []
+        if sampler.logprobs_mode.startswith("processed"):
             self = copy.copy(self)
-            self._get_logprobs_tensors = _Gathering(self.sampler, input_batch.expanded_idx_mapping, most)
-        return original(self, logits, input_batch, *args, **kwargs)
+            self.sampler = _keeping(sampler, processed)
+        output = original(self, logits, input_batch, *args, **kwargs)
+        output.logprobs_tensors = compute_topk_scores(
+            torch.cat(processed) if processed else logits,
+            max(sampler.sampling_states.max_num_logprobs(requests), 0),  # negative where none are asked
+            one_a_row(output.sampled_token_ids, output.num_sampled, input_batch.cu_num_logits, len(logits)),
+            input_batch.cu_num_logits_np.tolist(),
+            logprob_token_ids_state=sampler.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            max_per_req_token_ids=most,
+            logits_mode=sampler.logprobs_mode.endswith("logits"),
+        )
+        return output
 
     return __call__
 
 
-class _Gathering:
-    """Takes the place of `RejectionSampler._get_logprobs_tensors` in one step.
+def _keeping(sampler: Any, processed: list[Tensor]) -> Any:
+    """A copy of vLLM's sampler that keeps what its logits processors made of each part of a batch."""
 
-    requests: slot of each row of logits. most: chosen tokens of the request that chose most.
-    """
+    def apply_sampling_params(*args: Any, **kwargs: Any) -> Tensor:
+        processed.append(sampler.apply_sampling_params(*args, **kwargs))
+        return processed[-1]
 
-    def __init__(self, sampler: Any, requests: Tensor, most: int) -> None:
-        self.sampler, self.requests, self.most = sampler, requests, most
-        self.reached = 0  # rows of the chunks before
-
-    def __call__(
-        self,
-        sampled: Tensor,
-        num_sampled: Tensor,
-        logits: Tensor,
-        cu_num_logits: Tensor,
-        cu_num_logits_np: np.ndarray,
-        max_num_logprobs: int,
-    ) -> LogprobsTensors:
-        """Of a chunk. sampled: [requests, places]; num_sampled: [requests]; logits: [rows, vocabulary];
-        cu_num_logits: [requests + 1], where the rows of each begin; max_num_logprobs: negative where none are asked."""
-        from selfspec_cli.vllm_plugin.vllm_names import compute_topk_scores
-
-        rows = self.requests[self.reached : self.reached + len(logits)]
-        self.reached += len(logits)
-        return compute_topk_scores(
-            logits,
-            max(max_num_logprobs, 0),
-            one_a_row(sampled, num_sampled, cu_num_logits, len(logits)),
-            cu_num_logits_np.tolist(),
-            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=rows,
-            max_per_req_token_ids=self.most,
-            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-        )
+    kept = copy.copy(sampler)
+    kept.apply_sampling_params = apply_sampling_params
+    return kept
 
 
 def one_a_row(sampled: Tensor, counts: Tensor, begins: Tensor, rows: int) -> Tensor:

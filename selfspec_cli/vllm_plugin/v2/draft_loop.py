@@ -28,6 +28,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     SpeculatorBatchDescriptor,
     SpeculatorCudaGraphManager,
     TargetDependentARSpeculator,
+    build_attn_metadata,
     build_slot_mappings_by_layer,
     gumbel_sample,
     init_logger,
@@ -60,10 +61,6 @@ class DraftLoop(TargetDependentARSpeculator):
     positions: DraftPositions
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
-
-    def _configure_decode_metadata_update(self) -> None:
-        # The base class gives up at k = 1, where it has no draft decode step; here every step is one.
-        super(TargetDependentARSpeculator, self)._configure_decode_metadata_update()
 
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
@@ -215,12 +212,26 @@ class DraftLoop(TargetDependentARSpeculator):
         if skip_attention:
             return None, None
         slots = self._slot_mappings(num_reqs, batch.num_tokens)
-        metadata = self._build_uniform_attn_metadata(
-            num_reqs=num_reqs,
-            batch_desc=batch,
-            num_query_per_req=1,
-            seq_lens_cpu_upper_bound=upper_bound,
-            step=step,
+        rows = batch.num_reqs or num_reqs  # a graph pads requests; its padding has no token
+        tokens = batch.num_tokens if batch.cg_mode == CUDAGraphMode.FULL else num_reqs
+        lengths = torch.zeros(rows, dtype=torch.int32)
+        lengths[:num_reqs] = (upper_bound[:num_reqs] + step).clamp_(max=self.state.max_model_len)
+        buffers = self.input_buffers
+        metadata = build_attn_metadata(
+            attn_groups=self.attn_groups,
+            num_reqs=rows,
+            num_tokens=tokens,
+            query_start_loc_gpu=buffers.query_start_loc[: rows + 1],
+            query_start_loc_cpu=torch.arange(rows + 1, dtype=torch.int32).clamp_(max=num_reqs),
+            max_query_len=1,
+            seq_lens=buffers.seq_lens[:rows],
+            max_seq_len=self.draft_max_seq_len,
+            block_tables=[table[:rows] for table in self.block_tables.input_block_tables],
+            slot_mappings=self.block_tables.slot_mappings[:, :tokens],
+            kv_cache_config=self.kv_cache_config,
+            seq_lens_cpu_upper_bound=lengths,
+            positions=buffers.positions[:tokens],
+            is_prefilling=self.draft_is_prefilling[:rows],
         )
         return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
 
@@ -248,7 +259,9 @@ class DraftLoop(TargetDependentARSpeculator):
         def step() -> None:
             if attn_metadata is not None:
                 self._slot_mappings(num_reqs, num_tokens_padded)
-                self._update_draft_decode_metadata(attn_metadata, num_reqs)
+                for groups in self.attn_groups:
+                    for group in groups:
+                        group.update_draft_decode_metadata(attn_metadata)
             self._one_step(
                 num_reqs,
                 num_tokens_padded,

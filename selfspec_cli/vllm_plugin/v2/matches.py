@@ -11,9 +11,8 @@ who is left, and ends the round where a step for these costs all more than it br
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,50 +32,6 @@ _BLOCK = 1024
 _WIDE = tl.constexpr(1 << 32)
 
 _trials, _updated = on_device(estimate.trials), on_device(estimate.updated)
-
-
-class Matches(NamedTuple):
-    """What the histories say, as kernels take it; see `free_drafts.Matches`.
-
-    text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
-    length of the match in the high half and its place in the low one, 0 for none.
-    Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted
-    and copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more).
-    """
-
-    text: Tensor
-    found: Tensor
-    rates: Tensor
-    own: Tensor
-    length: Tensor
-    start: Tensor
-    known: Tensor
-    trusted: Tensor
-    drafted: Tensor
-    copied: Tensor
-    room: Tensor
-
-    @classmethod
-    def of(cls, requests: int, text: Tensor | None, device: torch.device) -> Matches:
-        """For so many requests. text: None without free drafts; nothing reads the tensors then."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        some = requests if text is not None else 1
-        return cls(
-            zeros(1, 1) if text is None else text,
-            zeros(some, dtype=torch.int64),
-            zeros(some, free_drafts.LONGEST, dtype=torch.float32),
-            zeros(some, dtype=torch.float32),
-            zeros(some),
-            zeros(some),
-            zeros(some),
-            zeros(some),
-            zeros(requests),
-            zeros(some),
-            zeros(some),
-        )
 
 
 @triton.jit

@@ -156,6 +156,8 @@ def _open_round(
             count_step(progress.counts, count, 0, K)
 
 
+# Numbers that differ from round to round stand here one by one. Inside a tuple Triton 3.9 specialises them whatever
+# `do_not_specialize` says, and a server would compile this kernel again at its first batch of one request.
 @triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "step_value", "k", "free", "free_requests"])
 def _begin_round(
     inputs,

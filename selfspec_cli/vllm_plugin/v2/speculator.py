@@ -34,8 +34,9 @@ from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState, Free
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
+from selfspec_cli.vllm_plugin.v2.tensors import Free
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.vllm_names import (
@@ -186,7 +187,7 @@ class EarlyExitSpeculator(DraftLoop):
         )
         drafting = [group for groups in self.attn_groups for group in groups]
         self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
-        self._configure_decode_metadata_update()
+        self.supports_decode_metadata_update = all(group.supports_draft_decode_metadata_update for group in drafting)
 
     # ---- what changes on a live engine --------------------------------------------------------------------------
 
@@ -354,7 +355,12 @@ class EarlyExitSpeculator(DraftLoop):
         dummy_run: bool = False,
     ) -> None:
         self._take_in()
-        self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        self.idx_mapping.fill_(-1)
+        if not dummy_run:  # a dummy batch has no requests, whatever its rows say
+            self.idx_mapping[: batch.num_reqs].copy_(batch.idx_mapping)
+        if self.draft_logits is not None:
+            self.temperature.copy_(temperature)
+            self.seeds.copy_(seeds)
         if self.positions.several and not dummy_run:  # the first dummy run comes before `set_attn`
             deltas = self.model_state.rope_state.prefill_delta.gpu  # another tensor after each step's new requests
             self.positions.shifts[: batch.num_reqs] = deltas.index_select(0, batch.idx_mapping[: batch.num_reqs])

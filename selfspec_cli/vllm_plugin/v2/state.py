@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.observe.late_copy import EVERY, LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
-from selfspec_cli.vllm_plugin.v2.matches import Matches
-from selfspec_cli.vllm_plugin.v2.worth import Worth
+from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Matches, Progress, RoundInputs, Worth
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
@@ -29,49 +28,6 @@ COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_draft
 
 SOON = 0.05
 """Seconds between two copies of the counters to the host where the rule that chooses draft lengths learns from them."""
-
-
-class RoundInputs(NamedTuple):
-    """What a draft step reads of each row and writes for the step after, as kernels take it. See `DraftState`."""
-
-    input_ids: Tensor
-    positions: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    sample_positions: Tensor
-    idx_mapping: Tensor
-    requests: Tensor
-    draft_tokens: Tensor
-    row_steps: Tensor
-    row_limits: Tensor
-    left_out: Tensor
-
-
-class Progress(NamedTuple):
-    """The scalars of a round and the counters, as kernels take them. See `DraftState`."""
-
-    step: Tensor
-    limit: Tensor
-    round_limit: Tensor
-    active: Tensor
-    going: Tensor
-    counts: Tensor
-
-
-class GateRule(NamedTuple):
-    """The gate in force, as kernels take it: its statistic's number, and sign and threshold. See `DraftState`."""
-
-    feature: Tensor
-    rule: Tensor
-
-
-class Free(NamedTuple):
-    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, and the number of
-    requests up to which the table bounds the model's own drafts alone."""
-
-    tokens: int
-    k: int
-    requests: int = 0
 
 
 @dataclass
@@ -179,26 +135,33 @@ class DraftState:
         """The rows' tensors as kernels take them."""
         buffers = self.buffers
         return RoundInputs(
-            buffers.input_ids,
-            buffers.positions,
-            buffers.seq_lens,
-            buffers.query_start_loc,
-            self.sample_positions,
-            self.idx_mapping,
-            self.requests,
-            self.draft_tokens,
-            self.row_steps,
-            self.row_limits,
-            self.left_out,
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            seq_lens=buffers.seq_lens,
+            query_start_loc=buffers.query_start_loc,
+            sample_positions=self.sample_positions,
+            idx_mapping=self.idx_mapping,
+            requests=self.requests,
+            draft_tokens=self.draft_tokens,
+            row_steps=self.row_steps,
+            row_limits=self.row_limits,
+            left_out=self.left_out,
         )
 
     def progress(self) -> Progress:
         """The scalars of the round and the counters as kernels take them."""
-        return Progress(self.step, self.limit, self.round_limit, self.active, self.going, self.counts)
+        return Progress(
+            step=self.step,
+            limit=self.limit,
+            round_limit=self.round_limit,
+            active=self.active,
+            going=self.going,
+            counts=self.counts,
+        )
 
     def gate(self) -> GateRule:
         """The gate in force as kernels take it."""
-        return GateRule(self.gate_feature, self.gate_rule)
+        return GateRule(feature=self.gate_feature, rule=self.gate_rule)
 
     def forget(self) -> None:
         """No row drafts until the next round begins, and steps are counted from 0 again."""

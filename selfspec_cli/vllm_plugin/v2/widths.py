@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -62,7 +62,7 @@ class WidthPlanner:
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
         """Draft slots that each request gets in the step that follows `output`, which was just scheduled.
 
-        output: vLLM's SchedulerOutput. requests: the scheduler's, by name, not advanced by this step yet.
+        output: vLLM's SchedulerOutput. requests: the scheduler's, by name, which this step has advanced.
         """
         for new in output.scheduled_new_reqs:
             own = own_settings(new.sampling_params, self.settings)
@@ -173,9 +173,9 @@ class WidthPlanner:
         counting = self._some_off or any(own.k == 0 for own in self._own.values())
         cells = self._table.row(load)  # the first for any context
         longest, off = 0, Counter[str]()
-        for name, tokens in scheduled.items():
+        for name in scheduled:
             request = requests[name]
-            context = request.num_computed_tokens + tokens
+            context = request.num_computed_tokens
             if context < request.num_tokens:
                 continue  # inside its prefill, where nothing is drafted
             own, cell = self._own.get(name, NOTHING), cells[0]
@@ -192,8 +192,8 @@ class WidthPlanner:
 
 
 def _context(scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> float:
-    """Tokens of context of all scheduled requests together."""
-    return float(sum(requests[name].num_computed_tokens for name in scheduled if name in requests))
+    """Tokens of context of all scheduled requests together, before their step."""
+    return float(sum(requests[name].num_computed_tokens - new for name, new in scheduled.items() if name in requests))
 
 
 _PLANNER = "early_exit_planner"
@@ -238,21 +238,35 @@ def with_planner(original: Method) -> Method:
 
 
 def plan_drafts(original: Method) -> Method:
-    """Replacement for `Scheduler._update_after_schedule`, after which the asynchronous scheduler hands out slots."""
+    """Override of `Scheduler.schedule`. vLLM plans as many slots as in the step before."""
+    from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler
 
     @functools.wraps(original)
-    def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
-        planner = planner_of(self)
-        if planner is not None and scheduler_output.num_scheduled_tokens:
-            width = planner.width(scheduler_output, self.requests)
-            scheduler_output.num_spec_tokens_to_schedule = width
-            setattr(scheduler_output, CHOICE, planner.choice)
-            # A new request of one token is padded to k slots to keep a step's shape; with this list it is not.
-            most = self.scheduler_config.max_num_seqs
-            self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
-        original(self, scheduler_output)
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, planner = original(self, *args, **kwargs), planner_of(self)
+        if planner is None or not output.num_scheduled_tokens:
+            return output
+        width = planner.width(output, self.requests)
+        setattr(output, CHOICE, planner.choice)
+        # A new request of one token is padded to k slots to keep a step's shape; with this list it is not.
+        most = self.scheduler_config.max_num_seqs
+        self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
+        if width != output.num_spec_tokens_to_schedule:
+            output.num_spec_tokens_to_schedule = width
+            if isinstance(self, AsyncScheduler):
+                _hand_out(width, (self.requests[name] for name in output.num_scheduled_tokens))
+        return output
 
-    return _update_after_schedule
+    return schedule
+
+
+def _hand_out(width: int, requests: Iterable[Any]) -> None:
+    """Give each request that drafts after the step just scheduled its slots in the next one, for drafts that an
+    asynchronous scheduler does not know yet."""
+    slots = [-1] * width
+    for request in requests:
+        if not request.is_prefill_chunk:
+            request.spec_token_ids = slots
 
 
 def hear_verdicts(original: Method) -> Method:

@@ -9,9 +9,8 @@ where what all rows together may still gain is less than the value of a step, wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,35 +27,6 @@ MEMORY = tl.constexpr(confidence.MEMORY)
 NEGLIGIBLE = tl.constexpr(confidence.NEGLIGIBLE)
 CONFIDENCE = tl.constexpr(FEATURES.index("maxp"))
 """The column of `DraftState.statistics` that holds the greatest probability."""
-
-
-class Worth(NamedTuple):
-    """What the loop's end is decided by, as kernels take it.
-
-    first, counts, fresh: float32 [2, BINS], tokens that stood and that were judged: the first guess, all, and those of
-    the round before. rates: float32 [BINS], estimated acceptance by confidence. stands: float32 [rows], the probability
-    that the draft of each row and its next token stand. step_value: float32 [1], tokens that a step has to bring.
-    """
-
-    first: Tensor
-    counts: Tensor
-    fresh: Tensor
-    rates: Tensor
-    stands: Tensor
-    step_value: Tensor
-
-    @classmethod
-    def of(cls, rows: int, device: torch.device) -> Worth:
-        """Before anything is known, for `rows` rows; a step has no value to reach, so that drafts go on."""
-        first = confidence.first_counts()
-        return cls(
-            first.to(device),
-            first.clone().to(device),
-            torch.zeros_like(first, device=device),
-            confidence.rates(first).to(device),
-            torch.ones(rows, device=device),
-            torch.zeros(1, device=device),
-        )
 
 
 @triton.jit

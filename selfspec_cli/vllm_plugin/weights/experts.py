@@ -40,11 +40,16 @@ def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
     return make
 
 
+def found_by_name() -> bool:
+    """Whether vLLM finds the experts of a layer by the layer's name; else by counting calls in a forward pass."""
+    from selfspec_cli.vllm_plugin.vllm_names import HAS_OPAQUE_TYPE, envs
+
+    return bool(HAS_OPAQUE_TYPE and envs.VLLM_USE_LAYERNAME)
+
+
 def _copied(kind: DraftWeights, runner: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
     """`runner` over experts on copies, under a name of its own; everything else is shared."""
-    from selfspec_cli.vllm_plugin.vllm_names import _USE_LAYERNAME
-
-    if not _USE_LAYERNAME:  # vLLM would count layers instead, and find the target's own experts
+    if not found_by_name():  # vLLM would count layers instead, and find the target's own experts
         raise kind.impossible(f"copies of experts need PyTorch 2.11, and this is {torch.__version__}")
     experts = _copied_experts(kind, runner.routed_experts, name, vllm_config)
     modules = {**runner._modules, "routed_experts": experts}
@@ -143,7 +148,7 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
     """The weights of this rank's experts: "w13_weight" [experts, 2 * intermediate, hidden], gate above up, and
     "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod
+    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, is_zentorch_moe_supported
 
     method = experts.quant_method
     if type(method) is not UnquantizedFusedMoEMethod:
@@ -156,9 +161,9 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
         raise kind.impossible(
             f"vLLM's backend {backend} keeps experts in a layout of its own; moe_backend='triton' has plain ones"
         )
+    if is_zentorch_moe_supported(experts):
+        return weights  # zentorch's kernels read them as they are
     kernel: Any = method.moe_kernel.fused_experts
-    if kernel._use_zentorch:
-        return weights
     gate_and_up, down = (_unpacked(weight, kernel.isa) for weight in weights.values())
     size = experts.moe_config.intermediate_size_per_partition  # the CPU's kernels pad it with zeros
     gate, up = gate_and_up.chunk(2, dim=1)
@@ -174,12 +179,12 @@ def _unpacked(packed: Tensor, isa: str) -> Tensor:
     Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
     their places, a byte at a time, for bfloat16 holds no larger integers.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import cpu_prepack_moe_weight
+    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
 
     places = torch.arange(packed[0].numel()).view_as(packed[:1])
     source = torch.zeros_like(places)
     for shift in range(0, places.numel().bit_length(), 8):
-        digits = cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
+        digits = ops.cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
         source += digits.long() << shift
     plain = torch.empty_like(packed)
     plain.flatten(1)[:, source.flatten()] = packed.flatten(1)

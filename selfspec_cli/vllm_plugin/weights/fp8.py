@@ -108,7 +108,6 @@ def experts(
         moe_config=layer.moe_config,
         experts_cls=TritonExperts,
         fp8_backend=Fp8MoeBackend.TRITON,
-        routing_tables=layer._expert_routing_tables(),
     )
     tensors = {"w13_weight": w13["weight"], "w2_weight": w2["weight"]}
     return kernel, config, {**tensors, "w13_scale": w13["scale"], "w2_scale": w2["scale"]}

@@ -6,13 +6,18 @@ another way to round a sum can change a draft, and with it which of the target's
 greedy output nor a distribution.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,15 +53,24 @@ class SharedLinear:
         return linear(x.flatten(0, -2), layer.weight, bias).view(*x.shape[:-1], layer.weight.shape[0])
 
 
+def multiplies_with_pytorch(vllm_config: VllmConfig) -> bool:
+    """Whether the linear layers of an engine multiply by plain weights with PyTorch's linear, as they do on CUDA unless
+    `linear_backend` asks for another kernel."""
+    from selfspec_cli.vllm_plugin.vllm_names import default_unquantized_gemm, dispatch_unquantized_gemm
+
+    return dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is default_unquantized_gemm
+
+
 def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
-    """A linear layer on `module`'s own weight and this operator, where that weight is plain, on CUDA, and vLLM would
-    multiply by it with PyTorch's linear; None for everything else. For `with_replaced`."""
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase, UnquantizedLinearMethod, default_unquantized_gemm
+    """A linear layer on `module`'s own weight and this operator, where that weight is plain and on CUDA; None for
+    everything else. For `with_replaced`, where `multiplies_with_pytorch`."""
+    from selfspec_cli.vllm_plugin.vllm_names import LinearBase, UnquantizedLinearMethod
 
     if not isinstance(module, LinearBase):
         return None
-    method, weight = module.quant_method, getattr(module, "weight", None)
-    plain = isinstance(method, UnquantizedLinearMethod) and method._gemm_impl is default_unquantized_gemm
-    if not plain or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_cuda:
+    weight = getattr(module, "weight", None)
+    if not isinstance(module.quant_method, UnquantizedLinearMethod) or not isinstance(weight, Tensor):
+        return None
+    if weight.dim() != 2 or not weight.is_cuda:
         return None
     return shallow_copy(module, quant_method=SharedLinear())

@@ -138,7 +138,6 @@ def experts(
         moe_config=layer.moe_config,
         experts_cls=TritonWNA16Experts,
         backend=WNA16MoEBackend.TRITON,
-        routing_tables=layer._expert_routing_tables(),
     )
     tensors = {"w13_weight": as_bytes(w13), "w2_weight": as_bytes(w2)}
     return kernel, config, {**tensors, "w13_scale": w13["scales"], "w2_scale": w2["scales"]}

@@ -105,11 +105,11 @@ from selfspec_cli.vllm_plugin.patches import PATCHES
 from selfspec_cli.vllm_plugin.v2 import widths
 
 register()
-everywhere = {compat.target_of(patch) for patch in PATCHES if patch.stage == "config"}
+everywhere = {patch.target for patch in PATCHES if patch.stage == "config"}
 assert 0 < len(replaced_names()) and replaced_names() <= everywhere, replaced_names() - everywhere
 for stage in ("config", "scheduler", "worker"):
     compat.apply(stage)
-listed = {compat.target_of(patch) for patch in PATCHES}
+listed = {patch.target for patch in PATCHES}
 assert replaced_names() == listed, replaced_names() ^ listed
 vllm.v1.worker.gpu_worker.Worker.more = widths.plan_drafts
 print(sorted(replaced_names() - listed))

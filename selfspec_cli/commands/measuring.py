@@ -172,10 +172,11 @@ def _sweep(
     ends = None if options.max_hours is None else time.time() + 3600 * options.max_hours
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         open_engine, bench = backend.opened(shown, run_id)
+        more: dict[str, Any] = {"execute": True} if options.execute else {}
         result = sweep_stage.run(
             runs,
             open_engine=open_engine,
-            bench=partial(bench, execute=True) if options.execute else bench,
+            bench=partial(bench, **more),
             progress=shown,
             tracker=tracker,
             go_on=lambda: ends is None or time.time() < ends,

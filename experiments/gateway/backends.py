@@ -198,4 +198,3 @@ def _all_up(url: str, count: int) -> bool:
     with suppress(OSError, ValueError):
         return len(json.loads(ask(f"{url}/health", seconds=2.0))["backends"]) == count
     return False
-

@@ -58,8 +58,9 @@ def route(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
         return emit({"dry_run": True, "gateway": asdict(made)}) if as_json else say(_text(made))
     if named == [DEMO]:
         return _demo(made, as_json)
-    from selfspec_cli.gateway.server import serve
+    from selfspec_cli.gateway import server, workers
 
+    serve = workers.serve if made.workers > 1 else server.serve
     if (error := listening_error(made.host, made.port)) is not None:  # before servers load their models
         raise ConfigError(
             f"port={made.port}: it cannot listen on {made.host}:{made.port} ({error.strerror})"

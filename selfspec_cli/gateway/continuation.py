@@ -26,40 +26,14 @@ CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
 """In a JSON text a quote is written \\", so these bytes are keys wherever they occur."""
 _STATE = (
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "response_format",
-    "structured_outputs",
-    "tools",
-    "functions",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "bad_words",
-    "logits_processors",
-    "thinking_token_budget",
+    *("stop", "frequency_penalty", "presence_penalty", "response_format", "structured_outputs", "tools", "functions"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "logits_processors"),
+    *("thinking_token_budget"),
 )
 _SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "stop_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "vllm_xargs",
-    "priority",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "lora_request",
-    "user",
-    "cache_salt",
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos", "stop_token_ids"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "vllm_xargs", "priority"),
+    *("include_stop_str_in_output", "allowed_token_ids", "lora_request", "user", "cache_salt"),
 )
 
 

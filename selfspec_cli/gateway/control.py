@@ -104,10 +104,8 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
-        gateway.telemetry.inside.set(gateway.inside)
-        for name, waiting in (("batch", gateway.batch.waiting), ("interactive", gateway.places)):
-            gateway.telemetry.queue.labels(name).set(len(waiting))
-        return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
+        gateway.looked()
+        return Response(gateway.telemetry.text(), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/v1/models", methods=LOOK)
     async def models(request: Request) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def _admin_views(app: FastAPI, gateway: Gateway) -> None:
             "policies": {name: one.help for name, one in POLICIES.items()},
             "backends": [_shown(one) for one in gateway.replicas],
             "gains": [vars(gain) for gain in gains],
-            "cache": {name: getattr(gateway.caching.cache, name, 0) for name in ("entries", "bytes")},
+            "cache": await gateway.caching.call(cache.size) if (cache := gateway.caching.cache) else None,
         }
 
     @app.get("/gateway/config")
@@ -178,6 +176,8 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
             return _entry(given.entry, await gateway.caching.call(forget, given.entry, tenant))
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
+        if gateway.settings.workers > 1:
+            raise bad_request("request_id: with several workers only entries of the cache are judged", "request_id")
         if not gateway.routing.judged(tenant, given.request_id, given.quality):
             raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
         return {"request_id": given.request_id}
@@ -195,6 +195,7 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
             if word not in allowed:
                 raise GatewayError(closest(word, allowed, noun), 404, "invalid_request_error")
         found[name].draining = what == "drain"
+        gateway.tell(name, what == "drain")
         return _shown(found[name])
 
 

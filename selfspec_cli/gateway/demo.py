@@ -67,8 +67,8 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
             for backend in settings.backends:
                 backend.environment.clear()
         settings.port = 0
-        log, began = Path(settings.results_dir) / server.FOLDER / server.FILE, time.time()
-        gateway = server.made(settings)
+        gateway, began = Gateway(settings), time.time()
+        log = Path(str(gateway.log.file))
         async with server.opened(gateway, say) as supervisor:
             if not await supervisor.ready(START_SECONDS):
                 raise DemoFailed(_not_ready(supervisor))

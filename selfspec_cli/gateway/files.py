@@ -59,6 +59,11 @@ def check(settings: GatewaySettings) -> None:
         BACKENDS[backend.kind].check(backend)
         if backend.key_env is not None and not os.environ.get(backend.key_env):
             raise ConfigError(f"backends.{place}.key_env={backend.key_env}: that environment variable is not set")
+    POLICIES[settings.policy].settings({}, settings.workers)
+    limited = {"limits": settings.limits.at_once} | {f"backends.{one.name}": one.at_once for one in settings.backends}
+    for where, most in limited.items():
+        if most is not None and most < settings.workers:
+            raise ConfigError(f"{where}.at_once={most}: {settings.workers} or more, a share for each worker")
     for policy in (settings.policy, *settings.policy_options):
         named = getattr(POLICIES[policy].settings(settings.policy_options), "backend", "")
         if named not in ("", *names):

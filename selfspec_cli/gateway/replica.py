@@ -27,21 +27,38 @@ class State(StrEnum):
     down = "down"
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began;
-    answers: how many it has; first, last: when its first and its newest events came; held: seconds since then in which
-    the client had no room for more."""
+    """A request at a backend. before: tokens of its answer that other backends generated; own, ahead: tokens to prefill
+    of it, and before it; clock: the backend's when it began; began, first, last: seconds, when it was sent and when its
+    first and its newest events came; held: seconds since then in which the client had no room for more."""
 
+    replica: Replica
+    answers: int
+    before: int
     own: float
     ahead: float
-    running: int
     clock: float
-    answers: int
+    began: float
     first: float | None = None
     last: float = 0.0
     held: float = 0.0
     events: int = 0
+
+    def came(self, events: int) -> None:
+        """So many events of its stream have come."""
+        at = self.replica.now()
+        if self.first is None:
+            self.first, more = at, events - 1
+            self.replica.timing.learn_ttft(self.own, self.ahead, at - self.began)
+            self.replica.breaker.succeeded()
+            self.last = at
+        else:
+            more = events
+        if more:
+            self.replica.learn_events(more / self.answers, at - self.last - self.held)
+            self.held = 0.0
+        self.events, self.last = self.events + events, at
 
 
 @dataclass(eq=False)
@@ -66,7 +83,7 @@ class Replica:
     now: Callable[[], float] = time.monotonic
     draining: bool = False
     backoff_until: float = 0.0
-    flights: dict[int, Flight] = field(default_factory=dict)
+    flights: set[Flight] = field(default_factory=set)
     begun: int = 0
     in_flight_at_look: int = 0
     per_event: float | None = None
@@ -150,7 +167,7 @@ class Replica:
 
     def ahead(self) -> float:
         """Tokens to prefill of requests there that have no token yet."""
-        return sum(flight.own for flight in self.flights.values() if flight.first is None)
+        return sum(flight.own for flight in self.flights if flight.first is None)
 
     # ---- what is expected --------------------------------------------------------------------------------------------
 
@@ -183,53 +200,40 @@ class Replica:
 
     # ---- a request there ---------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> int:
-        """A request is sent there; the number by which the other calls know it."""
+    def begin(self, request: Request, before: int = 0) -> Flight:
+        """A request is sent there, of whose answer others generated `before` tokens."""
         self._advance()
-        flight = Flight(self.uncached(request), self.ahead(), int(self.running()) + 1, self._clock, request.answers)
+        own, ahead = self.uncached(request), self.ahead()
+        flight = Flight(self, request.answers, before, own, ahead, self._clock, self.now())
         self.begun += 1
-        self.flights[self.begun] = flight
+        self.flights.add(flight)
         self.breaker.probing += self.breaker.open_until > 0
         for block in request.blocks:
             self._prefixes[block] = None
             self._prefixes.move_to_end(block)
         while len(self._prefixes) > PREFIXES:
             self._prefixes.popitem(last=False)
-        return self.begun
+        return flight
 
-    def first_token(self, number: int, seconds: float) -> None:
-        """Its first token has come; seconds: since it was sent."""
-        flight = self.flights[number]
-        flight.first = flight.last = self.now()
-        flight.events = 1
-        self.timing.learn_ttft(flight.own, flight.ahead, seconds)
-
-    def came(self, number: int, events: int) -> None:
-        """So many more events of its stream have come, after the first."""
-        flight, at = self.flights[number], self.now()
-        each, seconds = events / flight.answers, at - flight.last - flight.held
-        flight.events, flight.last, flight.held = flight.events + events, at, 0.0
-        count, sum_seconds, running = self._sample
-        count, sum_seconds, running = count + each, sum_seconds + seconds, running + each * self.running()
+    def learn_events(self, count: float, seconds: float) -> None:
+        """So many more events of one answer took so many seconds."""
+        before, sum_seconds, running = self._sample
+        count, sum_seconds, running = before + count, sum_seconds + seconds, running + count * self.running()
         if count >= SAMPLE:
             event = self.load.tokens if self.per_event is None else self.per_event
             self.learn_tpot(running / count, sum_seconds / count / event)
             count = sum_seconds = running = 0.0
         self._sample = count, sum_seconds, running
 
-    def held(self, number: int, seconds: float) -> None:
-        """Its client had no room for an event for so long: what it takes is not the backend's time."""
-        self.flights[number].held += seconds
-
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""
         self.timing.steps.learn(running, seconds * self.load.tokens / self.load.work)
 
-    def end(self, number: int, tokens: int | None) -> float:
+    def end(self, flight: Flight, tokens: int | None) -> float:
         """It is there no longer. tokens: of its answer, where that is one text that came from here alone. Returns the
         seconds of the machine that it took, which is shared by the requests that are there at once."""
         self._advance()
-        flight = self.flights.pop(number)
+        self.flights.remove(flight)
         self.breaker.probing = max(0, self.breaker.probing - 1)
         if tokens is not None and flight.events:
             each = tokens / flight.events

@@ -58,7 +58,7 @@ class Routing:
         if name not in self.choosers:
             try:
                 policy = POLICIES[name]
-                options = policy.settings(self.settings.policy_options)
+                options = policy.settings(self.settings.policy_options, self.settings.workers)
                 self.choosers[name] = policy.make(options, self.settings.slo)
             except SettingsError as error:
                 raise bad_request(str(error), "policy") from error

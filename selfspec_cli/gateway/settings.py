@@ -139,6 +139,7 @@ class GatewaySettings:
 
     host: str = knob("127.0.0.1", help="address to listen on")
     port: int = knob(8080, help="port to listen on; 0 takes a free one", low=0, high=65535)
+    workers: int = knob(1, help="processes that answer at that port", low=1, high=256)
     policy: str = knob("least_time", help="who chooses the backend; a name of the registry of policies")
     policy_options: dict[str, Any] = knob(factory=dict, help="options of the policies, by the policy's name")
     backends: list[BackendSettings] = knob(factory=list, help="where requests can go; the first is the baseline")

@@ -42,7 +42,8 @@ def replica(settings: BackendSettings) -> Replica:
 class Supervisor:
     """Starts what has to be started, and looks after all backends.
 
-    folder: for the logs of servers. looked: called after each look. say: called with messages for people.
+    folder: for the logs of servers. looked: called after each look. say: called with messages for people. starts:
+    whether servers are started here; otherwise another process does it.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Supervisor:
         folder: Path,
         looked: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
+        starts: bool = True,
     ) -> None:
         self.replicas, self.upstream, self.folder = list(replicas), upstream, folder
-        self.looked, self.say = looked, say
+        self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
         self._ended: set[str] = set()
@@ -77,7 +79,8 @@ class Supervisor:
                 self._retired[process] = asyncio.ensure_future(self._retire(replica, process))
         for replica in self.replicas:
             if replica not in self._tasks:
-                await self._start(replica)
+                if self.starts:
+                    await self._start(replica)
                 self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
 
     async def close(self) -> None:

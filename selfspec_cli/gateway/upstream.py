@@ -72,11 +72,6 @@ class Upstream:
         self.limits = limits
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The client for requests."""
-        return self._named("requests")
-
     def _named(self, name: str) -> aiohttp.ClientSession:
         """A client of aiohttp, made inside the event loop when it is first used. Looks have one of their own: otherwise
         they would use in turn all connections that a rush of requests left, and none would ever be closed."""

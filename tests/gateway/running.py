@@ -33,6 +33,7 @@ class Running:
     session: aiohttp.ClientSession
     log: Path
     looking: supervisor.Supervisor
+    said: list[str]
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
         """(status, JSON, headers)."""
@@ -111,9 +112,10 @@ async def running(
         )
         for one in fakes
     ]
-    gateway = server.made(GatewaySettings(backends=made, **more))
+    gateway = Gateway(GatewaySettings(backends=made, **more))
     async with server.opened(gateway) as looking:
-        web = server.server(gateway)
+        said: list[str] = []
+        web = server.server(gateway, said.append)
         task = asyncio.ensure_future(web.serve())
         while not web.started:
             await asyncio.sleep(0.01)
@@ -121,8 +123,9 @@ async def running(
         assert await looking.ready(10, [one.name for one in fakes if not one.dead])
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            log = folder / server.FOLDER / "requests.jsonl"
-            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log, looking)
+            log = gateway.folder / "requests.jsonl"
+            url, named = f"http://127.0.0.1:{port}", {one.name: one for one in fakes}
+            yield Running(gateway, url, named, session, log, looking, said)
         web.should_exit = True
         await task
     for fake in fakes:

@@ -145,10 +145,8 @@ async def test_settings_are_reloaded_without_losing_a_stream(tmp_path):
         await until(lambda: old.running == 1)
         backends = [BackendSettings(name="b", kind="local", url=new.url)]
         settings = GatewaySettings(backends=backends, keys=TENANTS[:1], ledger=LedgerSettings(0.0), limits=QUICK)
-        known = on.gateway.keys.tenant("Bearer ann")
         await server.reload(on.gateway, on.looking, settings)
         await until(lambda: on.gateway.replicas[0].state is State.up)
-        assert on.gateway.keys.tenant("Bearer ann") is known
         assert (await on.post(PROMPT, **BOB))[0] == 401
         assert (await on.post(PROMPT, **ANN))[2]["x-selfspec-backend"] == "b"
         assert (await stream).text == answer("once upon", 30)

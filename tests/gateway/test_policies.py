@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from simulated import Job, Request, Server, asked_of, chooser_of, poisson, simulate
+from simulated import Job, Request, Server, asked_of, begun, chooser_of, poisson, simulate
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
@@ -65,7 +65,7 @@ def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chos
     early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
     asked = asked_of(Request(0.0, "x", 10, 50))
     for _ in range(there):
-        early.first_token(early.begin(asked), 0.002)
+        begun(early, asked, 0.002)
     slow = plain_one.predict(asked).e2e
     assert early.predict(asked).e2e + early.slows(asked) > slow
     assert (early.predict(asked).e2e < slow) == (chosen == "early")
@@ -124,7 +124,7 @@ def curved(curves):
     for one in found:
         for running in (1,) * FEW + (WARM_TOGETHER,) * WARM_TOGETHER:
             one.replica.timing.learn_ttft(20, 0, 20 / one.rate)
-            one.jobs = [Job(None, 1, 0, 0.0, 0.0, 1.0)] * running
+            one.jobs = [Job(None, 1, None, 0.0, 0.0, 1.0)] * running
             one.replica.learn_tpot(running, one.token_seconds(0.0))
             one.jobs = []
     return found
@@ -155,16 +155,14 @@ def test_a_backend_that_has_become_slow_gets_no_more_requests_before_any_of_them
     for replica in (early, other):
         replica.now = lambda: clock["at"]
     for _ in range(24):
-        early.first_token(early.begin(asked), 0.002)
-    under_way = [other.begin(asked) for _ in range(10)]
-    for number in under_way:
-        other.first_token(number, 0.002)
+        begun(early, asked, 0.002)
+    under_way = [begun(other, asked, 0.002) for _ in range(10)]
     choose = chooser_of("least_time").choose
     for seconds, name in ((0.028, "plain"), (0.28, "early")):
         for _ in range(3):
             clock["at"] += seconds
-            for number in under_way:
-                other.came(number, 1)
+            for flight in under_way:
+                flight.came(1)
         assert choose(asked, [early, other]).order[0].name == name
 
 
@@ -238,8 +236,7 @@ def test_a_session_stays_where_it_was_until_that_is_saturated():
         one.session, one.tenant = f"s{number % 6}", "ann"
         replica = choose(one, replicas).order[0]
         where.setdefault(one.session, set()).add(replica.name)
-        flight = replica.begin(one)
-        replica.first_token(flight, 0.2)  # 5000 tokens a second
+        flight = begun(replica, one, 0.2)  # 5000 tokens a second
         if number % 6 < 3:  # others go on, so that a session that forgot its place would move
             replica.end(flight, None)
     assert all(len(names) == 1 for names in where.values()) and len({name for (name,) in where.values()}) > 1

@@ -17,6 +17,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import BackendKind
+from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 
@@ -176,7 +177,7 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
 
     def made(**more):
         backend = BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
-        return server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
+        return Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
 
     first = made()
     async with server.opened(first) as supervisor:
@@ -206,7 +207,7 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatc
     monkeypatch.setitem(BACKENDS._found, "tiny", kind)
     backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
     said = []
-    gateway = server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
+    gateway = Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
     async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
         async with asyncio.timeout(30):
@@ -243,6 +244,6 @@ def test_memory_of_long_bodies_goes_back_to_the_system():
                 [sys.executable, "-c", FRAGMENTS.format(call=call)], stdout=subprocess.PIPE, check=True
             ).stdout
         )
-        for call in ("", "server.give_back_large_blocks()")
+        for call in ("", "server.prepare_memory()")
     ]
     assert left[1] < 5 < left[0]

@@ -14,14 +14,9 @@ from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS
 from selfspec_cli.gateway.settings import BackendSettings
 
-REMOTE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 _OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "n", "vllm_xargs")
 
 

@@ -99,4 +99,5 @@ POLICY = Policy(
     "the cheapest backend whose answers to similar requests were judged good enough",
     lambda options, slo: _Quality(options),
     Options,
+    alone=True,
 )

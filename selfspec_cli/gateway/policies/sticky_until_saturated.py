@@ -72,4 +72,5 @@ POLICY = Policy(
     "sticky_until_saturated",
     "the backend with most of the prompt in its prefix cache, until more tokens wait there than slo.ttft_ms allows",
     lambda options, slo: _Sticky(slo.ttft_ms / 1000),
+    alone=True,
 )

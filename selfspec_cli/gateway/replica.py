@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,6 +15,8 @@ from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import NEW, Prediction, Timing
 
 SAMPLE = 8  # events of answers under way, of which the mean time is learnt as one
+NOISE = 1.15  # times longer that a step takes beside another backend of the host; less counts as nothing
+USUAL = 1 / 8  # weight of a new request in the mean of how many are there
 PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
 
 
@@ -66,7 +68,8 @@ class Replica:
     """A backend.
 
     breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
-    it takes no new requests. per_event: tokens of an event of a stream; None before any answer was counted. clock:
+    it takes no new requests. neighbours: other backends of its host. usual: requests that were there at the newest ones
+    of the host, on average. per_event: tokens of an event of a stream; None before any answer was counted. clock:
     seconds of the machine that one request got since the beginning, if it was there all the time: the time is shared by
     all that are there.
     """
@@ -86,6 +89,8 @@ class Replica:
     flights: set[Flight] = field(default_factory=set)
     begun: int = 0
     in_flight_at_look: int = 0
+    neighbours: Sequence[Replica] = ()
+    usual: float = 0.0
     per_event: float | None = None
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _clock: float = 0.0
@@ -129,6 +134,15 @@ class Replica:
         """Requests that are there: our own, and those of others when it was looked at."""
         return max(0.0, self.load.running + self.load.waiting - self.in_flight_at_look) + len(self.flights)
 
+    def beside(self) -> bool:
+        """Whether another backend of its host is busy."""
+        return any(one.flights for one in self.neighbours)
+
+    def slowed(self) -> bool:
+        """Whether other backends of its host slow it down, or that was not measured yet."""
+        longer = self.timing.beside
+        return bool(self.neighbours) and (longer.count == 0 or longer.seconds > NOISE)
+
     def idle(self) -> bool:
         """Whether nothing is there."""
         return self.running() == 0
@@ -148,7 +162,7 @@ class Replica:
         are ours, and not others'."""
         self.load, self.in_flight_at_look = load, before[0] + self.begun - before[1]
         if load.step is not None and load.running:
-            self.timing.steps.learn(load.running, load.step / load.work)
+            self.timing.learn_step(load.running, load.step / load.work, self.beside())
 
     # ---- tokens to prefill -------------------------------------------------------------------------------------------
 
@@ -171,11 +185,11 @@ class Replica:
 
     # ---- what is expected --------------------------------------------------------------------------------------------
 
-    def predict(self, request: Request, alone: bool = False) -> Prediction | None:
-        """The times of a request if it were sent there now; None where too little was measured. alone: as if nothing
-        else were there."""
-        first = self.timing.first(self.uncached(request), 0.0 if alone else self.ahead())
-        step = self.timing.step(1.0 if alone else self.running() + 1)
+    def predict(self, request: Request, there: float | None = None) -> Prediction | None:
+        """The times of a request if it were sent there now; None where too little was measured. there: as if so many
+        requests were there, and none of them before its first token."""
+        first = self.timing.first(self.uncached(request), self.ahead() if there is None else 0.0)
+        step = self.timing.step((self.running() if there is None else there) + 1)
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens
@@ -207,6 +221,8 @@ class Replica:
         flight = Flight(self, request.answers, before, own, ahead, self._clock, self.now())
         self.begun += 1
         self.flights.add(flight)
+        for one in (self, *self.neighbours):
+            one.usual += USUAL * (one.running() - one.usual)
         self.breaker.probing += self.breaker.open_until > 0
         for block in request.blocks:
             self._prefixes[block] = None
@@ -227,7 +243,7 @@ class Replica:
 
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""
-        self.timing.steps.learn(running, seconds * self.load.tokens / self.load.work)
+        self.timing.learn_step(running, seconds * self.load.tokens / self.load.work, self.beside())
 
     def end(self, flight: Flight, tokens: int | None) -> float:
         """It is there no longer. tokens: of its answer, where that is one text that came from here alone. Returns the

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from selfspec_cli import children, terminal
 from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.backends.base import environment, log_of, without_v1
+from selfspec_cli.gateway.backends.base import environment, log_of, serve_command, without_v1
 from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
@@ -82,6 +82,13 @@ class Supervisor:
                 if self.starts:
                     await self._start(replica)
                 self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
+        hosts = {
+            one: urlsplit(one.url).hostname
+            for one in self.replicas
+            if BACKENDS[one.settings.kind].command is serve_command  # others may be anywhere
+        }
+        for replica, host in hosts.items():
+            replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
 
     async def close(self) -> None:
         """End the servers that were started here; those that were adopted go on."""

@@ -30,6 +30,7 @@ from selfspec_cli.gateway.supervisor import Supervisor, replica
 
 SMALL_BODY = 1 << 16  # bytes of a body that needs no key, or is none of a model's
 DRAIN_SECONDS = 30  # for requests in flight to end when the gateway ends
+IDLE_SECONDS = 75  # for which a connection without a request is kept
 OPEN_TO_ALL = ("/health", "/metrics")
 FOR_EVERY_KEY = ("/v1/models", "/gateway/feedback")
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -43,53 +44,56 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     at before the body, and every answer has an x-request-id."""
     surface = control(gateway)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            tenant = admitted(gateway, scope)
+            if scope["path"] in NEEDED:
+                return await gateway(scope, receive, send, tenant)
+            body = await gateway.memory.read(receive, SMALL_BODY, gateway.settings.limits.unread_seconds)
+            gateway.memory.free(len(body))
+        except GatewayError as error:
+            await Client(send, {"connection": "close"}).fail(error)
+        except Vanished:
+            pass
+        else:
+            await surface({**scope, "tenant": tenant}, _after(body, receive), send)
+
+    app: Any = answer
+    if gateway.settings.origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        shown = ["x-request-id", "x-selfspec-backend", "x-selfspec-cache"]
+        every = ["*"]
+        app = CORSMiddleware(answer, gateway.settings.origins, every, every, expose_headers=shown)
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        name = request_id(headers.get("x-request-id", ""))
-        own = (b"x-request-id", name.encode())
+        own = (b"x-request-id", request_id(_headers(scope).get("x-request-id", "")).encode())
         scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != own[0]), own]
 
-        async def named(message: MutableMapping[str, Any]) -> None:
+        async def hand_on(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), own]}
             await send(message)
 
-        try:
-            tenant = admitted(gateway, scope, headers)
-            if scope["path"] in NEEDED:
-                return await gateway(scope, receive, named, tenant)
-            body = await gateway.memory.read(receive, SMALL_BODY, gateway.settings.limits.unread_seconds)
-            gateway.memory.free(len(body))
-        except GatewayError as error:
-            await Client(named, {"connection": "close"}).fail(error)
-        except Vanished:
-            pass
-        else:
-            await surface({**scope, "tenant": tenant}, _after(body, receive), named)
+        await app(scope, receive, hand_on)
 
-    if not gateway.settings.origins:
-        return app
-    from starlette.middleware.cors import CORSMiddleware
-
-    return CORSMiddleware(
-        app,
-        allow_origins=gateway.settings.origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "x-selfspec-backend", "x-selfspec-cache"],
-    )
+    return named
 
 
-def admitted(gateway: Gateway, scope: Scope, headers: dict[str, str]) -> Tenant:
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def admitted(gateway: Gateway, scope: Scope) -> Tenant:
     """Who asks; nothing of the body has been read.
 
     Raises:
         GatewayError: no key that may ask here (401, 403), a method that is not allowed (405), or a control endpoint
             that another page asks in a browser, by its own origin or by a name of its own for this host (403).
     """
-    path, method = scope["path"], scope["method"]
+    path, method, headers = scope["path"], scope["method"], _headers(scope)
     if path in OPEN_TO_ALL:
         return gateway.keys.nobody
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
@@ -199,7 +203,7 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
         log_level="warning",
         backlog=BACKLOG,
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        timeout_keep_alive=75,
+        timeout_keep_alive=IDLE_SECONDS,
         ssl_certfile=certificate,
         ssl_keyfile=key,
         server_header=False,

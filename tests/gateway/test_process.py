@@ -73,6 +73,41 @@ async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wi
 
 
 @pytest.mark.slow
+async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with_the_others(tmp_path):
+    """It raises its own limit as far as it may, and leaves files for backends."""
+    fake = Fake("a")
+    await fake.start()
+    backend = ["backends.0.name=a", "backends.0.kind=local", f"backends.0.url={fake.url}"]
+    words = [*backend, f"results_dir={tmp_path}", "port=0", "ledger.plain_share=0"]
+    few = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 320)); "
+    code = few + "sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, "gateway", *words, stderr=asyncio.subprocess.PIPE
+    )
+    said = ""
+    while "/v1" not in said.partition("listening on ")[2]:
+        said += (await process.stderr.read(4096)).decode()
+    host, port = said.partition("listening on http://")[2].partition("/v1")[0].split(":")
+    async with aiohttp.ClientSession() as session:
+        url = f"http://{host}:{port}"
+        await until_up(session, url)
+        limit = Path(f"/proc/{process.pid}/limits").read_text().partition("Max open files")[2].split()[0]
+        assert limit == "320"  # of 128
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+        refused = [await reader.read(12) for reader, _ in idle[-100:]]
+        assert refused == [b"HTTP/1.1 503"] * 100
+        async with session.post(f"{url}/v1/completions", json=PROMPT | {"stream": False}) as response:
+            assert (await response.json())["choices"][0]["text"] == answer("once", 40)
+        async with session.get(f"{url}/metrics") as response:
+            assert 'backend_up{backend="a"} 1.0' in await response.text()
+        for _, writer in idle:
+            writer.close()
+    process.terminate()
+    await process.communicate()
+    await fake.stop()
+
+
+@pytest.mark.slow
 async def test_a_free_port_is_said_with_its_number(tmp_path):
     backend = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1", f"results_dir={tmp_path}", "port=0"]
     file = tmp_path / "gateway.yaml"

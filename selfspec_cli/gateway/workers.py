@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -77,8 +76,7 @@ class Crew:
         """Send workers what they have to know."""
         line = json.dumps({"settings": self.settings, "drained": sorted(self.drained)}).encode() + b"\n"
         for process in processes:
-            if process.stdin is not None and not process.stdin.is_closing():
-                process.stdin.write(line)
+            process.stdin.write(line)  # type: ignore[union-attr]
 
     async def keep(self, number: int) -> None:
         """Have a worker run until the end; raises ConfigError where it has never listened."""
@@ -119,13 +117,11 @@ class Crew:
         """Let all workers end their requests, and wait for them."""
         self.ending.set()
         for process in self.processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS + 5):
-                await asyncio.gather(*(process.wait() for process in self.processes.values()))
+            process.stdin.close()  # type: ignore[union-attr]
         for process in self.processes.values():
-            with suppress(ProcessLookupError):
+            try:
+                await asyncio.wait_for(process.wait(), DRAIN_SECONDS + 5)
+            except TimeoutError:
                 process.kill()
 
 

@@ -35,6 +35,7 @@ async def until_up(session, url):
     for _ in range(400):
         try:
             async with session.get(f"{url}/health") as response:
+                await response.read()  # then its connection is kept
                 if response.status == 200:
                     return
         except aiohttp.ClientError:
@@ -196,7 +197,7 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
 def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):
     ends = BackendKind("tiny", "a server", lambda settings: None, lambda settings, port: [sys.executable, "-c", "x"])
     monkeypatch.setitem(BACKENDS._found, "tiny", ends)
-    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"]), BackendSettings(name="stub", kind="openai")]
+    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"])]
     with pytest.raises(demo.DemoFailed, match=r"^early ended before it answered; its log: ") as failed:
         demo.run(GatewaySettings(results_dir=str(tmp_path), backends=backends), lambda text: None)
     assert "NameError" in Path(str(failed.value).rpartition("its log: ")[2]).read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ def specials(request: Request) -> set[str]:
     return found if request.greedy else found | {"sampled"}
 
 
-@dataclass(frozen=True)
-class Hit:
-    """An answer out of the cache: what feedback and eviction name it by, and the document in OpenAI's form."""
-
-    entry: str
-    answer: dict[str, Any]
-
-
 class AnswerCache:
     """The file, which several processes may use. Its methods are called from one thread at a time."""
 
@@ -76,13 +67,14 @@ class AnswerCache:
         """Entries that are kept, and their bytes."""
         return dict(zip(("entries", "bytes"), self._one("SELECT entries, bytes FROM size"), strict=True))
 
-    def lookup(self, wanted: bytes, now: float, oldest: float) -> Hit | None:
-        """The answer to a request, by its key; None where there is none that was made at `oldest` or later."""
+    def lookup(self, wanted: bytes, now: float, oldest: float) -> tuple[str, dict[str, Any]] | None:
+        """(what feedback and eviction name it by, the answer in OpenAI's form) of a request, by its key; None where
+        there is none that was made at `oldest` or later."""
         found = self._one("SELECT id, answer FROM answer WHERE key = ? AND created >= ?", (wanted, oldest))
         if found is None:
             return None
         self._db.execute("UPDATE answer SET used = ? WHERE id = ?", (now, found[0]))
-        return Hit(f"{found[0]:016x}", packed.loads(found[1]))
+        return f"{found[0]:016x}", packed.loads(found[1])
 
     def store(self, wanted: bytes, tenant: str, answer: dict[str, Any], now: float, most: int, oldest: float) -> None:
         """Keep an answer. most: bytes of all of them; what was used longest ago goes first, and what is older."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from selfspec_cli.gateway.errors import GatewayError, unavailable
+from selfspec_cli.gateway.errors import GatewayError, invalid, unavailable
 from selfspec_cli.gateway.events import END_OF_STREAM, written
 
 Scope = MutableMapping[str, Any]
@@ -46,21 +46,15 @@ class Memory:
                     size += len(parts[-1])
                     self.held += len(parts[-1])
                     if size > most:
-                        raise GatewayError(
-                            f"the body has more than {most / 2**20:.3g} MiB", 413, "invalid_request_error"
-                        )
+                        raise invalid(f"the body has more than {most / 2**20:.3g} MiB", 413)
                     if self.held > self.most:
                         raise unavailable("no memory for the bodies of more requests")
                     more = message.get("more_body", False)
         except BaseException as error:
             self.free(size)
             if isinstance(error, TimeoutError):
-                raise GatewayError(
-                    f"the body had not come after {seconds:g} s",
-                    408,
-                    "invalid_request_error",
-                    headers={"connection": "close"},
-                ) from error
+                said = f"the body had not come after {seconds:g} s"
+                raise invalid(said, 408, headers={"connection": "close"}) from error
             raise
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

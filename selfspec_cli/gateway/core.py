@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
@@ -20,8 +19,8 @@ from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.limits import Keys, Meter, Tenant
 from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.outcome import Outcome
-from selfspec_cli.gateway.places import Places
 from selfspec_cli.gateway.policies.base import Choice
+from selfspec_cli.gateway.queues import Batch, Places
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
@@ -83,15 +82,11 @@ class Gateway:
         fit = self.routing.candidates(request, request.backend)
         if not fit:
             waits = [replica.backoff() for replica in self.routing.up(request)]
-            raise unavailable(
-                "no backend takes requests for this model now", min(waits, default=1.0), backend=request.backend
-            )
+            said = "no backend takes requests for this model now"
+            raise unavailable(said, min(waits, default=1.0), backend=request.backend)
         if not await self.places.wait(request, self.settings.limits.queue_seconds):
-            raise unavailable(
-                "every backend for this model is full",
-                self.settings.limits.queue_seconds or 1.0,
-                backend=request.backend,
-            )
+            seconds = self.settings.limits.queue_seconds
+            raise unavailable("every backend for this model is full", seconds, backend=request.backend)
         free = self.routing.free(request)
         out.policy = request.policy or self.settings.policy
         if request.backend is not None:

@@ -38,11 +38,14 @@ class GatewayError(Exception):
         return packed.dumps({"error": error})
 
 
+def invalid(message: str, status: int, **more: Any) -> GatewayError:
+    """The client's mistake."""
+    return GatewayError(message, status, "invalid_request_error", **more)
+
+
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """The client's mistake. Its values may be quoted to the client, and are not logged."""
-    return GatewayError(
-        message, 400, "invalid_request_error", param=param, logged=f"invalid request: {param or 'body'}"
-    )
+    """A mistake in a request. Its values may be quoted to the client, and are not logged."""
+    return invalid(message, 400, param=param, logged=f"invalid request: {param or 'body'}")
 
 
 def unavailable(message: str, seconds: float = 1.0, **more: Any) -> GatewayError:
@@ -62,12 +65,5 @@ def of_backend(status: int, raw: bytes, backend: str) -> GatewayError:
     if not isinstance(inner, dict):
         return GatewayError(str(inner or f"HTTP {status}"), status, "backend_error", backend=backend, logged=logged)
     message = inner.get("message") or inner.get("detail") or str(inner)
-    return GatewayError(
-        str(message),
-        status,
-        str(inner.get("type") or "backend_error"),
-        param=inner.get("param"),
-        code=inner.get("code"),
-        backend=backend,
-        logged=logged,
-    )
+    kind, param, code = str(inner.get("type") or "backend_error"), inner.get("param"), inner.get("code")
+    return GatewayError(str(message), status, kind, param, code, backend, logged=logged)

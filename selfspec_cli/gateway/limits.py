@@ -116,13 +116,8 @@ class Tenant:
     def check_model(self, model: str) -> None:
         """Raises GatewayError (403) for a model that this client may not ask for."""
         if self.settings.models and model not in self.settings.models:
-            raise GatewayError(
-                f"{self.name} may ask for {', '.join(self.settings.models)}",
-                403,
-                "permission_error",
-                param="model",
-                logged="a model that the key may not ask for",
-            )
+            said, logged = f"{self.name} may ask for {', '.join(self.settings.models)}", "a model that is not the key's"
+            raise GatewayError(said, 403, "permission_error", param="model", logged=logged)
 
 
 class Keys:
@@ -161,6 +156,5 @@ def _digest(key: str) -> str:
 
 
 def _too_much(message: str, seconds: float, code: str | None = None) -> GatewayError:
-    return GatewayError(
-        message, 429, "rate_limit_error", code=code, headers={"retry-after": str(max(1, round(seconds)))}
-    )
+    headers = {"retry-after": str(max(1, round(seconds)))}
+    return GatewayError(message, 429, "rate_limit_error", code=code, headers=headers)

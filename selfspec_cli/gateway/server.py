@@ -22,7 +22,7 @@ from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.doors import Doors, most_connections
-from selfspec_cli.gateway.errors import GatewayError
+from selfspec_cli.gateway.errors import GatewayError, invalid
 from selfspec_cli.gateway.limits import Tenant
 from selfspec_cli.gateway.request import NEEDED, request_id
 from selfspec_cli.gateway.settings import GatewaySettings
@@ -99,9 +99,7 @@ def admitted(gateway: Gateway, scope: Scope) -> Tenant:
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
     if path in NEEDED:
         if method != "POST":
-            raise GatewayError(
-                f"{method} is not allowed here; allowed: POST", 405, "invalid_request_error", headers={"allow": "POST"}
-            )
+            raise invalid(f"{method} is not allowed here; allowed: POST", 405, headers={"allow": "POST"})
         return tenant
     if not tenant.admin and path not in FOR_EVERY_KEY and not path.startswith("/v1/models/"):
         raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
@@ -110,11 +108,8 @@ def admitted(gateway: Gateway, scope: Scope) -> Tenant:
         raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
     name = urlsplit(f"//{host}").hostname or ""
     if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_number(name):
-        raise GatewayError(
-            f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}",
-            403,
-            "permission_error",
-        )
+        said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}"
+        raise GatewayError(said, 403, "permission_error")
     return tenant
 
 

@@ -214,9 +214,8 @@ class Supervisor:
         words, times = itertools.count(), []
         with suppress(Exception):  # a model for embeddings alone has no completions
             for count, learnt in ((1, False), *((1, True),) * FEW, (WARM_TOGETHER, False), (WARM_TOGETHER, True)):
-                prompts = [
-                    " ".join(str(next(words)) for _ in range(WARM_WORDS)) for _ in range(count)
-                ]  # none is cached
+                asked = [[str(next(words)) for _ in range(WARM_WORDS)] for _ in range(count)]  # none is cached
+                prompts = list(map(" ".join, asked))
                 found = await asyncio.gather(*(self._timed(replica, prompt) for prompt in prompts))
                 times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
                 if count == 1 and (not learnt or replica.load.drafts):
@@ -228,14 +227,8 @@ class Supervisor:
 
     async def _timed(self, replica: Replica, prompt: str) -> tuple[float, float]:
         """Seconds to the first token of a stream, and for each further one."""
-        body = {
-            "model": replica.model,
-            "max_tokens": WARM_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "prompt": prompt,
-        }
+        body = {"model": replica.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "prompt": prompt}
         began = first = last = time.monotonic()
         sent = await prepared(self.upstream, replica, "/v1/completions", body)
         limit = self.upstream.limits.first_byte_seconds

@@ -131,7 +131,9 @@ class Tracing:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self._propagator = TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "selfspec-gateway"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("selfspec")
@@ -140,17 +142,13 @@ class Tracing:
         """A span around one step of a request. headers: those of the client, whose trace it joins."""
         if self._tracer is None:
             return nullcontext()
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        context = None if headers is None else TraceContextTextMapPropagator().extract(headers)
+        context = None if headers is None else self._propagator.extract(headers)
         return self._tracer.start_as_current_span(name, context=context)
 
     def inject(self, headers: dict[str, str]) -> None:
         """Let a backend join the trace."""
         if self._tracer is not None:
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-            TraceContextTextMapPropagator().inject(headers)
+            self._propagator.inject(headers)
 
     def close(self) -> None:
         """Send what is left."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -85,6 +87,47 @@ class Stream:
     def text(self) -> str:
         choices = [event["choices"][0] for event in self.events if event.get("choices")]
         return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
+
+
+class Process:
+    """`selfspec gateway` as a process. said: its stderr so far; url: where it listens. code: Python before it."""
+
+    async def start(self, *words: str, code: str = "") -> None:
+        run = (
+            code
+            + "\nimport runpy, sys; sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
+        )
+        self.said = ""
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", run, "gateway", *words, stderr=asyncio.subprocess.PIPE
+        )
+        await self.until_said("/v1", "listening on ")
+        self.url = self.said.partition("listening on ")[2].partition("/v1")[0]
+
+    async def until_said(self, word: str, after: str = "") -> None:
+        while word not in self.said.partition(after)[2] if after else word not in self.said:
+            part = await self.process.stderr.read(4096)
+            assert part, self.said
+            self.said += part.decode()
+
+    async def until_up(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            async with session.get(f"{self.url}/health") as response:
+                await response.read()  # then its connection is kept
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+    async def end(self, wish: int = signal.SIGTERM) -> None:
+        self.process.send_signal(wish)
+        rest = await self.process.communicate()
+        assert self.process.returncode == 0, self.said + rest[1].decode()
+
+
+def text_of_stream(raw: bytes | str) -> str:
+    """The text of the events of a stream of /v1/completions."""
+    lines = raw.split("\n\n") if isinstance(raw, str) else raw.decode().split("\n\n")
+    return "".join(json.loads(one[6:])["choices"][0]["text"] for one in lines if one.startswith("data: {"))
 
 
 @asynccontextmanager

@@ -210,7 +210,7 @@ def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
     answer = {"text": "x" * 1000}
     for number in range(10):
         cache.store(bytes([number]), "t", answer, 100.0 + number, most=10**6, oldest=0)
-    assert cache.lookup(bytes([0]), 200.0, oldest=0).answer == answer
+    assert cache.lookup(bytes([0]), 200.0, oldest=0)[1] == answer
     cache.store(b"new", "t", answer, 201.0, most=5 * 1300, oldest=0)
     kept = [number for number in range(10) if cache.lookup(bytes([number]), 202.0, oldest=0)]
     assert 0 in kept and 1 not in kept and cache.size()["bytes"] <= 5 * 1300
@@ -220,7 +220,7 @@ def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
     assert cache.size()["entries"] == 1
     again = AnswerCache(tmp_path / "answers.sqlite")  # another process
     cache.close()
-    assert (again.size()["entries"], again.lookup(b"other", 301.0, oldest=0).answer) == (1, answer)
+    assert (again.size()["entries"], again.lookup(b"other", 301.0, oldest=0)[1]) == (1, answer)
     again.close()
     (tmp_path / "other").write_bytes(b"no database" * 100)
     with pytest.raises(SettingsError):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
+from hostile import until
 from running import QUICK, running
 
 from selfspec_cli.gateway import breaker
@@ -345,12 +346,6 @@ async def unread(on, count):
     finally:
         for one in sockets:
             one.close()
-
-
-async def until(condition):
-    """Wait for it; the test's own limit of a minute ends what never comes."""
-    while not condition():
-        await asyncio.sleep(0.05)
 
 
 async def test_clients_that_do_not_read_fill_no_memory_and_hold_up_nobody(tmp_path):

@@ -12,14 +12,14 @@ from fake import Fake
 from running import running
 from simulated import begun
 
-from selfspec_cli.gateway import batching
+from selfspec_cli.gateway import queues
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.limits import DAY, Meter
 from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.log import RequestLog
+from selfspec_cli.gateway.queues import Batch
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
@@ -134,8 +134,11 @@ async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
         async with on.session.get(on.url + "/metrics") as response:
             assert 'selfspec_gateway_queue{class="batch"} 1.0' in await response.text()
         waiting.cancel()
+        while on.gateway.batch.waiting:
+            await asyncio.sleep(0.01)
         await busy
         assert 'selfspec_gateway_queue{class="batch"} 0.0' in (await on.get("/metrics"))[1]
+        assert len(on.fakes["a"].asked) == 1
 
 
 async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
@@ -146,30 +149,16 @@ async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     assert "FileNotFoundError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("enough", "deadline", "reason"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
-async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(
-    tmp_path, monkeypatch, enough, deadline, reason
-):
-    monkeypatch.setattr(batching, "ENOUGH", enough)
+@pytest.mark.parametrize(("enough", "deadline", "why"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
+async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, monkeypatch, enough, deadline, why):
+    monkeypatch.setattr(queues, "ENOUGH", enough)
     async with running([Fake("a", step=0.2)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
         await asyncio.sleep(0.1)
         wishes = {"selfspec": {"class": "batch", "deadline_ms": deadline}}
         await asyncio.gather(*(on.post(PROMPT | {"max_tokens": 1} | wishes) for _ in range(3)))
         await busy
-        assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {reason}
-
-
-async def test_a_client_that_vanishes_from_the_queue_leaves_nothing(tmp_path):
-    async with running([Fake("a", step=0.1)], tmp_path) as on:
-        busy = asyncio.ensure_future(on.post(PROMPT))
-        await asyncio.sleep(0.1)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(on.post(PROMPT | {"selfspec": {"class": "batch"}}), 0.2)
-        await asyncio.sleep(0.1)
-        assert on.gateway.batch.waiting == []
-        await busy
-        assert len(on.fakes["a"].asked) == 1
+        assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {why}
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
@@ -222,17 +211,8 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
 def test_a_hit_costs_nothing_and_counts_for_all_routes():
     ledger = Ledger()
     for plain, route, cost in ((True, "a", 2.0), (True, "a", 2.0), (False, "a", 2.0), (False, "cache", None)):
-        ledger.add(
-            {
-                "status": 200,
-                "plain": plain,
-                "route": route,
-                "tokens": 1,
-                "e2e_ms": 1.0,
-                "cost": cost,
-                "cache": "hit" if route == "cache" else "miss",
-            }
-        )
+        row = {"status": 200, "plain": plain, "route": route, "tokens": 1, "e2e_ms": 1.0, "cost": cost}
+        ledger.add(row | {"cache": "hit" if route == "cache" else "miss"})
     gains = {(one.route, one.of): one.gain for one in ledger.gains()}
     assert gains["all", "money"] == 2.0
     assert gains["cache", "money"] is None

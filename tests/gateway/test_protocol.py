@@ -73,9 +73,6 @@ async def test_integers_of_any_size_are_handed_on(tmp_path):
 class Ranks(Fake):
     """Answers /v1/rerank."""
 
-    async def start(self):
-        await super().start()
-
     async def complete(self, request):
         if request.path == "/v1/rerank":
             return web.json_response({"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]})
@@ -190,17 +187,11 @@ async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):
     fakes = [Fake("a", step=0.001, times=1, die_after=3), Fake("b")]
     async with running(fakes, tmp_path) as on:
         async with openai.AsyncOpenAI(base_url=f"{on.url}/v1", api_key="none", max_retries=0) as client:
-            asked = {
-                "model": "toy",
-                "messages": [{"role": "user", "content": "once"}],
-                "max_tokens": 8,
-                "temperature": 0,
-            }
+            asked = CHAT | {"max_tokens": 8}
             stream = await client.chat.completions.create(**asked, stream=True)
             text = "".join([part.choices[0].delta.content or "" async for part in stream])
-            assert (
-                text == answer("once", 8) == (await client.chat.completions.create(**asked)).choices[0].message.content
-            )
+            whole = (await client.chat.completions.create(**asked)).choices[0].message.content
+            assert text == answer("once", 8) == whole
             assert (await client.models.retrieve("toy")).id == "toy"
             with pytest.raises(openai.NotFoundError) as unknown:
                 await client.completions.create(model="tyo", prompt="x")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import aiohttp
 import pytest
 from fake import Fake, answer
 from hostile import until
+from running import Process, text_of_stream
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import workers
@@ -24,24 +24,8 @@ LIMITS = {"ann": {"admin": True}, "bob": {"requests_per_minute": 1}, "eve": {"at
 LIMITS["joe"] = {"money_per_day": 90}
 
 
-class Gateway:
-    """`selfspec gateway` as a process above workers. said: its stderr so far."""
-
-    def __init__(self, file):
-        self.file, self.said = file, ""
-
-    async def start(self, *words):
-        self.said = ""
-        command = [sys.executable, "-m", "selfspec_cli", "gateway", str(self.file), *words]
-        self.process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        await self.until_said("workers")
-        self.url = self.said.partition("listening on ")[2].partition("/v1")[0]
-
-    async def until_said(self, word):
-        while word not in self.said:
-            part = await self.process.stderr.read(4096)
-            assert part, self.said
-            self.said += part.decode()
+class Gateway(Process):
+    """A gateway of several workers."""
 
     def workers(self):
         """Process ids."""
@@ -57,9 +41,7 @@ class Gateway:
 
     async def stream(self):
         """The text of a stream."""
-        raw = (await self.ask(body=PROMPT | {"stream": True}))[2]
-        parts = [json.loads(line[6:]) for line in raw.split("\n\n") if line.startswith("data: {")]
-        return "".join(part["choices"][0]["text"] for part in parts)
+        return text_of_stream((await self.ask(body=PROMPT | {"stream": True}))[2])
 
     async def until_all(self, fits, method="POST", path="/v1/completions", key="ann"):
         """Until eight answers, each over a connection of its own, fit: those of both workers."""
@@ -70,11 +52,6 @@ class Gateway:
             status, headers, _ = await self.ask(method, path, body if method == "POST" else None, key)
             fine = fine + 1 if fits(status, headers) else 0
 
-    async def end(self):
-        self.process.terminate()
-        rest = await self.process.communicate()
-        assert self.process.returncode == 0, self.said + rest[1].decode()
-
 
 @asynccontextmanager
 async def two_workers(folder, fakes, **more):
@@ -84,10 +61,11 @@ async def two_workers(folder, fakes, **more):
     keys = [{"name": name, "key": hashlib.sha256(name.encode()).hexdigest()} | own for name, own in LIMITS.items()]
     settings = {"port": 0, "workers": 2, "results_dir": str(folder), "backends": backends, "keys": keys}
     settings |= {"policy": "fixed", "ledger": {"plain_share": 0}, **more}
-    on = Gateway(folder / "gateway.yaml")
+    on = Gateway()
+    on.file, on.settings = folder / "gateway.yaml", settings
     on.file.write_text(json.dumps(settings))
-    on.settings = settings
-    await on.start()
+    await on.start(str(on.file))
+    await on.until_said("2 workers")
     await on.until_all(lambda status, headers: status == 200, "GET", "/health")  # each worker looks for itself
     yield on
     if on.process.returncode is None:
@@ -132,7 +110,7 @@ async def test_workers_share_limits_cache_counts_and_drains(tmp_path):
         assert (await on.ask("POST", "/gateway/backends/a/drain"))[0] == 200
         await on.until_all(lambda status, headers: headers["x-selfspec-backend"] == "b")
         await on.end()
-        await on.start()  # what was spent is not forgotten
+        await on.start(str(on.file))  # what was spent is not forgotten
         await on.until_all(lambda status, headers: status == 200, "GET", "/health")
         assert (await on.ask(body=PROMPT, key="joe"))[0] == 429
 

@@ -76,7 +76,7 @@ def _errors(app: FastAPI) -> None:
         return _answer(invalid(said, error.status_code, headers=headers))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def unreadable(request: Request, error: RequestValidationError) -> Response:
         """A body that is not what is needed; the first problem of it."""
         first = error.errors()[0]
         if first["type"] == "json_invalid":

@@ -39,6 +39,7 @@ class Meter:
         """Raises SettingsError for a file that cannot be used."""
         self.now = now
         self._db = database(path, VERSION, _TABLES)
+        self._db.execute("PRAGMA synchronous=OFF")  # it is asked in the event loop, which must not wait for a disk
         for (process,) in self._db.execute("SELECT DISTINCT process FROM inside").fetchall():
             if process == os.getpid() or not Path(f"/proc/{process}").exists():
                 self._db.execute("DELETE FROM inside WHERE process = ?", (process,))

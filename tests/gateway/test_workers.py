@@ -107,6 +107,7 @@ async def test_workers_share_limits_cache_counts_and_drains(tmp_path):
             counted = [line for line in (await on.ask("GET", "/metrics"))[2].splitlines() if "_requests_total{" in line]
             assert sum(float(line.split()[-1]) for line in counted) == len(rows)
         assert (await on.ask("POST", "/gateway/feedback", {"request_id": "x", "quality": 1}))[0] == 400
+        assert (await on.ask(body=PROMPT | {"selfspec": {"policy": "quality"}}))[0] == 400
         assert (await on.ask("POST", "/gateway/backends/a/drain"))[0] == 200
         await on.until_all(lambda status, headers: headers["x-selfspec-backend"] == "b")
         await on.end()

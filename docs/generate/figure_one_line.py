@@ -19,10 +19,10 @@ def one_line() -> str:
     for prompts, name in WORDS.items():
         of_clients = {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
         for words, write in (
-            (f"{name}: plain vLLM, tok/s", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
-            ("the one line", _speedup),
+            (f"{name}: plain vLLM, tok/s in all", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
+            ("selfspec over plain", _speedup),
             (
-                "its TTFT, p99, over plain's",
+                "p99 TTFT, selfspec over plain",
                 lambda row: f"{row[SERVED]['ttft_p99_ms'] / row[PLAIN]['ttft_p99_ms']:.2f}",
             ),
         ):

@@ -4,10 +4,14 @@ A speculation step of width w verifies w draft slots of each of n requests and t
 T(n, w) seconds and brings each request 1 + s_1 + ... + s_w tokens, where s_j is the probability that the first j drafts
 of a request all stand. Before a step the rule takes the width, 0 included, with the greatest n (1 + sum s) / T.
 
-Both sides are estimates: T by number of requests, context and width, s by position. Most choices compare the means, and
-hold for a few steps. Every fourth compares values that are drawn from what is known (W. R. Thompson, "On the likelihood
-that one unknown probability exceeds another", Biometrika 1933). What has not been seen for a while is known less, so
-widths that may have become better are tried again, seldom, and one that is far behind hardly ever.
+Both sides are estimates: T by number of requests, context and width, s by position. A step that also computes prompts
+is another kind of step, with times of its own: its graphs are others, and on a busy server most steps are of that kind.
+What the prompts' tokens themselves take is left out, because an answer has the same prompt at any width.
+
+Most choices compare the means, and hold for a few steps. Every fourth compares values that are drawn from what is known
+(W. R. Thompson, "On the likelihood that one unknown probability exceeds another", Biometrika 1933). What has not been
+seen for a while is known less, so widths that may have become better are tried again, seldom, and one that is far
+behind hardly ever.
 
 Inside a step the device makes another draft step while the tokens that it is expected to bring are worth its time at
 the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens.
@@ -46,6 +50,10 @@ MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows what changes."""
 FIRST_REQUESTS, MOST_REQUESTS = 40.0, 400.0
 """Requests for which the guess counts that all expected tokens come, and requests that count after it."""
+PROMPT_TOKENS = 256.0
+"""Root of the summed squares by which prompts' tokens must differ between steps before their time is believed."""
+MIXED_MEMORY = 64.0
+"""Steps after which what was seen of the share of steps with prompts counts for 1/e."""
 TIME_HALF_LIFE, ACCEPTANCE_HALF_LIFE = 20.0, 3.0
 """Seconds after which what was seen counts half."""
 MEMORY = 500.0
@@ -146,49 +154,102 @@ class Acceptance:
         return 0.5 ** ((now - self.seen) / ACCEPTANCE_HALF_LIFE)
 
 
+Kind = tuple[int, int, int, bool]
+"""A kind of step: batch size, bucket of contexts, width, and whether it computes prompts too."""
+
+
 @dataclass
 class Seen:
-    """What is known of one kind of step.
+    """What is known of the time of one kind of step.
 
-    seconds: mean time. weight: times that count; when: of the last, in seconds. excess, requests: by how many tokens
-    requests got more, or less, than `Acceptance` expected, in shares of what it expected, and how many requests those
-    were. Drafts may end before their width, so that fewer come.
+    seconds: mean time. prompt: mean tokens of prompts. weight: times that count; when: of the last, in seconds.
     """
 
     seconds: float
+    prompt: float = 0.0
     weight: float = 0.0
     when: float = 0.0
+
+    def add(self, seconds: float, prompt: float, token: float, now: float) -> None:
+        """Take in a time; one that is far off is brought nearer, for a host has hiccups. token: seconds that a token of
+        a prompt takes."""
+        self.weight = min(self.weight * self.left(now), MOST_SEEN - 1)
+        if self.weight >= 3:
+            usual = max(self.seconds + token * (prompt - self.prompt), self.seconds / 2)
+            seconds = min(max(seconds, usual / 1.5), usual * 1.5)
+        self.weight, self.when = self.weight + 1, now
+        self.seconds += (seconds - self.seconds) / self.weight
+        self.prompt += (prompt - self.prompt) / self.weight
+
+    def left(self, now: float) -> float:
+        """Of what was seen, the share that still counts."""
+        return 0.5 ** ((now - self.when) / TIME_HALF_LIFE)
+
+
+@dataclass
+class Brought:
+    """What steps of one width brought, of what `Acceptance` expected: drafts may end before their width, so fewer come.
+
+    excess, requests: by how many tokens requests got more, or less, in shares of what was expected, and how many
+    requests those were. when: of the last, in seconds.
+    """
+
     excess: float = 0.0
     requests: float = 0.0
+    when: float = 0.0
 
-    def add(self, seconds: float, now: float) -> None:
-        """Take in a time; one that is far off is brought nearer, for a host has hiccups."""
-        left = self._left(now)
-        self.excess, self.requests = self.excess * left, self.requests * left
-        self.weight = min(self.weight * left, MOST_SEEN - 1)
-        if self.weight >= 3:
-            seconds = min(max(seconds, self.seconds / 1.5), self.seconds * 1.5)
-        self.seconds += (seconds - self.seconds) / (self.weight + 1)
-        self.weight, self.when = self.weight + 1, now
-
-    def brought(self, share: float, requests: int) -> None:
+    def add(self, share: float, requests: int, now: float) -> None:
         """Take in the tokens of a step, as a share of what was expected of its requests."""
-        kept = MOST_REQUESTS / (MOST_REQUESTS + requests)
+        kept = self._left(now) * MOST_REQUESTS / (MOST_REQUESTS + requests)
         self.excess = self.excess * kept + (share - 1) * requests
-        self.requests = self.requests * kept + requests
+        self.requests, self.when = self.requests * kept + requests, now
 
     def share(self, now: float) -> float:
         """Of the tokens that `Acceptance` expects, those that come: all of them until enough requests say otherwise."""
         left = self._left(now)
         return 1 + self.excess * left / (self.requests * left + FIRST_REQUESTS)
 
-    def drawn(self, now: float, draw: random.Random) -> float:
-        """A time as likely as what is known makes it."""
-        spread = SPREAD / math.sqrt(1 + 2 * self.weight * self._left(now))
-        return self.seconds * math.exp(spread * draw.gauss(0.0, 1.0))
-
     def _left(self, now: float) -> float:
         return 0.5 ** ((now - self.when) / TIME_HALF_LIFE)
+
+
+@dataclass
+class Mixed:
+    """How many of a batch size's steps compute prompts too.
+
+    steps: their share. tokens: what these steps were expected to bring a request each. An answer has one prompt, so
+    prompts come in proportion to tokens.
+    """
+
+    steps: float = 0.0
+    tokens: float = 1.0
+
+    def add(self, mixed: bool, tokens: float) -> None:
+        """Take in a step."""
+        self.steps += (mixed - self.steps) / MIXED_MEMORY
+        self.tokens += (tokens - self.tokens) / MIXED_MEMORY
+
+    def share(self, tokens: float) -> float:
+        """Of steps that bring a request so many tokens, if prompts come at random moments."""
+        return 1.0 - (1.0 - min(self.steps, 0.99)) ** (tokens / self.tokens)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a width is expected to take and to bring.
+
+    seconds: of a step, without what prompts' tokens take. deviation: how uncertain that is, relative. share: see
+    `Brought.share`. tried: whether its kind of step was seen.
+    """
+
+    seconds: float
+    deviation: float
+    share: float
+    tried: bool
+
+    def drawn(self, draw: random.Random) -> float:
+        """A time as likely as what is known makes it."""
+        return self.seconds * math.exp(self.deviation * draw.gauss(0.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -223,10 +284,14 @@ class LengthRule:
         self.choices = 0
         self.trials = 0  # choices of another width than the means would have chosen
         self._random = random.Random(f"draft lengths {seed}")
-        self._seen: dict[tuple[int, int, int], Seen] = {}
+        self._seen: dict[Kind, Seen] = {}
+        self._yields: dict[tuple[int, int, int], Brought] = {}  # by batch size, bucket of contexts and width
+        self._mixed: dict[int, Mixed] = {}  # by batch size
+        self._tokens: dict[tuple[int, int], float] = {}  # expected of a request in a step, by batch size and width
+        self._prompts = [0.0, 0.0]  # sums of which the time of a token of a prompt is the ratio
         self._held: dict[tuple[int, int], tuple[Choice, int]] = {}  # by batch size and limit, with steps that are left
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
-        self._brought: list[list[tuple[Seen, int, float, int]]] = [[], []]  # before the last verdicts, and since
+        self._brought: list[list[tuple[Brought, int, float, int]]] = [[], []]  # before the last verdicts, and since
         self._drafted = 0.0  # when a width above 0 was last chosen, in seconds: its verdicts come later
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
@@ -244,19 +309,24 @@ class LengthRule:
         self._held[load, most] = choice, steps - 1
         return choice
 
-    def stepped(self, requests: int, width: int, seconds: float) -> None:
-        """A decode step without prefills took `seconds`, on a context as long as that of the last choice."""
-        key = self._key(requests, width)
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = Seen(seconds)
-        seen.add(seconds, self.clock())
+    def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0) -> None:
+        """A step took `seconds`, on a context as long as that of the last choice. prompt: tokens of prompts in it."""
+        load, bucket = self._place(requests)
+        self._mixed.setdefault(load, Mixed()).add(prompt > 0, self._tokens.get((load, width), 1.0))
+        seen = self._seen.setdefault((load, bucket, width, prompt > 0), Seen(seconds, prompt))
+        if prompt:
+            longer = prompt - seen.prompt
+            self._prompts = [
+                (1 - 1 / MEMORY) * total + longer * other
+                for total, other in zip(self._prompts, (seconds - seen.seconds, longer), strict=True)
+            ]
+        seen.add(seconds, prompt, self._token_seconds(), self.clock())
 
     def brought(self, requests: int, width: int, accepted: float) -> None:
         """A verify pass of `width` drafts a request brought `accepted` of them, in the mean of its requests."""
-        seen = self._seen.get(self._key(requests, width))
-        if seen is not None and width:
-            self._brought[-1].append((seen, width, accepted, requests))
+        if width:
+            kind = self._yields.setdefault((*self._place(requests), width), Brought())
+            self._brought[-1].append((kind, width, accepted, requests))
 
     def judged(self, judged: Sequence[int], stood: Sequence[int]) -> None:
         """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them.
@@ -267,29 +337,30 @@ class LengthRule:
         if not judged[0]:
             return
         if self.acceptance.add(judged, stood, self.clock()):
-            for seen in self._seen.values():
-                seen.excess = seen.requests = 0.0
+            self._yields.clear()
             self._brought = [[], []]
             return
         survival = self.acceptance.survival(self.clock())
-        for seen, width, accepted, requests in self._brought.pop(0):
-            seen.brought(accepted / sum(survival[:width]), requests)
+        for brought, width, accepted, requests in self._brought.pop(0):
+            brought.add(accepted / sum(survival[:width]), requests, self.clock())
         self._brought.append([])
 
-    def _key(self, requests: int, width: int) -> tuple[int, int, int]:
+    def _place(self, requests: int) -> tuple[int, int]:
+        """What a batch counts as: its size, and the bucket of its contexts."""
         load = batch_size(requests)
-        return load, self._buckets.get(load, 0), width
+        return load, self._buckets.get(load, 0)
 
     def _chosen(self, load: int, context: float, most: int) -> tuple[Choice, int]:
         """The choice, and the steps that it holds for."""
         now = self.clock()
-        kinds = {width: self._kind(load, context, width) for width in self.widths if width <= most}
         survival = self.acceptance.survival(now)
-        means = {width: _tokens(survival, width, seen.share(now)) / seen.seconds for width, seen in kinds.items()}
+        kinds = {width: self._outlook(load, context, width, survival, now) for width in self.widths if width <= most}
+        means = {width: _tokens(survival, width, kind.share) / kind.seconds for width, kind in kinds.items()}
+        self._tokens |= {(load, width): means[width] * kind.seconds for width, kind in kinds.items()}
         width = best = max(means, key=means.__getitem__)
         trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         self.choices += 1
-        unseen = [one for one, seen in kinds.items() if not seen.weight and means[one] >= PLAUSIBLE * means[best]]
+        unseen = [one for one, kind in kinds.items() if not kind.tried and means[one] >= PLAUSIBLE * means[best]]
         drafts = max((one for one in kinds if one), key=means.__getitem__, default=0)
         loss = trial_steps * kinds[drafts].seconds * (1 - means[drafts] / means[best])
         if unseen:
@@ -298,9 +369,7 @@ class LengthRule:
             width = drafts
         elif self.choices % TRIED_EVERY == 0:
             drawn = self.acceptance.survival(now, self._random)
-            speeds = {
-                one: _tokens(drawn, one, seen.share(now)) / seen.drawn(now, self._random) for one, seen in kinds.items()
-            }
+            speeds = {one: _tokens(drawn, one, kind.share) / kind.drawn(self._random) for one, kind in kinds.items()}
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
         self._drafted = now if width else self._drafted
@@ -316,21 +385,45 @@ class LengthRule:
             return choice, LEAST_HELD
         return choice, DRAFTING_HELD if width == best else trial_steps
 
-    def _kind(self, load: int, context: float, width: int) -> Seen:
-        """What is known of a kind of step. What was never seen is predicted from the nearest kind that was: what that
-        one took beyond the times at the start is taken to be the host's, which is the same."""
+    def _outlook(self, load: int, context: float, width: int, survival: Sequence[float], now: float) -> Outlook:
+        """What a width is expected to take and to bring, with prompts in as many steps as at that width begin."""
         bucket = context_bucket(context)
-        seen = self._seen.get((load, bucket, width))
+        brought = self._yields.get((load, bucket, width))
+        share = 1.0 if brought is None else brought.share(now)
+        mixed = self._mixed.get(load, Mixed()).share(_tokens(survival, width, share))
+        seconds = spread = 0.0
+        for prompts, part in ((False, 1.0 - mixed), (True, mixed)):
+            seen = self._seen.get((load, bucket, width, prompts))
+            known = 0.0 if seen is None else seen.weight * seen.left(now)
+            expected = part * self._seconds(load, context, width, prompts)
+            seconds += expected
+            spread += expected * SPREAD / math.sqrt(1 + 2 * known)
+        return Outlook(seconds, spread / seconds, share, (load, bucket, width, mixed > 0.5) in self._seen)
+
+    def _seconds(self, load: int, context: float, width: int, prompts: bool) -> float:
+        """What a kind of step takes, without the tokens of prompts. What was never seen is predicted from the nearest
+        kind that was: what that one took beyond the times at the start is taken to be the host's, which is the same;
+        or, with prompts, beyond a step without."""
+        bucket = context_bucket(context)
+        seen = self._seen.get((load, bucket, width, prompts))
         if seen is not None:
-            return seen
-        own = self.times.step(load, width, context)
-        if not self._seen:
-            return Seen(own)
-        near = min(self._seen, key=lambda key: _distance(key, load, bucket, width))
-        there = self.times.step(near[0], near[2], context if near[1] == bucket else _context(near[1]))
-        if not self.times.measured:
-            return Seen(own * self._seen[near].seconds / there)
-        return Seen(own + max(self._seen[near].seconds - there, 0.0))
+            return seen.seconds - self._token_seconds() * seen.prompt
+        own = self._seconds(load, context, width, False) if prompts else self.times.step(load, width, context)
+        alike = [key for key in self._seen if key[3] == prompts]
+        if not alike:
+            return own
+        near = min(alike, key=lambda key: _distance(key, load, bucket, width))
+        there = context if near[1] == bucket else _context(near[1])
+        took = self._seconds(near[0], there, near[2], prompts)
+        if prompts:
+            return own + max(took - self._seconds(near[0], there, near[2], False), 0.0)
+        expected = self.times.step(near[0], near[2], there)
+        return own + max(took - expected, 0.0) if self.times.measured else own * took / expected
+
+    def _token_seconds(self) -> float:
+        """What a token of a prompt takes, by how steps of a kind differ whose prompts differ."""
+        product, square = self._prompts
+        return max(product / (square + PROMPT_TOKENS**2), 0.0)
 
 
 def batch_size(requests: int) -> int:
@@ -354,7 +447,7 @@ def _tokens(survival: Sequence[float], width: int, share: float) -> float:
     return 1.0 + share * sum(survival[:width])
 
 
-def _distance(key: tuple[int, int, int], load: int, bucket: int, width: int) -> tuple[bool, float, int]:
+def _distance(key: Kind, load: int, bucket: int, width: int) -> tuple[bool, float, int]:
     """How far one kind of step is from another: drafting or not first, then batch and context, then width."""
     return (
         (key[2] > 0) != (width > 0),

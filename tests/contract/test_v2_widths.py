@@ -183,34 +183,34 @@ def test_the_times_that_the_engine_measured_are_read_with_the_first_step():
     assert plan.rule.times is times and len(asked) == 1
 
 
-def decoded(plan, names, drafts, prefill=()):
-    """A step that was scheduled for `names` with so many drafts each, as `read` takes it."""
+def decoded(names, drafts, prefill="", new=()):
+    """A step that was scheduled for `names` with so many drafts each, as `read` takes it. prefill: requests with 64
+    tokens of their prompts; new: those that came with this step."""
     scheduled = dict.fromkeys(names, 1 + drafts) | dict.fromkeys(prefill, 64)
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
-        scheduled_new_reqs=[],
+        scheduled_new_reqs=list(new),
         scheduled_spec_decode_tokens={name: [0] * drafts for name in names} if drafts else {},
     )
 
 
-def test_only_decode_steps_after_one_of_as_many_requests_say_what_a_step_takes():
+def test_a_step_between_two_others_of_its_batch_size_says_what_it_takes_and_with_how_much_of_prompts():
     plan, taken, brought = planner(gate="auto"), [], []
     plan.rule.stepped = lambda *step: taken.append(step)
     plan.rule.brought = lambda *step: brought.append(step)
-    plan.read(decoded(plan, "ab", 4), 1.0)  # the first
+    plan.read(decoded("ab", 4), 1.0)  # the first
     plan.verdict(3)
     plan.verdict(2)
-    plan.read(decoded(plan, "ab", 4), 1.5)
-    plan.read(decoded(plan, "ab", 0), 1.75)
-    plan.read(decoded(plan, "abc", 0), 2.0)  # another number of requests
-    plan.read(decoded(plan, "ab", 0, prefill="c"), 3.0)
-    plan.read(decoded(plan, "abc", 0), 3.25)  # after a prefill
-    plan.read(decoded(plan, "abc", 0), 3.5)
+    plan.read(decoded("ab", 4), 1.5)
+    plan.read(decoded("ab", 0), 1.75)
+    plan.read(decoded("abc", 0), 2.0)  # after a smaller batch
     plan.verdict(1)
-    plan.read(decoded(plan, "ab", 4, prefill="c"), 4.0)
-    assert taken == [(2, 4, 0.5), (2, 0, 0.25), (3, 0, 0.25)]
-    assert brought == [(2, 4, 2.5), (3, 4, 1.0)]  # what drafts brought is known in any step
+    plan.read(decoded("ab", 4, prefill="c", new="c"), 3.0)
+    plan.read(decoded("abc", 0), 3.25)
+    plan.read(decoded("", 0, prefill="def", new="def"), 9.0)  # all others had ended, perhaps long ago
+    assert taken == [(2, 4, 0.5, 0), (2, 0, 0.25, 0), (3, 4, 1.0, 63), (3, 0, 0.25, 0)]
+    assert brought == [(2, 4, 2.5), (3, 4, 1.0)]
 
 
 def test_totals_by_position_are_joined_with_those_before():

@@ -91,16 +91,19 @@ class Simulated:
             places = np.arange(self.rule.acceptance.k)
             judged = ((places < width) & (places <= stood[:, None])).sum(0)
             self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
-        if self.now - self._copied > LATE:
-            self.rule.judged(*self._under_way.tolist())
-            self._under_way, self._counted = self._counted, np.zeros_like(self._counted)
-            self._copied = self.now
+        self._copy_verdicts()
         self.rule.stepped(self.requests, width, seconds)
         if width:
             self.rule.brought(self.requests, width, float(stood.mean()))
         self.widths[width] += 1
         self.tried[width] += self._trying
         return width
+
+    def _copy_verdicts(self) -> None:
+        if self.now - self._copied > LATE:
+            self.rule.judged(*self._under_way.tolist())
+            self._under_way, self._counted = self._counted, np.zeros_like(self._counted)
+            self._copied = self.now
 
     def run(self, seconds: float, limit: int | None = None) -> float:
         """Run for so long; the speed, in shares of the best fixed width's. Of each step its expectation counts, so that
@@ -199,6 +202,78 @@ def test_what_is_always_refused_is_tried_again_seldom_after_a_pause():
     engine.run(20.0)
     engine.now += 1800
     assert engine.run(5.0) > 0.98
+
+
+# ---- prompts among the decode steps ----------------------------------------------------------------------------------
+
+
+class Served(Simulated):
+    """Clients that ask again as soon as their answer of 128 tokens has ended, so that many steps compute prompts too.
+
+    graph: seconds that such a step takes beyond its prompts' tokens. slower: how much longer its draft steps take, by
+    which it may differ from what the rule knows. width: that all steps have; None: the rule's.
+    """
+
+    ANSWER, PROMPT, TOKEN = 128, 60, 8e-6
+
+    def __init__(self, clients: int, acceptance: float, graph: float, slower: float, width: int | None = None) -> None:
+        super().__init__(clients, acceptance, seed=clients)
+        self.graph, self.slower, self.fixed = graph, slower, width
+        self.missing = self.draw.integers(1, self.ANSWER, clients)
+        self.begins = np.zeros(clients, bool)
+
+    def served(self, seconds: float) -> float:
+        """Run for so long; tokens a second."""
+        until, begun, tokens = self.now + seconds, self.now, 0
+        while self.now < until:
+            tokens += self._served_step()
+        return tokens / (self.now - begun)
+
+    def _served_step(self) -> int:
+        chosen = self.rule.choose(self.requests, lambda: self.requests * self.context).width
+        width = chosen if self.fixed is None else self.fixed
+        prompt = int((self.begins * self.draw.integers(self.PROMPT // 2, self.PROMPT * 2, self.requests)).sum())
+        seconds = self.seconds(width)
+        if prompt:
+            seconds += self.graph + self.TOKEN * prompt
+            seconds += (self.slower - 1) * width * self.times.draft_step(self.requests, self.requests * self.context)
+        self.now += seconds * math.exp(NOISE * self.draw.standard_normal())
+        stood = np.minimum(self.draw.geometric(1 - self.acceptance, self.requests) - 1, width) * ~self.begins
+        decoding, places = stood[~self.begins], np.arange(self.rule.acceptance.k)
+        judged = ((places < width) & (places <= decoding[:, None])).sum(0)
+        self._counted = self._counted + np.stack([judged, (places < decoding[:, None]).sum(0)])
+        self._copy_verdicts()
+        if width and len(decoding):
+            self.rule.brought(self.requests, width, float(decoding.mean()))
+        self.rule.stepped(self.requests, width, seconds, prompt)
+        brought = np.minimum(1 + stood, self.missing)
+        self.begins = brought == self.missing
+        self.missing = np.where(self.begins, self.ANSWER, self.missing - brought)
+        return int(brought.sum())
+
+
+@pytest.mark.parametrize("clients", [8, 32, 64, 256])
+@pytest.mark.parametrize(
+    ("acceptance", "graph", "slower"), [(0.8, 1.5e-3, 1.0), (0.8, 0.5e-3, 3.0), (0.6, 3e-3, 2.5), (0.3, 2e-3, 1.0)]
+)
+def test_a_server_whose_steps_have_prompts_too_is_nearly_as_fast_as_with_the_best_width(
+    clients, acceptance, graph, slower
+):
+    widths = [width for width in (0, 2, 4) if not width or clients * (width + 1) <= LARGEST_VERIFY]
+    fixed = {width: Served(clients, acceptance, graph, slower, width).served(3.0) for width in widths}
+    engine = Served(clients, acceptance, graph, slower)
+    engine.served(2.0)
+    speed = engine.served(4.0)
+    assert speed > 0.97 * max(fixed.values()), (speed, fixed)
+
+
+def test_the_time_of_a_prompts_tokens_is_told_from_that_of_its_step():
+    rule = LengthRule(device_times(), clock=lambda: 1.0)
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        prompt = int(draw.integers(1, 2000))
+        rule.stepped(8, 0, 4e-3 + 20e-6 * prompt, prompt)
+    assert rule._seconds(8, 0.0, 0, True) == pytest.approx(4e-3, rel=0.15)
 
 
 # ---- limits and unmeasured engines -----------------------------------------------------------------------------------
@@ -344,7 +419,7 @@ def test_a_hiccup_of_the_host_moves_a_known_time_little():
     for _ in range(8):
         engine.rule.choose(1, 500.0)
     engine.rule.stepped(1, width, 5.0)
-    (key,) = [key for key in engine.rule._seen if key[0] == 1 and key[2] == width and key[1] == 0]
+    key = 1, 0, width, False
     assert engine.rule._seen[key].seconds < 1.05 * engine.seconds(width) and before.width in WIDTHS
 
 

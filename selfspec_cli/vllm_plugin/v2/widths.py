@@ -19,7 +19,7 @@ from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD, Snapshot
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.rule import Choice, LengthRule, StepTimes
+from selfspec_cli.early_exit.rule import Choice, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2 import step_times
@@ -56,8 +56,8 @@ class WidthPlanner:
         self.steps = Counter[int]()  # planned decode steps by width
         self._accepted = [0, 0]  # of the step in hand: requests with drafts, and drafts of theirs that stood
         self._positions: dict[str, int] = {}  # totals of `judged` and `stood`, by name, when they were last heard of
-        self._seconds = 0.0  # that the last decode step took
-        self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its requests
+        self._seconds = 0.0  # that the last step took
+        self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its batch size
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
         """Draft slots that each request gets in the step that follows `output`, which was just scheduled.
@@ -136,24 +136,25 @@ class WidthPlanner:
     def read(self, output: Any, now: float) -> None:
         """The tokens of a step were read at `now`, in seconds; its verdicts are in.
 
-        From one step's tokens to the next one's, the device drafts and verifies once. Steps with prefills, and those
-        after another number of requests, say nothing of that time; what drafts brought counts in all of them.
+        From one step's tokens to the next one's, the device drafts and verifies once, if it had something to do all the
+        time: some request must have been there before. Steps after a much larger or smaller batch say nothing.
         """
         assert self.rule is not None
         scheduled = output.num_scheduled_tokens
         load = len(scheduled)
         drafts = output.scheduled_spec_decode_tokens
-        width = max(map(len, drafts.values()), default=0) if drafts else 0
+        lengths = list(map(len, drafts.values())) if drafts else []
+        width = max(lengths, default=0)
         (verified, stood), self._accepted = self._accepted, [0, 0]
-        last, self._last = self._last, None
-        if verified and width in self.widths:
-            self.rule.brought(load, width, stood / verified)
-        if output.scheduled_new_reqs or output.total_num_scheduled_tokens != load * (1 + width):
+        last, self._last = self._last, (now, batch_size(load))
+        if width not in self.widths:
             return
-        self._last = now, load
-        if last is not None and last[1] == load and width in self.widths:
+        if verified:
+            self.rule.brought(load, width, stood / verified)
+        if last is not None and last[1] == batch_size(load) and load > len(output.scheduled_new_reqs):
             self._seconds = now - last[0]
-            self.rule.stepped(load, width, self._seconds)
+            prompt = output.total_num_scheduled_tokens - load - sum(lengths)
+            self.rule.stepped(load, width, self._seconds, prompt)
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""

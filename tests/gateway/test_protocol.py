@@ -6,23 +6,30 @@ import json
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
-from hostile import PROMPT
+from hostile import PROMPT, WANTED
 from running import running
 
 
-@pytest.mark.parametrize("status", [201, 204, 206, 301, 304, 307, 408])
-async def test_a_status_that_is_no_answer_is_never_handed_on(tmp_path, status):
+@pytest.mark.parametrize("status", [201, 204, 206, 301, 304, 307, 401, 403, 408, 429, 500, 503])
+async def test_a_status_that_is_no_answer_is_asked_of_the_next_and_handed_on_by_few(tmp_path, status):
     async with running([Fake("a", refuse=status), Fake("b")], tmp_path) as on:
         assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "b"
+        assert (await on.stream(PROMPT)).text == WANTED
         on.gateway.replicas[1].draining = True
         got, found, headers = await on.post(PROMPT)
-        assert (got, "location" in headers) == (502, False)
+        assert (got, "location" in headers) == (status if status in (429, 500, 503) else 502, False)
         assert found["error"]["backend"] == "a"
 
 
-@pytest.mark.parametrize("raw", [b'{"choices": null}', b'{"choices": []}', b'{"choices": [null]}', b"null", b"{}"])
-async def test_an_answer_without_choices_is_none(tmp_path, raw):
-    async with running([Fake("a", whole_garbage=raw)], tmp_path) as on:
+NO_ANSWERS = [b"<html>", b"", b"[1, 2]", b'{"error": "x"}', b"null", b"{}"]
+NO_ANSWERS += [b'{"choices": null}', b'{"choices": []}', b'{"choices": [null]}']
+
+
+@pytest.mark.parametrize("raw", NO_ANSWERS)
+async def test_what_is_no_answer_is_asked_of_the_next(tmp_path, raw):
+    async with running([Fake("a", whole_garbage=raw), Fake("b")], tmp_path) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+        on.gateway.replicas[1].draining = True
         assert (await on.post(PROMPT))[0] == 502
 
 

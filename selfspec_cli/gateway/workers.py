@@ -24,7 +24,6 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from selfspec_cli.__main__ import reserve_stdout
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.checked import checked
@@ -93,7 +92,8 @@ class Crew:
             if self.ending.is_set():  # meanwhile
                 process.stdin.close()
             async for line in process.stdout:
-                self._heard(number, json.loads(line))
+                if line.startswith(b"{"):  # and no warning of some library
+                    self._heard(number, json.loads(line))
             code = await process.wait()
             mark_process_dead(process.pid, self.files)
             if self.ending.is_set():
@@ -191,5 +191,4 @@ def _say(**message: Any) -> None:
 if __name__ == "__main__":
     import uvloop
 
-    reserve_stdout()
     uvloop.run(work())

@@ -158,6 +158,8 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
             assert await adopting.ready(10)
             assert adopting.processes == {}
         assert process.poll() is None  # who adopts a server does not end it
+        async with server.opened(made(), starts=False) as worker:  # nor does a worker start one
+            assert worker.processes == {}
         process.kill()
         for _ in range(100):
             if first.replicas[0].state is State.down:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from fake import Fake
+from hostile import until
 from running import running
 from simulated import begun
 
@@ -92,7 +93,7 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
 async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp_path):
     async with running([Fake("a"), Fake("b", step=0.03)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"backend": "b"}}))
-        await until_begun(on, "b")
+        await until(lambda: on.fakes["b"].running == 1)
         await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
         await busy
         assert [(row["class"], row["route"]) for row in await on.rows()] == [("interactive", "b"), ("batch", "b")]
@@ -119,23 +120,16 @@ async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_fir
     assert went == ["by the settings", "named"]
 
 
-async def until_begun(on, name):
-    while on.fakes[name].running == 0:
-        await asyncio.sleep(0.01)
-
-
 async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
     async with running([Fake("a", step=0.1)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT))
-        await until_begun(on, "a")
+        await until(lambda: on.fakes["a"].running == 1)
         waiting = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"class": "batch"}}))
-        while not on.gateway.batch.waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: on.gateway.batch.waiting)
         async with on.session.get(on.url + "/metrics") as response:
             assert 'selfspec_gateway_queue{class="batch"} 1.0' in await response.text()
         waiting.cancel()
-        while on.gateway.batch.waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: not on.gateway.batch.waiting)
         await busy
         assert 'selfspec_gateway_queue{class="batch"} 0.0' in (await on.get("/metrics"))[1]
         assert len(on.fakes["a"].asked) == 1

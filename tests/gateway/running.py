@@ -19,7 +19,9 @@ from selfspec_cli.gateway import breaker, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
 
-QUICK = LimitSettings(first_byte_seconds=2.0, stall_seconds=0.5, queue_seconds=0.3)
+QUICK = LimitSettings(
+    first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3
+)  # a busy machine stalls for seconds
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
 breaker.OPEN_SECONDS = 0.3

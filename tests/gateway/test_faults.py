@@ -15,7 +15,7 @@ from fake import Fake, answer, warms
 from hostile import until
 from running import QUICK, running
 
-from selfspec_cli.gateway import breaker
+from selfspec_cli.gateway import breaker, upstream
 from selfspec_cli.gateway.breaker import LEAST_FAILURES
 from selfspec_cli.gateway.client import Client, watch
 from selfspec_cli.gateway.replica import State
@@ -33,7 +33,8 @@ WANTED = answer("once upon", 30)
 @pytest.mark.parametrize("at", [0, 1, 11, 29])
 async def test_a_stream_survives_and_the_client_gets_the_very_text_once(tmp_path, path, fault, at):
     bad, good = Fake("bad", step=0.001, times=1, **{fault: at}), Fake("good")
-    async with running([bad, good], tmp_path) as on:
+    limits = replace(QUICK, stall_seconds=1.0, first_byte_seconds=1.0) if fault == "hang_after" else QUICK
+    async with running([bad, good], tmp_path, limits=limits) as on:
         usage = {"stream_options": {"include_usage": True}}
         stream = await on.stream(PATHS[path] | usage, path)
         assert stream.text == WANTED
@@ -390,6 +391,7 @@ async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_
 
 async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path, monkeypatch):
     monkeypatch.setattr(breaker, "LEAST_FAILURES", 1000)
+    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 50)
     fakes = [Fake("a", first=0.3), Fake("b", first=0.3, die_after=5, times=25)]
     patient = LimitSettings(first_byte_seconds=50, stall_seconds=50)
     async with running(fakes, tmp_path, policy="round_robin", limits=patient) as on:

@@ -120,6 +120,7 @@ async def test_pings_alone_are_no_life(tmp_path, at, warming):
     """A backend that sends them when it is warmed up is not waited for for ever."""
     fake = Pings("a")
     fake.at, fake.warming = at, warming
-    async with running([fake, Fake("b")], tmp_path, limits=replace(QUICK, first_byte_seconds=0.4)) as on:
+    quick = replace(QUICK, first_byte_seconds=1.0, stall_seconds=1.0)
+    async with running([fake, Fake("b")], tmp_path, limits=quick) as on:
         assert (await on.stream(PROMPT)).text == WANTED
         assert (await on.rows())[0]["route"] == ("a" if warming else "b")

@@ -1,5 +1,5 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
-# make demo-gateway  two vLLM servers and a stub behind a gateway, on the CPU, about five minutes
+# make demo-gateway  two vLLM servers behind a gateway, on the CPU, about five minutes
 # make quick  lint, and the unit and contract tests that take no seconds each
 # make test   install, lint, and run the tests; ends with how long each part took, what was skipped, and why
 # make nightly  what is only worth running at night and before a release (CONTRIBUTING.md)

@@ -24,13 +24,17 @@ from selfspec_cli.config.machine import gpus
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.server import Server, ask, free_port, open_server
-from selfspec_cli.gateway import server
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 from selfspec_cli.stages.launch.devices import gpu_numbers
 
 EARLY, PLAIN, BITS = "early", "plain", "bits"
 GROUP = 128  # weights that share a scale
 READY_SECONDS, STOP_SECONDS = 60.0, 20.0
+GATEWAY = """
+import sys
+from selfspec_cli.gateway import files, server
+load = lambda: files.load(sys.argv[1])
+server.serve(load(), lambda line: print(line, flush=True), load)
+"""  # what `selfspec gateway FILE` does, without the packages of the command line
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +96,7 @@ def configs(given: argparse.Namespace, scratch: Path, bits: bool = False) -> dic
     name, cpu = Path(given.model).name, given.cpu
     model = ModelConfig(name=name, path=given.model, dtype="float32" if cpu else "bfloat16", max_model_len=1024)
     engine = EngineConfig(
+        name="cpu" if cpu else "h100",
         device="cpu" if cpu else "cuda",
         enforce_eager=cpu,
         max_num_seqs=64,
@@ -147,24 +152,6 @@ def opened(wanted: Mapping[str, RunConfig], cpu: bool, logs: Path, scratch: Path
         yield {name: one.result() for name, one in opening.items()}
 
 
-def _serve(text: str) -> None:
-    """The gateway's process: {"port", "policy", "options", "folder", "backends": {name: url}}."""
-    passed = json.loads(text)
-    backends = [
-        BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
-        for name, url in passed["backends"].items()
-    ]
-    settings = GatewaySettings(
-        port=passed["port"],
-        policy=passed["policy"],
-        policy_options=passed["options"],
-        backends=backends,
-        results_dir=passed["folder"],
-    )
-    settings.ledger.plain_share = 0.0
-    server.serve(settings, lambda line: print(line, flush=True), lambda: settings)
-
-
 @contextmanager
 def gateway(
     servers: Mapping[str, Server],
@@ -176,19 +163,23 @@ def gateway(
     """The address of a gateway in front of these servers, once all of them take requests. folder: of its logs.
     checkout: of this repository, whose gateway it is; otherwise this one's."""
     port = free_port()
-    passed = {
+    settings = {
         "port": port,
         "policy": policy,
-        "options": {policy: dict(options or {})},
-        "folder": str(folder),
-        "backends": {name: one.url for name, one in servers.items()},
+        "policy_options": {policy: dict(options or {})},
+        "ledger": {"plain_share": 0.0},
+        "results_dir": str(folder.absolute()),
+        "backends": [
+            {"name": name, "kind": "quantised" if name == BITS else "local", "url": one.url}
+            for name, one in servers.items()
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "gateway.yaml"
+    config.write_text(json.dumps(settings))
+    words = [sys.executable, "-c", GATEWAY, str(config.absolute())]
     with open(folder / "gateway.log", "wb") as log:
-        own = {"PYTHONPATH": str(checkout)} if checkout else {}
-        process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(passed)], stdout=log, stderr=log, env=os.environ | own
-        )
+        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=checkout or Path(__file__).parents[2])
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
     try:
         while not _all_up(url, len(servers)):
@@ -207,7 +198,3 @@ def _all_up(url: str, count: int) -> bool:
     with suppress(OSError, ValueError):
         return len(json.loads(ask(f"{url}/health", seconds=2.0))["backends"]) == count
     return False
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

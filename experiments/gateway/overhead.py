@@ -11,7 +11,8 @@ over asking directly, tokens a second as a share of direct, and the CPU time of 
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
 step is what clients and server take. --checkout NAME=FOLDER measures another checkout of this repository as well. With
 --minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
---faults also tries what each gateway does in each fault of faults.py.
+--faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
+table of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start withou
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
 CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
+PAGE, MARKERS = Path(__file__).parents[2] / "docs" / "gateway_reference.md", ("<!-- beside -->", "<!-- /beside -->")
+NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
 MOST_EVENTS = (
     3000  # a second, that clients and server in Python keep up with: more streams get their tokens more slowly
 )
@@ -332,9 +335,12 @@ def main() -> None:
     for name in ("--vllm-router", "--smg", "--litellm"):
         parser.add_argument(name, help="path of the program, in an environment of its own")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help="write the page's table from this file, and measure nothing")
     options = parser.parse_args()
     if options.serve:
         return serve(options.serve, options.step)
+    if options.table:
+        return write_table(json.loads(options.table.read_text(encoding="utf-8")))
     from contextlib import ExitStack
 
     until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
@@ -427,6 +433,35 @@ def table(found: Found) -> list[dict[str, Any]]:
             row["cpu_ms_request"] = round(1000 * sum(one["cpu"] for one in parts) / len(parts), 3)
         rows.append(row)
     return rows
+
+
+def write_table(document: dict[str, Any]) -> None:
+    """Put what was measured where streams begin at random moments into the page, between its two markers."""
+    rows = {(one["streams"], one["gateway"]): one for one in document["rows"] if one["begin"] == "spread"}
+    rounds = min(one["rounds"] for one in rows.values())
+    head = ["streams", "direct: first token (ms)", *NAMES.values()]
+    lines = [
+        f"{document['cpus']} cores, load average {document['load_average']:.1f} at the end, its own included; {rounds} "
+        f"rounds at least, {document['tokens']} tokens an answer.",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
+    for streams in dict.fromkeys(streams for streams, _ in rows):
+        direct = rows[streams, "direct"]
+        cells = [f"{streams:,}", f"{direct['ttft_p50_ms']:.1f}, {direct['ttft_p99_ms']:.1f}"]
+        for name in NAMES:
+            one = rows.get((streams, name))
+            cells.append(
+                f"{one['added_p50_ms']:.1f}, {one['added_p99_ms']:.1f} · {one['share_of_direct']:.2f} · "
+                f"{one['cpu_ms_request']:.1f} · {one['memory_mib']:.0f}"
+                if one
+                else "not measured"
+            )
+        lines.append(f"| {' | '.join(cells)} |")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKERS[0])
+    after = rest.partition(MARKERS[1])[2]
+    PAGE.write_text("\n".join([before + MARKERS[0], *lines, MARKERS[1] + after]), encoding="utf-8")
 
 
 def rate(parts: Sequence[dict[str, Any]]) -> float:

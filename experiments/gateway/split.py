@@ -27,10 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.engine.server import Server, free_port, open_server
 from selfspec_cli.gateway import server, supervisor
+from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 from selfspec_cli.texts import library
 
@@ -99,7 +102,7 @@ async def ask(gateway: Any, backend: str, url: str, model: str, prompt: str) -> 
     }
     if not backend:
         body.pop("selfspec")
-    async with gateway.upstream.session.post(url + "/v1/completions", json=body) as found:
+    async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as found:
         raw = await found.read()
     answer = json.loads(raw)
     if found.status != 200:
@@ -112,7 +115,7 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
     decode, prefill = servers["decode"], servers["prefill"]
     backend = BackendSettings(name="split", kind="split", url=decode.url, prefill=prefill.url)
     supervisor.POLL_SECONDS = 3600.0  # a server that were found down and up again would be warmed up among them
-    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch)))
+    gateway = Gateway(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch)))
     gateway.settings.ledger.plain_share = 0.0
     found: dict[str, Any] = {"prompts": [], "layers_sent": []}
 

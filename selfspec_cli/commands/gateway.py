@@ -58,8 +58,9 @@ def route(words: Sequence[str], out: Output) -> None:
         return out.answer({"dry_run": True, "gateway": asdict(settings)}, lambda: say(_text(settings)))
     if named == [DEMO]:
         return _demo(settings, out)
-    from selfspec_cli.gateway.server import serve
+    from selfspec_cli.gateway import server, workers
 
+    serve = workers.serve if settings.workers > 1 else server.serve
     if (error := listening_error(settings.host, settings.port)) is not None:  # before servers load their models
         raise ConfigError(
             f"port={settings.port}: it cannot listen on {settings.host}:{settings.port} ({error.strerror})"

@@ -1,27 +1,33 @@
-"""Answers in one SQLite file, by a hash of everything that shapes them; a kill at any moment leaves the file whole."""
+"""Answers in one SQLite file, by a hash of everything that shapes them."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
-import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import packed
+from selfspec_cli.gateway.database import database
 from selfspec_cli.gateway.request import Request
 
-VERSION = 2
+VERSION = 3
 _NO_MATTER = ("stream", "stream_options", "user", "metadata", "store", "priority", "request_id")
 """Fields of a body that do not shape the answer."""
 _TOOLS = ("tools", "tool_choice", "functions", "function_call")
-_TABLE = """CREATE TABLE IF NOT EXISTS answer (
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answer (
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, tenant TEXT NOT NULL, answer BLOB NOT NULL, used REAL NOT NULL,
-    created REAL NOT NULL, bytes INTEGER NOT NULL) STRICT"""
+    created REAL NOT NULL, bytes INTEGER NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS answer_used ON answer (used);
+CREATE INDEX IF NOT EXISTS answer_created ON answer (created);
+CREATE TABLE IF NOT EXISTS size (entries INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT;
+INSERT INTO size SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM size);
+CREATE TRIGGER IF NOT EXISTS stored AFTER INSERT ON answer
+    BEGIN UPDATE size SET entries = entries + 1, bytes = bytes + new.bytes; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON answer
+    BEGIN UPDATE size SET entries = entries - 1, bytes = bytes - old.bytes; END"""
 
 
 def key(request: Request) -> bytes:
@@ -43,84 +49,54 @@ def specials(request: Request) -> set[str]:
     return found if request.greedy else found | {"sampled"}
 
 
-@dataclass(frozen=True)
-class Hit:
-    """An answer out of the cache: what feedback and eviction name it by, and the document in OpenAI's form."""
-
-    entry: str
-    answer: dict[str, Any]
-
-
 class AnswerCache:
-    """The file. Its methods are called from one thread at a time; one process uses it."""
+    """The file, which several processes may use. Its methods are called from one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises SettingsError where the file is in use, or is no cache's."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        path.chmod(0o600)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
-        try:
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
-                raise SettingsError(f"{path} is a cache of another version: remove it")
-            self._db.execute("BEGIN IMMEDIATE")  # takes the lock, so that a second process fails here and not later
-            self._db.execute(_TABLE)
-            for column in ("used", "created"):
-                self._db.execute(f"CREATE INDEX IF NOT EXISTS answer_{column} ON answer ({column})")
-            self._db.execute(f"PRAGMA user_version={VERSION}")
-            self._db.execute("COMMIT")
-        except (sqlite3.DatabaseError, SettingsError) as error:
-            self._db.close()
-            if isinstance(error, SettingsError):
-                raise
-            raise SettingsError(
-                f"{path} cannot be used ({error}); one process at a time uses a cache's file"
-            ) from error
-        self.entries, self.bytes = self._one("SELECT count(*), coalesce(sum(bytes), 0) FROM answer", ())
+        """Raises SettingsError where the file is no cache's."""
+        self._db = database(path, VERSION, _TABLES)
 
-    def _one(self, statement: str, values: Sequence[Any]) -> Any:
+    def _one(self, statement: str, values: Sequence[Any] = ()) -> Any:
         return self._db.execute(statement, values).fetchone()
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
-    def lookup(self, wanted: bytes, now: float, oldest: float) -> Hit | None:
-        """The answer to a request, by its key; None where there is none that was made at `oldest` or later."""
+    def size(self) -> dict[str, int]:
+        """Entries that are kept, and their bytes."""
+        return dict(zip(("entries", "bytes"), self._one("SELECT entries, bytes FROM size"), strict=True))
+
+    def lookup(self, wanted: bytes, now: float, oldest: float) -> tuple[str, dict[str, Any]] | None:
+        """(what feedback and eviction name it by, the answer in OpenAI's form) of a request, by its key; None where
+        there is none that was made at `oldest` or later."""
         found = self._one("SELECT id, answer FROM answer WHERE key = ? AND created >= ?", (wanted, oldest))
         if found is None:
             return None
         self._db.execute("UPDATE answer SET used = ? WHERE id = ?", (now, found[0]))
-        return Hit(f"{found[0]:016x}", packed.loads(found[1]))
+        return f"{found[0]:016x}", packed.loads(found[1])
 
     def store(self, wanted: bytes, tenant: str, answer: dict[str, Any], now: float, most: int, oldest: float) -> None:
         """Keep an answer. most: bytes of all of them; what was used longest ago goes first, and what is older."""
         raw = packed.dumps(answer)
-        size = len(raw) + 200
-        self._db.execute("BEGIN")
-        self._remove("key = ? OR created < ?", (wanted, oldest))
-        row = (secrets.randbits(62) + 1, wanted, tenant, raw, now, now, size)
-        self._db.execute("INSERT INTO answer VALUES (?,?,?,?,?,?,?)", row)
-        self.entries, self.bytes = self.entries + 1, self.bytes + size
-        if self.bytes > most:
-            surplus, least = self.bytes - most + most // 100, []  # a hundredth more, so that not every store removes
-            for number, its in self._db.execute("SELECT id, bytes FROM answer ORDER BY used"):
-                if surplus <= 0:
-                    break
-                least.append(number)
-                surplus -= its
-            for number in least:
-                self._remove("id = ?", (number,))
-        self._db.execute("COMMIT")
+        row = (secrets.randbits(62) + 1, wanted, tenant, raw, now, now, len(raw) + 200)
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._remove("key = ? OR created < ?", (wanted, oldest))
+            self._db.execute("INSERT INTO answer VALUES (?,?,?,?,?,?,?)", row)
+            surplus, least = self.size()["bytes"] - most, []
+            if surplus > 0:
+                surplus += most // 100  # a hundredth more, so that not every store removes
+                for number, size in self._db.execute("SELECT id, bytes FROM answer ORDER BY used"):
+                    if surplus <= 0:
+                        break
+                    least.append((number,))
+                    surplus -= size
+                self._db.executemany("DELETE FROM answer WHERE id = ?", least)
 
     def _remove(self, which: str, values: Sequence[Any]) -> bool:
         """Remove these answers; whether there were any."""
-        sizes = self._db.execute(f"DELETE FROM answer WHERE {which} RETURNING bytes", values).fetchall()
-        self.entries, self.bytes = self.entries - len(sizes), self.bytes - sum(size for (size,) in sizes)
-        return bool(sizes)
+        return self._db.execute(f"DELETE FROM answer WHERE {which}", values).rowcount > 0
 
     def evict(self, entry: str, tenant: str | None) -> bool:
         """Forget one answer; False where there is none by that id. tenant: whose it has to be; None: anybody's."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from selfspec_cli.gateway import replay
-from selfspec_cli.gateway.cache import AnswerCache, Hit, key, specials
+from selfspec_cli.gateway.cache import AnswerCache, key, specials
 from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
@@ -116,7 +116,7 @@ class Caching:
             self.fault(error)
             return False
         if hit is not None:
-            await self._replay(hit, request, out, client, usage)
+            await self._replay(hit[0], hit[1], request, out, client, usage)
             return True
         form = (wanted, request.stream, usage)
         flight = self.flights.get(form)
@@ -129,10 +129,12 @@ class Caching:
             await self._share(flight, request, out, client)
         return True
 
-    async def _replay(self, hit: Hit, request: Request, out: Outcome, client: Client, usage: bool) -> None:
+    async def _replay(
+        self, entry: str, kept: dict[str, Any], request: Request, out: Outcome, client: Client, usage: bool
+    ) -> None:
         out.cache, out.route, out.reason = "hit", "cache", "exact"
-        client.headers["x-selfspec-cache"] = f"hit; entry={hit.entry}"
-        answer = replay.renewed(hit.answer)
+        client.headers["x-selfspec-cache"] = f"hit; entry={entry}"
+        answer = replay.renewed(kept)
         out.usage(answer.get("usage"))
         if not request.stream:
             return await client.whole(200, replay.dumps(answer))

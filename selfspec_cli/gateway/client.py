@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from selfspec_cli.gateway.errors import GatewayError, unavailable
+from selfspec_cli.gateway.errors import GatewayError, invalid, unavailable
 from selfspec_cli.gateway.events import END_OF_STREAM, written
 
 Scope = MutableMapping[str, Any]
@@ -46,21 +46,15 @@ class Memory:
                     size += len(parts[-1])
                     self.held += len(parts[-1])
                     if size > most:
-                        raise GatewayError(
-                            f"the body has more than {most / 2**20:.3g} MiB", 413, "invalid_request_error"
-                        )
+                        raise invalid(f"the body has more than {most / 2**20:.3g} MiB", 413)
                     if self.held > self.most:
                         raise unavailable("no memory for the bodies of more requests")
                     more = message.get("more_body", False)
         except BaseException as error:
             self.free(size)
             if isinstance(error, TimeoutError):
-                raise GatewayError(
-                    f"the body had not come after {seconds:g} s",
-                    408,
-                    "invalid_request_error",
-                    headers={"connection": "close"},
-                ) from error
+                said = f"the body had not come after {seconds:g} s"
+                raise invalid(said, 408, headers={"connection": "close"}) from error
             raise
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -83,23 +77,16 @@ class Client:
         """Send the head."""
         await self.hand_on({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
 
-    async def part(self, data: bytes) -> None:
+    async def part(self, data: bytes, more: bool = True) -> None:
         """Send a part of a stream; returns when the client has room for more."""
         if not self.begun:
             self.headers["cache-control"] = "no-cache"
             await self.begin(200, EVENTS)
-        await self.hand_on({"type": "http.response.body", "body": data, "more_body": True})
+        await self.hand_on({"type": "http.response.body", "body": data, "more_body": more})
 
     async def last(self, data: bytes) -> None:
         """Send the last part of a stream."""
-        if not self.begun:
-            self.headers["cache-control"] = "no-cache"
-            await self.begin(200, EVENTS)
-        await self.end(data)
-
-    async def end(self, data: bytes = b"") -> None:
-        """Send the end, and what comes with it."""
-        await self.hand_on({"type": "http.response.body", "body": data, "more_body": False})
+        await self.part(data, more=False)
 
     async def hand_on(self, message: MutableMapping[str, Any]) -> None:
         """Send an ASGI message of an answer; its head gets the headers of this client."""
@@ -117,7 +104,7 @@ class Client:
         """Send an answer in one piece."""
         self.headers["content-length"] = str(len(data))
         await self.begin(status, kind)
-        await self.end(data)
+        await self.last(data)
 
     async def fail(self, error: GatewayError, named: bool = False) -> None:
         """Tell an error: as the answer, or as one event of a stream that has begun. named: events have names there."""
@@ -126,7 +113,7 @@ class Client:
         if not self.begun:
             self.headers.update(error.headers)
             return await self.whole(error.status, error.body())
-        await self.end(written(error.body(), "error" if named else "") + (b"" if named else END_OF_STREAM))
+        await self.last(written(error.body(), "error" if named else "") + (b"" if named else END_OF_STREAM))
 
 
 def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> asyncio.Task[str]:

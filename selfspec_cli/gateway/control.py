@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from selfspec_cli import __version__
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.errors import GatewayError, bad_request
+from selfspec_cli.gateway.errors import GatewayError, bad_request, invalid
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.replica import State
 
@@ -73,10 +73,10 @@ def _errors(app: FastAPI) -> None:
         allowed = f"; allowed: {headers['Allow']}" if "Allow" in headers else ""
         message = {404: f"there is no {where} here", 405: f"{where}: the method is not allowed here{allowed}"}
         said = message.get(error.status_code, f"{where}: {error.detail}")
-        return _answer(GatewayError(said, error.status_code, "invalid_request_error", headers=headers))
+        return _answer(invalid(said, error.status_code, headers=headers))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def unreadable(request: Request, error: RequestValidationError) -> Response:
         """A body that is not what is needed; the first problem of it."""
         first = error.errors()[0]
         if first["type"] == "json_invalid":
@@ -104,10 +104,8 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
-        gateway.telemetry.inside.set(gateway.inside)
-        for name, waiting in (("batch", gateway.batch.waiting), ("interactive", gateway.places)):
-            gateway.telemetry.queue.labels(name).set(len(waiting))
-        return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
+        gateway.looked()
+        return Response(gateway.telemetry.text(), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/v1/models", methods=LOOK)
     async def models(request: Request) -> dict[str, Any]:
@@ -121,13 +119,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         """One of them."""
         known = [one["id"] for one in (await models(request))["data"]]
         if name not in known:
-            raise GatewayError(
-                closest(name, known or ("none yet",), "model"),
-                404,
-                "invalid_request_error",
-                param="model",
-                code="model_not_found",
-            )
+            raise invalid(closest(name, known or ("none yet",), "model"), 404, param="model", code="model_not_found")
         return _model(name)
 
 
@@ -144,7 +136,7 @@ def _admin_views(app: FastAPI, gateway: Gateway) -> None:
             "policies": {name: one.help for name, one in POLICIES.items()},
             "backends": [_shown(one) for one in gateway.replicas],
             "gains": [vars(gain) for gain in gains],
-            "cache": {name: getattr(gateway.caching.cache, name, 0) for name in ("entries", "bytes")},
+            "cache": await gateway.caching.call(cache.size) if (cache := gateway.caching.cache) else None,
         }
 
     @app.get("/gateway/config")
@@ -166,7 +158,7 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
 
     def cache() -> AnswerCache:
         if gateway.caching.cache is None:
-            raise GatewayError("no cache is configured: cache.mib=1024", 404, "invalid_request_error")
+            raise invalid("no cache is configured: cache.mib=1024", 404)
         return gateway.caching.cache
 
     @app.post("/gateway/feedback")
@@ -178,8 +170,10 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
             return _entry(given.entry, await gateway.caching.call(forget, given.entry, tenant))
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
+        if gateway.settings.workers > 1:
+            raise bad_request("request_id: with several workers only entries of the cache are judged", "request_id")
         if not gateway.routing.judged(tenant, given.request_id, given.quality):
-            raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
+            raise invalid(f"request {given.request_id!r} is not known (any more)", 404)
         return {"request_id": given.request_id}
 
     @app.delete("/gateway/cache/{entry}")
@@ -193,15 +187,16 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
         found = {one.name: one for one in gateway.replicas}
         for noun, word, allowed in (("backend", name, found), ("action", what, ("drain", "resume"))):
             if word not in allowed:
-                raise GatewayError(closest(word, allowed, noun), 404, "invalid_request_error")
+                raise invalid(closest(word, allowed, noun), 404)
         found[name].draining = what == "drain"
+        gateway.tell(name, what == "drain")
         return _shown(found[name])
 
 
 def _entry(name: str, known: bool) -> dict[str, Any]:
     """The answer about an entry of the cache; raises GatewayError (404) where there is none by that name."""
     if not known:
-        raise GatewayError(f"entry {name[:MOST_SAID]!r} is not in the cache (any more)", 404, "invalid_request_error")
+        raise invalid(f"entry {name[:MOST_SAID]!r} is not in the cache (any more)", 404)
     return {"entry": name}
 
 

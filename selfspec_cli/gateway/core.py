@@ -4,49 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.batching import Batch
+from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
 from selfspec_cli.gateway.errors import GatewayError, unavailable
-from selfspec_cli.gateway.limits import Keys, Tenant
-from selfspec_cli.gateway.log import RequestLog
+from selfspec_cli.gateway.limits import Keys, Meter, Tenant
+from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.outcome import Outcome
-from selfspec_cli.gateway.places import Places
 from selfspec_cli.gateway.policies.base import Choice
+from selfspec_cli.gateway.queues import Batch, Places
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.routing import Routing
 from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
-from selfspec_cli.record.gateway_log import ASKED_FOR, Ledger
+from selfspec_cli.record.gateway_log import ASKED_FOR, FOLDER, Ledger
 
 VANISHED = 499  # of the log and the metrics; the client is gone
 BODIES = 16  # of the largest size, that may be in the gateway at once
 LONG_BODY = 1 << 20  # bytes; a longer one is parsed in another thread
 SEED = 0  # of the choice of the ledger's baseline
+CACHE, LIMITS = "answers.sqlite", "limits.sqlite"
 
 
 class Gateway:
-    """Everything that lasts longer than a request."""
+    """Everything that lasts longer than a request. folder: of its files. tell: called where a backend is drained (True)
+    or resumed, with its name."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        replicas: Sequence[Replica],
-        upstream: Upstream,
-        log: RequestLog,
-        caching: Caching,
-    ) -> None:
-        self.upstream, self.log, self.caching = upstream, log, caching
-        self.routing = Routing(settings, replicas)
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises SettingsError: a file that is in the way."""
+        self.folder = Path(settings.results_dir) / FOLDER
+        self.log = RequestLog(self.folder / FILE, settings.log_text)
+        cache = AnswerCache(self.folder / CACHE) if settings.cache.mib else None
+        self.upstream, self.caching = Upstream(settings.limits), Caching(settings.cache, cache, self.log.fault)
+        self.meter = Meter(self.folder / LIMITS)
+        self.routing = Routing(settings, [replica(one) for one in settings.backends])
+        self.tell: Callable[[str, bool], None] = lambda name, drains: None
         self.telemetry = Telemetry()
         self.tracing = Tracing()
         self.ledger = Ledger()
@@ -56,7 +60,6 @@ class Gateway:
         self.draining = False
         self.inside = 0
         self._random = random.Random(SEED)
-        self.keys = Keys(())
         self.take(settings)
 
     def take(self, settings: GatewaySettings) -> None:
@@ -65,8 +68,8 @@ class Gateway:
         self.upstream.limits = settings.limits
         self.caching.settings = settings.cache
         self.log.text = settings.log_text
-        self.memory.most = int(BODIES * settings.limits.body_mib * 2**20)
-        self.keys = Keys(settings.keys, before=self.keys)
+        self.memory.most = int(max(1, BODIES // settings.workers) * settings.limits.body_mib * 2**20)
+        self.keys = Keys(settings.keys, self.meter)
         self.routing.take(settings)
 
     @property
@@ -79,15 +82,11 @@ class Gateway:
         fit = self.routing.candidates(request, request.backend)
         if not fit:
             waits = [replica.backoff() for replica in self.routing.up(request)]
-            raise unavailable(
-                "no backend takes requests for this model now", min(waits, default=1.0), backend=request.backend
-            )
+            said = "no backend takes requests for this model now"
+            raise unavailable(said, min(waits, default=1.0), backend=request.backend)
         if not await self.places.wait(request, self.settings.limits.queue_seconds):
-            raise unavailable(
-                "every backend for this model is full",
-                self.settings.limits.queue_seconds or 1.0,
-                backend=request.backend,
-            )
+            seconds = self.settings.limits.queue_seconds
+            raise unavailable("every backend for this model is full", seconds, backend=request.backend)
         free = self.routing.free(request)
         out.policy = request.policy or self.settings.policy
         if request.backend is not None:
@@ -195,7 +194,10 @@ class Gateway:
         """Count and log a request that has ended, and let the next ones go."""
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
-            tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
+            try:
+                tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
+            except sqlite3.Error as error:  # a disk that is full
+                self.log.fault(error)
         self.look()
         if out is None:
             return
@@ -214,25 +216,15 @@ class Gateway:
         if self.places.waiting:
             self.places.look()
 
+    def looked(self) -> None:
+        """A backend was looked at: what waits may go, and what is shown is as it is now."""
+        self.look()
+        waiting = {"batch": len(self.batch.waiting), "interactive": len(self.places)}
+        self.telemetry.now(self.inside, waiting, self.replicas)
+
 
 def _annotate(span: Any, out: Outcome) -> None:
     """What a trace shows of a request."""
-    if span is None:
-        return
-    shown = {
-        "route": out.route,
-        "reason": out.reason,
-        "policy": out.policy,
-        "cache": out.cache,
-        "tokens": out.tokens,
-        "ttft_s": out.ttft,
-        "tpot_s": out.tpot,
-        "cost": out.cost,
-        "survived": out.survived,
-        "status": out.status,
-        "expected_ttft_s": out.expected_ttft,
-        "expected_tpot_s": out.expected_tpot,
-    }
-    for name, value in shown.items():
-        if value is not None:
+    for name, value in () if span is None else out.row(text=False).items():
+        if value is not None and name not in ("id", "tried"):
             span.set_attribute(f"selfspec.{name}", value)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from selfspec_cli.gateway import server
 from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
-from selfspec_cli.gateway.stub import stub
 from selfspec_cli.gateway.supervisor import Supervisor
 from selfspec_cli.record.gateway_log import routes
 
@@ -42,15 +41,6 @@ class DemoFailed(Exception):
     """A server did not start, or an answer was not what it has to be."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one request of the demo got."""
-
-    status: int
-    text: str
-    headers: dict[str, str]
-
-
 def run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
     """Run the demo; the document that `selfspec gateway demo --json` prints.
 
@@ -61,34 +51,30 @@ def run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
 
 
 async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
-    async with stub() as address:
-        settings.backends[-1].url = address
-        if (os.cpu_count() or 1) < 2:  # then the servers share the one core that there is
-            for backend in settings.backends:
-                backend.environment.clear()
-        settings.port = 0
-        log, began = Path(settings.results_dir) / server.FOLDER / server.FILE, time.time()
-        gateway = server.made(settings)
-        async with server.opened(gateway, say) as supervisor:
-            if not await supervisor.ready(START_SECONDS):
-                raise DemoFailed(_not_ready(supervisor))
-            web = server.server(gateway)
-            serving = asyncio.ensure_future(web.serve())
-            while not web.started:
-                await asyncio.sleep(0.05)
-            url = f"http://{settings.host}:{web.servers[0].sockets[0].getsockname()[1]}"
-            say(f"the gateway listens on {url}/v1")
-            try:
-                async with aiohttp.ClientSession() as session:
-                    checks = await _traffic(gateway, supervisor, session, url, say)
-            finally:
-                web.should_exit = True
-                await serving
+    if (os.cpu_count() or 1) < 2:  # then the servers share the one core that there is
+        for backend in settings.backends:
+            backend.environment.clear()
+    settings.port = 0
+    gateway, began = Gateway(settings), time.time()
+    async with server.opened(gateway, say) as supervisor:
+        if not await supervisor.ready(START_SECONDS):
+            raise DemoFailed(_not_ready(supervisor))
+        web = server.server(gateway, say)
+        serving = asyncio.ensure_future(web.serve())
+        while not web.started:
+            await asyncio.sleep(0.05)
+        url = f"http://{settings.host}:{web.servers[0].sockets[0].getsockname()[1]}"
+        try:
+            async with aiohttp.ClientSession() as session:
+                checks = await _traffic(gateway, supervisor, session, url, say)
+        finally:
+            web.should_exit = True
+            await serving
     return {
-        "routes": [asdict(one) for one in routes(row for row in _rows(log) if row["at"] >= began)],
+        "routes": [asdict(one) for one in routes(row for row in _rows(gateway) if row["at"] >= began)],
         "gains": [asdict(gain) for gain in gateway.ledger.gains()],
         "checks": checks,
-        "log": str(log),
+        "log": str(gateway.log.file),
     }
 
 
@@ -113,12 +99,12 @@ async def _traffic(
     texts: list[bool] = []
     for prompt in PROMPTS:
         for _ in range(ROUNDS // 2):
-            texts.append((await ask(session, url, prompt, {"cache": "none"})).text == expected[prompt].text)
+            texts.append((await ask(session, url, prompt, {"cache": "none"})) == expected[prompt])
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: str, **wishes: Any) -> bool:
         async with room:
-            return (await ask(session, url, prompt, wishes)).text == expected[prompt].text
+            return (await ask(session, url, prompt, wishes)) == expected[prompt]
 
     rest = ROUNDS - ROUNDS // 2
     texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * rest))
@@ -126,16 +112,13 @@ async def _traffic(
     texts += await asyncio.gather(*(one(prompt) for prompt in PROMPTS * 2))
     lazy = [one(prompt, **{"class": "batch", "deadline_ms": 20_000, "cache": "none"}) for prompt in PROMPTS[:BATCH]]
     texts += await asyncio.gather(*lazy)
-    say("two requests to the stub, which costs money")
-    remote = [(await ask(session, url, prompt, {}, model="demo-stub")).status for prompt in PROMPTS[:2]]
     survived = await _kill(gateway, supervisor, session, url, say)
     killed = ", ".join(f"{name} {value}" for name, value in survived.items())
     checks = {
         "answers equal to those of the plain server": f"{sum(texts)} of {len(texts)}",
-        "HTTP status of the stub's answers": ", ".join(map(str, remote)),
         "stream whose server was killed": killed,
     }
-    if not all(texts) or not survived["same text"] or remote != [200, 200]:
+    if not all(texts) or not survived["same text"]:
         raise DemoFailed(f"an answer is not what it has to be: {checks}")
     return checks
 
@@ -153,9 +136,9 @@ async def _kill(
 
     broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
     gateway.log.write()
-    row = _rows(Path(str(gateway.log.file)))[-1]
+    row = _rows(gateway)[-1]
     return {
-        "same text": broken.text == whole.text,
+        "same text": broken == whole,
         "continued by": row["route"],
         "milliseconds lost": round(row["lost_ms"] or 0.0),
     }
@@ -166,25 +149,13 @@ async def ask(
     url: str,
     prompt: str,
     wishes: dict[str, Any],
-    *,
-    model: str = "demo",
     tokens: int = TOKENS,
     after: tuple[int, Callable[[], None]] | None = None,
-) -> Answer:
-    """Stream one greedy completion. after: call something once so many parts have come."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "selfspec": wishes,
-    }
-    if model != "demo":
-        body.pop("ignore_eos")
+) -> str:
+    """The text of one greedy completion, streamed. after: call something once so many parts have come."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     text, parts = "", 0
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+    async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:
         async for line in response.content:
             if line.startswith(b"data: {"):
                 found = orjson.loads(line[6:])
@@ -194,8 +165,8 @@ async def ask(
                 parts += 1
                 if after is not None and parts == after[0]:
                     after[1]()
-        return Answer(response.status, text, dict(response.headers))
+    return text
 
 
-def _rows(log: Path) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in log.read_bytes().splitlines()]
+def _rows(gateway: Gateway) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in Path(str(gateway.log.file)).read_bytes().splitlines()]

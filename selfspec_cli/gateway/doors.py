@@ -9,12 +9,13 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from selfspec_cli.gateway.request import request_id
+
 HEAD_BYTES = 1 << 16  # of a request's line and headers together
 HEAD_SECONDS = 20.0  # from the connection, or from the first byte of a later request, to the end of the head
 SPARE_FILES = 256  # descriptors that are no client's and no backend's
 WANTED_FILES = 65_536
-_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TOO_MANY, _TOO_LARGE = "503 Service Unavailable\r\nretry-after: 1", "431 Request Header Fields Too Large"
 
 
 def most_connections() -> int:
@@ -42,10 +43,19 @@ class Doors(HttpToolsProtocol):
         """A client has connected; one too many is refused at once."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            transport.write(_TOO_MANY)
-            transport.close()
+            self._refuse(_TOO_MANY)
         else:
             self._wait()
+
+    def _refuse(self, status: str) -> None:
+        """Answer without a request, and close."""
+        head = f"HTTP/1.1 {status}\r\nx-request-id: {request_id('')}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode())
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP."""
+        self._refuse("400 Bad Request")
 
     def _wait(self) -> None:
         self._alarm = self.loop.call_later(HEAD_SECONDS, self._close)
@@ -62,8 +72,7 @@ class Doors(HttpToolsProtocol):
             self._head += len(data)
         super().data_received(data)
         if self._alarm is not None and self._head > HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self._refuse(_TOO_LARGE)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header."""
@@ -77,9 +86,7 @@ class Doors(HttpToolsProtocol):
             self._alarm.cancel()
             self._alarm = None
         if fields > HEAD_BYTES:
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
-            return
+            return self._refuse(_TOO_LARGE)
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.gateway import packed
 
 
+@dataclass(eq=False)
 class GatewayError(Exception):
     """What a client is answered instead of an answer.
 
@@ -14,42 +16,36 @@ class GatewayError(Exception):
     usual ones. logged: what the log says, if the message may hold text of a prompt; None logs the message.
     """
 
-    def __init__(
-        self,
-        message: str,
-        status: int,
-        kind: str,
-        *,
-        param: str | None = None,
-        code: Any = None,
-        backend: str | None = None,
-        headers: dict[str, str] | None = None,
-        logged: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.kind, self.param, self.backend = message, status, kind, param, backend
-        self.code = status if code is None else code
-        self.headers = headers or {}
-        self.logged = message if logged is None else logged
+    message: str
+    status: int
+    kind: str
+    param: str | None = None
+    code: Any = None
+    backend: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    logged: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        self.code = self.status if self.code is None else self.code
+        self.logged = self.message if self.logged is None else self.logged
 
     def body(self) -> bytes:
         """The JSON that the client gets."""
-        error: dict[str, Any] = {
-            "message": self.message,
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         if self.backend is not None:
             error["backend"] = self.backend
         return packed.dumps({"error": error})
 
 
+def invalid(message: str, status: int, **more: Any) -> GatewayError:
+    """The client's mistake."""
+    return GatewayError(message, status, "invalid_request_error", **more)
+
+
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """The client's mistake. Its values may be quoted to the client, and are not logged."""
-    return GatewayError(
-        message, 400, "invalid_request_error", param=param, logged=f"invalid request: {param or 'body'}"
-    )
+    """A mistake in a request. Its values may be quoted to the client, and are not logged."""
+    return invalid(message, 400, param=param, logged=f"invalid request: {param or 'body'}")
 
 
 def unavailable(message: str, seconds: float = 1.0, **more: Any) -> GatewayError:
@@ -69,12 +65,5 @@ def of_backend(status: int, raw: bytes, backend: str) -> GatewayError:
     if not isinstance(inner, dict):
         return GatewayError(str(inner or f"HTTP {status}"), status, "backend_error", backend=backend, logged=logged)
     message = inner.get("message") or inner.get("detail") or str(inner)
-    return GatewayError(
-        str(message),
-        status,
-        str(inner.get("type") or "backend_error"),
-        param=inner.get("param"),
-        code=inner.get("code"),
-        backend=backend,
-        logged=logged,
-    )
+    kind, param, code = str(inner.get("type") or "backend_error"), inner.get("param"), inner.get("code")
+    return GatewayError(str(message), status, kind, param, code, backend, logged=logged)

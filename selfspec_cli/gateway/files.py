@@ -59,6 +59,11 @@ def check(settings: GatewaySettings) -> None:
         BACKENDS[backend.kind].check(backend)
         if backend.key_env is not None and not os.environ.get(backend.key_env):
             raise ConfigError(f"backends.{place}.key_env={backend.key_env}: that environment variable is not set")
+    POLICIES[settings.policy].settings({}, settings.workers)
+    limited = {"limits": settings.limits.at_once} | {f"backends.{one.name}": one.at_once for one in settings.backends}
+    for where, most in limited.items():
+        if most is not None and most < settings.workers:
+            raise ConfigError(f"{where}.at_once={most}: {settings.workers} or more, a share for each worker")
     for policy in (settings.policy, *settings.policy_options):
         named = getattr(POLICIES[policy].settings(settings.policy_options), "backend", "")
         if named not in ("", *names):
@@ -103,27 +108,18 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _put(content: Any, place: list[str], value: Any, word: str) -> None:
-    """Set a value at a dotted place; a number picks an item of a list."""
-    for depth, part in enumerate(place[:-1]):
-        content = _inner(content, part, place[depth + 1], word)
-        if not isinstance(content, (dict, list)):
-            raise ConfigError(
-                f"{word}: {'.'.join(place[: depth + 1])} is {content!r}, which has no {place[depth + 1]!r}"
-            )
-    last = place[-1]
-    if isinstance(content, list):
-        content[_index(content, last, word)] = value
-    else:
-        content[last] = value
-
-
-def _inner(content: Any, part: str, following: str, word: str) -> Any:
-    if isinstance(content, list):
-        return content[_index(content, part, word)]
-    if not isinstance(content.get(part), (dict, list)):
-        content[part] = [] if following.isdigit() else {}
-    return content[part]
+def _put(content: Any, place: list[str], value: Any, word: str, before: str = "") -> None:
+    """Set a value at a dotted place; a number picks an item of a list. before: the place of `content`, with a dot."""
+    part, *rest = place
+    if not isinstance(content, (dict, list)):
+        raise ConfigError(f"{word}: {before.removesuffix('.')} is {content!r}, which has no {part!r}")
+    key: Any = _index(content, part, word) if isinstance(content, list) else part
+    if not rest:
+        content[key] = value
+        return
+    if isinstance(content, dict) and not isinstance(content.get(part), (dict, list)):
+        content[part] = [] if rest[0].isdigit() else {}
+    _put(content[key], rest, value, word, f"{before}{part}.")
 
 
 def _index(content: list[Any], part: str, word: str) -> int:

@@ -3,105 +3,132 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
+import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from selfspec_cli.gateway.errors import GatewayError
+from selfspec_cli.gateway.database import database
+from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.settings import KeySettings
 
 EVERYBODY = "everybody"
 DAY = 86_400
+BUCKETS = ("requests", "tokens")
+VERSION = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS used (
+    key TEXT PRIMARY KEY, requests REAL NOT NULL, tokens REAL NOT NULL, spent REAL NOT NULL, at REAL NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS inside (
+    key TEXT NOT NULL, process INTEGER NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (key, process)) STRICT"""
 
 
-@dataclass
-class Bucket:
-    """A token bucket: `rate` a minute, at most a minute's worth at once. May be overdrawn by what is known later."""
+class Meter:
+    """What keys with limits have used. path: a file that all processes of a gateway share, and that a restart does not
+    change; None: memory. now: seconds of the wall clock.
 
-    rate: float
-    now: Callable[[], float] = time.monotonic
-    level: float = 0.0
-    at: float = 0.0
+    requests, tokens: left of a minute's worth, which comes back as time goes; below 0 after an answer that was longer.
+    spent: money of the day of `at`, in UTC. inside: requests in the gateway, by process; one that was killed has none.
+    """
 
-    def __post_init__(self) -> None:
-        self.level, self.at = self.rate, self.now()
+    def __init__(self, path: Path | None = None, now: Callable[[], float] = time.time) -> None:
+        """Raises SettingsError for a file that cannot be used."""
+        self.now = now
+        self._db = database(path, VERSION, _TABLES)
+        self._db.execute("PRAGMA synchronous=OFF")  # it is asked in the event loop, which must not wait for a disk
+        for (process,) in self._db.execute("SELECT DISTINCT process FROM inside").fetchall():
+            if process == os.getpid() or not Path(f"/proc/{process}").exists():
+                self._db.execute("DELETE FROM inside WHERE process = ?", (process,))
 
-    def wait(self) -> float:
-        """Seconds until something may be taken; 0: now."""
-        at = self.now()
-        self.level = min(self.rate, self.level + (at - self.at) * self.rate / 60)
-        self.at = at
-        return 0.0 if self.level >= 1 else (1 - self.level) * 60 / self.rate
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
 
-    def take(self, amount: float) -> None:
-        """Take so much."""
-        self.level -= amount
+    @contextmanager
+    def _changed(self, limits: KeySettings) -> Iterator[tuple[str, dict[str, float]]]:
+        """(the key's digest, its row as of now), written back when the block ends without an error."""
+        key, now = digest_of(limits), self.now()
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            found = self._db.execute("SELECT requests, tokens, spent, at FROM used WHERE key = ?", (key,)).fetchone()
+            requests, tokens, spent, at = found or (math.inf, math.inf, 0.0, now)
+            minutes = max(0.0, now - at) / 60
+            used = {"spent": spent if at // DAY == now // DAY else 0.0}
+            rates = (requests, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
+            for name, (left, rate) in zip(BUCKETS, rates, strict=True):
+                used[name] = left if rate is None else min(float(rate), left + minutes * rate)
+            yield key, used
+            row = (key, used["requests"], used["tokens"], used["spent"], now)
+            self._db.execute("INSERT OR REPLACE INTO used VALUES (?,?,?,?,?)", row)
+
+    def enter(self, limits: KeySettings) -> None:
+        """A request of this key comes in; raises GatewayError (429) where a limit is reached."""
+        who = limits.name
+        with self._changed(limits) as (key, used):
+            inside = self._db.execute("SELECT coalesce(sum(count), 0) FROM inside WHERE key = ?", (key,)).fetchone()[0]
+            if limits.at_once is not None and inside >= limits.at_once:
+                raise _too_much(f"{who}: {limits.at_once} requests at once are allowed", 1.0)
+            for what, rate in zip(BUCKETS, (limits.requests_per_minute, limits.tokens_per_minute), strict=True):
+                if rate is not None and used[what] < 1:
+                    raise _too_much(f"{who}: {rate} {what} a minute are allowed", (1 - used[what]) * 60 / rate)
+            if limits.money_per_day is not None and used["spent"] >= limits.money_per_day:
+                seconds = DAY - self.now() % DAY
+                raise _too_much(f"{who}: {limits.money_per_day:g} a day may be spent", seconds, "insufficient_quota")
+            used["requests"] -= 1
+            self._count(key, 1)
+
+    def leave(self, limits: KeySettings, tokens: int, cost: float) -> None:
+        """It is done, and took so many tokens and so much money."""
+        with self._changed(limits) as (key, used):
+            used["tokens"] -= tokens
+            used["spent"] += cost
+            self._count(key, -1)
+
+    def _count(self, key: str, more: int) -> None:
+        statement = "INSERT INTO inside VALUES (?,?,?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
+        self._db.execute(statement, (key, os.getpid(), more))
 
 
 class Tenant:
-    """One client's limits, and what it has in the gateway. spent: money of `day`, which is counted in UTC."""
+    """One client and its limits."""
 
-    def __init__(self, settings: KeySettings, now: Callable[[], float] = time.monotonic) -> None:
-        self.settings, self.name, self.admin = settings, settings.name, settings.admin
-        self.most = settings.at_once
-        self.inside = 0
-        self.spent, self.day = 0.0, 0
-        self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
-        self.tokens = Bucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
+    def __init__(self, settings: KeySettings, meter: Meter) -> None:
+        self.settings, self.name, self.admin, self._meter = settings, settings.name, settings.admin, meter
+        limits = (settings.requests_per_minute, settings.tokens_per_minute, settings.at_once, settings.money_per_day)
+        self._limited = any(one is not None for one in limits)
 
     def enter(self) -> None:
-        """A request comes in; raises GatewayError (429) where a limit is reached."""
-        if self.most is not None and self.inside >= self.most:
-            raise _too_much(f"{self.name}: {self.most} requests at once are allowed", 1.0)
-        for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
-            if bucket is not None and (seconds := bucket.wait()) > 0:
-                raise _too_much(f"{self.name}: {bucket.rate:g} {what} a minute are allowed", seconds)
-        budget, today = self.settings.money_per_day, int(time.time() // DAY)
-        if budget is not None and self.day == today and self.spent >= budget:
-            error = _too_much(f"{self.name}: {budget:g} a day may be spent", DAY - time.time() % DAY)
-            error.code = "insufficient_quota"
-            raise error
-        if self.requests is not None:
-            self.requests.take(1)
-        self.inside += 1
+        """A request comes in; raises GatewayError: a limit is reached (429), or the limits cannot be read (503)."""
+        if self._limited:
+            try:
+                self._meter.enter(self.settings)
+            except sqlite3.Error as error:
+                raise unavailable(f"the limits of {self.name} cannot be read: {error}") from error
 
     def leave(self, tokens: int, cost: float) -> None:
-        """It is done, and took so many tokens and so much money."""
-        self.inside -= 1
-        if self.tokens is not None:
-            self.tokens.take(tokens)
-        today = int(time.time() // DAY)
-        self.spent, self.day = cost + (self.spent if self.day == today else 0.0), today
+        """It is done, and took so many tokens and so much money; raises sqlite3.Error where that cannot be written."""
+        if self._limited:
+            self._meter.leave(self.settings, tokens, cost)
 
     def check_model(self, model: str) -> None:
         """Raises GatewayError (403) for a model that this client may not ask for."""
         if self.settings.models and model not in self.settings.models:
-            raise GatewayError(
-                f"{self.name} may ask for {', '.join(self.settings.models)}",
-                403,
-                "permission_error",
-                param="model",
-                logged="a model that the key may not ask for",
-            )
+            said, logged = f"{self.name} may ask for {', '.join(self.settings.models)}", "a model that is not the key's"
+            raise GatewayError(said, 403, "permission_error", param="model", logged=logged)
 
 
 class Keys:
     """Who asks, by the key that is sent; without any configured key everybody may ask, without limits."""
 
-    def __init__(
-        self,
-        settings: Sequence[KeySettings],
-        now: Callable[[], float] = time.monotonic,
-        before: Keys | None = None,
-    ) -> None:
-        """before: of the settings until now; a key that has not changed keeps what was counted of it."""
-        self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), now)
-        self.known: dict[str, Tenant] = {}
-        for one in settings:
-            known = None if before is None else before.known.get(digest_of(one))
-            self.known[digest_of(one)] = known if known and known.settings == one else Tenant(one, now)
+    def __init__(self, settings: Sequence[KeySettings], meter: Meter | None = None) -> None:
+        meter = meter or Meter()
+        self.nobody = Tenant(KeySettings(name="nobody"), meter)
+        self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), meter)
+        self.known = {digest_of(one): Tenant(one, meter) for one in settings}
 
     def tenant(self, authorization: str) -> Tenant:
         """The client of a request; raises GatewayError (401) for a key that is missing or not known."""
@@ -129,5 +156,6 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _too_much(message: str, seconds: float) -> GatewayError:
-    return GatewayError(message, 429, "rate_limit_error", headers={"retry-after": str(max(1, round(seconds)))})
+def _too_much(message: str, seconds: float, code: str | None = None) -> GatewayError:
+    headers = {"retry-after": str(max(1, round(seconds)))}
+    return GatewayError(message, 429, "rate_limit_error", code=code, headers=headers)

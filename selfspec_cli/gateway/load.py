@@ -20,28 +20,17 @@ STATES = ("draft_cost", "step")
 _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Totals since the server began, and gauges as they are; None for what it does not say."""
-
-    running: float | None = None
-    waiting: float | None = None
-    prefix_queries: float | None = None
-    drafts: float | None = None
-    accepted: float | None = None
-    draft_rounds: float | None = None
-    draft_steps: float | None = None
-    draft_cost: float | None = None
-    step: float | None = None
+Counts = dict[str, float]
+"""Totals since the server began, and gauges as they are, by the names of _NAMES; without what it does not say."""
 
 
 def read(text: str) -> Counts:
     """The counts of Prometheus's text format: the sum over the engines of a server, of STATES the largest."""
-    found: dict[str, float] = {}
+    found: Counts = {}
     for name, value in _LINE.findall(text):
         key, number = _NAMES[name], float(value)
         found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
-    return Counts(**found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -68,18 +57,15 @@ def between(before: Counts | None, now: Counts, last: Load) -> Load:
     rounds = _more(before, now, "drafts")
     if rounds:
         tokens = 1.0 + (_more(before, now, "accepted") or 0.0) / rounds
-        ours, steps = _more(before, now, "draft_rounds"), _more(before, now, "draft_steps")
-        if ours and steps is not None and now.draft_cost is not None:
-            work = 1.0 + now.draft_cost * steps / ours
-    caches = now.prefix_queries is None or now.prefix_queries > 0
-    drafts, known = now.drafts is not None, now.running is not None
-    return Load(now.running or 0.0, now.waiting or 0.0, work, tokens, drafts, caches, known, now.step or None)
+        ours, steps, cost = _more(before, now, "draft_rounds"), _more(before, now, "draft_steps"), now.get("draft_cost")
+        if ours and steps is not None and cost is not None:
+            work = 1.0 + cost * steps / ours
+    caches, step = now.get("prefix_queries") != 0, now.get("step") or None
+    running, waiting = now.get("running", 0.0), now.get("waiting", 0.0)
+    return Load(running, waiting, work, tokens, "drafts" in now, caches, "running" in now, step)
 
 
 def _more(before: Counts | None, now: Counts, name: str) -> float | None:
     """By how much a total grew; None where it is not there. A server that was started anew begins at 0."""
-    later = getattr(now, name)
-    earlier = None if before is None else getattr(before, name)
-    if later is None:
-        return None
-    return float(later - earlier) if earlier is not None and later >= earlier else float(later)
+    later, earlier = now.get(name), (before or {}).get(name)
+    return later if later is None or earlier is None or later < earlier else later - earlier

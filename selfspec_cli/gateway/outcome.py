@@ -10,6 +10,23 @@ from typing import Any
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import Prediction
 
+TIMES = ("waited", "ttft", "tpot", "e2e", "expected_ttft", "expected_tpot", "lost")
+SHOWN = (
+    "route",
+    "policy",
+    "reason",
+    "plain",
+    "cache",
+    "status",
+    "error",
+    "prompt_tokens",
+    "tokens",
+    "cached_tokens",
+    "cost",
+    "survived",
+    "tried",
+)
+
 
 @dataclass
 class Outcome:
@@ -61,35 +78,15 @@ class Outcome:
         request = self.request
         prompt, messages = request.body.get("prompt"), request.body.get("messages")
         said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
+        asked = {name: getattr(request, name) for name in ("id", "tenant", "endpoint", "model", "stream")}
+        times = {f"{name}_ms": _ms(getattr(self, name)) for name in TIMES}
         return {
             "at": time.time(),
-            "id": request.id,
-            "tenant": request.tenant,
-            "endpoint": request.endpoint,
-            "model": request.model,
+            **asked,
             "class": request.kind,
-            "stream": request.stream,
-            "route": self.route,
-            "policy": self.policy,
-            "reason": self.reason,
-            "plain": self.plain,
-            "cache": self.cache,
-            "status": self.status,
-            "error": self.error,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "cached_tokens": self.cached_tokens,
-            "waited_ms": _ms(self.waited),
-            "ttft_ms": _ms(self.ttft),
-            "tpot_ms": _ms(self.tpot),
-            "e2e_ms": _ms(self.e2e),
-            "expected_ttft_ms": _ms(self.expected_ttft),
-            "expected_tpot_ms": _ms(self.expected_tpot),
-            "cost": self.cost,
+            **{name: getattr(self, name) for name in SHOWN},
+            **times,
             "machine_s": self.machine_seconds,
-            "survived": self.survived,
-            "lost_ms": _ms(self.lost),
-            "tried": self.tried,
             "sha256": hashlib.sha256(request.text.encode()).hexdigest(),
             **(said if text else {"prompt": None}),
         }

@@ -20,7 +20,6 @@ from typing import Any
 import aiohttp
 
 from selfspec_cli.gateway import packed
-from selfspec_cli.gateway.attempt import Attempt
 from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.errors import of_backend
@@ -28,7 +27,7 @@ from selfspec_cli.gateway.events import BrokenStream, Event, Parser
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.policies.cascade import sureness
-from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.replica import Flight, Replica
 from selfspec_cli.gateway.request import CHAT, RESPONSES, Request
 from selfspec_cli.gateway.responses import ResponsesAnswer
 from selfspec_cli.gateway.routing import Routing
@@ -36,6 +35,7 @@ from selfspec_cli.gateway.telemetry import Telemetry
 from selfspec_cli.gateway.tries import Tries
 from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, Upstream, outgoing, prepared
 
+FEWEST = 4  # tokens of an answer from which the tokens of an event are learnt
 DRAIN_SECONDS = 0.5  # for the end of a response, after the last event of the answer
 
 
@@ -143,7 +143,7 @@ class Relay:
                 return await self._finish(self.answer.at_limit())
             path, body = rest
         self._counted = False
-        attempt = Attempt(replica, self.request, self.answer.before)
+        flight = replica.begin(self.request, self.answer.before)
         try:
             sent = outgoing(self.request, replica, path, body, ids=self.answer.ids, plain=self.out.plain)
             if self.sure is not None:
@@ -153,27 +153,39 @@ class Relay:
             async with self.upstream.post(replica, path, sent, self.headers, seconds=seconds) as response:
                 self.out.route = replica.name
                 self.client.headers["x-selfspec-backend"] = replica.name
-                await (self._stream if self.request.stream else self._whole)(attempt, response)
+                await (self._stream if self.request.stream else self._whole)(flight, response)
             replica.breaker.succeeded()
         except BrokenStream as error:
             raise BackendFailed(str(error)) from error
         finally:
-            self._ended(attempt)
+            self._ended(flight)
 
-    def _ended(self, attempt: Attempt) -> None:
-        out, done = self.out, self.state is State.ended
-        if not self._counted and attempt.events:
+    def _ended(self, flight: Flight) -> None:
+        """A backend has done with it, well or not: count tokens, the time of its machine and the money."""
+        out, own, tokens = self.out, flight.replica.settings, None
+        if not self._counted and flight.events:
             out.prompt_tokens = len(self.answer.prompt_ids) or round(self.request.prompt_tokens)
-            out.tokens = len(self.answer.token_ids) or self.answer.before + attempt.events
+            out.tokens = len(self.answer.token_ids) or flight.before + flight.events
             self._counted = True
-        attempt.end(out, self._counted, done and self.request.stream and not attempt.before and self._single())
+        done = self.state is State.ended and self.request.stream and not flight.before and self._single()
+        if done and out.tokens and out.tokens > 1 and flight.first is not None:
+            out.tpot = (flight.last - flight.first) / (out.tokens - 1)
+            tokens = out.tokens if out.tokens >= FEWEST else None
+        seconds = flight.replica.end(flight, tokens)
+        out.machine_seconds = (out.machine_seconds or 0.0) + seconds
+        price = own.price_hour / 3600 * seconds
+        if self._counted:  # what others generated before is part of the prompt here
+            prompt, made = (out.prompt_tokens or 0) + flight.before, (out.tokens or 0) - flight.before
+            price += (prompt * own.price_in + made * own.price_out) / 1e6
+        if own.price_hour or own.price_in or own.price_out:
+            out.cost = (out.cost or 0.0) + price
 
     def _single(self) -> bool:
         return self.request.answers == 1 and self.answer.way is Way.first
 
     # ---- an answer in one piece --------------------------------------------------------------------------------------
 
-    async def _whole(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, flight: Flight, response: aiohttp.ClientResponse) -> None:
         raw = await self.upstream.whole(response, self.limits.request_seconds)
         found = answer_of(raw)
         self._usage(found.get("usage"))
@@ -185,7 +197,7 @@ class Relay:
                 raw = packed.dumps(found)
             if sure is not None and sure < self.sure:
                 self.out.reason += "_unsure"
-                self.unsure = (attempt.replica, raw)
+                self.unsure = (flight.replica, raw)
                 raise BackendFailed(f"its answer is sure to {sure:.2f} alone", cause=Cause.nobody)
         self.state = State.ended
         await self.client.whole(200, raw)
@@ -204,12 +216,12 @@ class Relay:
 
     # ---- a stream ----------------------------------------------------------------------------------------------------
 
-    async def _stream(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+    async def _stream(self, flight: Flight, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
         if not kind.lower().startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
         try:
-            last = await self._events(attempt, response)
+            last = await self._events(flight, response)
         except BrokenStream:
             if not self.answer.finished:
                 raise
@@ -219,7 +231,7 @@ class Relay:
         with suppress(BrokenStream):  # then the connection can be used again
             await self.upstream.whole(response, DRAIN_SECONDS)
 
-    async def _events(self, attempt: Attempt, response: aiohttp.ClientResponse) -> list[bytes]:
+    async def _events(self, flight: Flight, response: aiohttp.ClientResponse) -> list[bytes]:
         """Send what comes; returns what came with the end of the answer, which is still to be sent.
 
         Raises:
@@ -240,7 +252,7 @@ class Relay:
             except BrokenStream as error:
                 broken = error  # what came before it is remembered as sent, so it has to be
             if made:
-                await self._send(attempt, made, done)
+                await self._send(flight, made, done)
             if broken is not None:
                 raise broken
             if done:
@@ -257,19 +269,19 @@ class Relay:
                 yield None
                 return
 
-    async def _send(self, attempt: Attempt, made: list[bytes], done: bool) -> None:
+    async def _send(self, flight: Flight, made: list[bytes], done: bool) -> None:
         at = self._last_sent = time.monotonic()
         if self.out.ttft is None:
             self.out.ttft = at - self.request.began
         if self.state is State.continuing:
             self.out.survived += 1
             self.out.lost = (self.out.lost or 0.0) + at - self._broke_at
-            self.telemetry.survived.labels(attempt.replica.name).inc()
+            self.telemetry.survived.labels(flight.replica.name).inc()
         self.state = State.sending
-        attempt.came(len(made))
+        flight.came(len(made))
         if not done:  # its end is sent with it: each write is a system call
             await self.client.part(b"".join(made))
-            attempt.replica.held(attempt.number, time.monotonic() - at)
+            flight.held += time.monotonic() - at
 
     async def _finish(self, last: bytes) -> None:
         if self.state is State.continuing:  # all that was missing is the end

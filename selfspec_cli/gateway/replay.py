@@ -95,12 +95,6 @@ def _add(whole: Document, part: Document) -> None:
             whole[name] = value
 
 
-def text_of(answer: Document) -> str:
-    """What a document says, of all choices."""
-    said = [choice.get("text") or (choice.get("message") or {}).get("content") or "" for choice in answer["choices"]]
-    return "\n".join(said)
-
-
 def renewed(answer: Document, now: float | None = None) -> Document:
     """The document with an id and a time of its own, so that no client takes two answers for one."""
     prefix = str(answer.get("id", "cache")).partition("-")[0] or "cache"

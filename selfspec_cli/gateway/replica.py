@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,6 +15,8 @@ from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import NEW, Prediction, Timing
 
 SAMPLE = 8  # events of answers under way, of which the mean time is learnt as one
+NOISE = 1.15  # times longer that a step takes beside another backend of the host; less counts as nothing
+USUAL = 1 / 8  # weight of a new request in the mean of how many are there
 PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
 
 
@@ -27,21 +29,38 @@ class State(StrEnum):
     down = "down"
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began;
-    answers: how many it has; first, last: when its first and its newest events came; held: seconds since then in which
-    the client had no room for more."""
+    """A request at a backend. before: tokens of its answer that other backends generated; own, ahead: tokens to prefill
+    of it, and before it; clock: the backend's when it began; began, first, last: seconds, when it was sent and when its
+    first and its newest events came; held: seconds since then in which the client had no room for more."""
 
+    replica: Replica
+    answers: int
+    before: int
     own: float
     ahead: float
-    running: int
     clock: float
-    answers: int
+    began: float
     first: float | None = None
     last: float = 0.0
     held: float = 0.0
     events: int = 0
+
+    def came(self, events: int) -> None:
+        """So many events of its stream have come."""
+        at = self.replica.now()
+        if self.first is None:
+            self.first, more = at, events - 1
+            self.replica.timing.learn_ttft(self.own, self.ahead, at - self.began)
+            self.replica.breaker.succeeded()
+            self.last = at
+        else:
+            more = events
+        if more:
+            self.replica.learn_events(more / self.answers, at - self.last - self.held)
+            self.held = 0.0
+        self.events, self.last = self.events + events, at
 
 
 @dataclass(eq=False)
@@ -49,7 +68,8 @@ class Replica:
     """A backend.
 
     breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
-    it takes no new requests. per_event: tokens of an event of a stream; None before any answer was counted. clock:
+    it takes no new requests. neighbours: other backends of its host. usual: requests that were there at the newest ones
+    of the host, on average. per_event: tokens of an event of a stream; None before any answer was counted. clock:
     seconds of the machine that one request got since the beginning, if it was there all the time: the time is shared by
     all that are there.
     """
@@ -66,9 +86,11 @@ class Replica:
     now: Callable[[], float] = time.monotonic
     draining: bool = False
     backoff_until: float = 0.0
-    flights: dict[int, Flight] = field(default_factory=dict)
+    flights: set[Flight] = field(default_factory=set)
     begun: int = 0
     in_flight_at_look: int = 0
+    neighbours: Sequence[Replica] = ()
+    usual: float = 0.0
     per_event: float | None = None
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _clock: float = 0.0
@@ -112,6 +134,15 @@ class Replica:
         """Requests that are there: our own, and those of others when it was looked at."""
         return max(0.0, self.load.running + self.load.waiting - self.in_flight_at_look) + len(self.flights)
 
+    def beside(self) -> bool:
+        """Whether another backend of its host is busy."""
+        return any(one.flights for one in self.neighbours)
+
+    def slowed(self) -> bool:
+        """Whether other backends of its host slow it down, or that was not measured yet."""
+        longer = self.timing.beside
+        return bool(self.neighbours) and (longer.count == 0 or longer.seconds > NOISE)
+
     def idle(self) -> bool:
         """Whether nothing is there."""
         return self.running() == 0
@@ -131,7 +162,7 @@ class Replica:
         are ours, and not others'."""
         self.load, self.in_flight_at_look = load, before[0] + self.begun - before[1]
         if load.step is not None and load.running:
-            self.timing.steps.learn(load.running, load.step / load.work)
+            self.timing.learn_step(load.running, load.step / load.work, self.beside())
 
     # ---- tokens to prefill -------------------------------------------------------------------------------------------
 
@@ -150,15 +181,15 @@ class Replica:
 
     def ahead(self) -> float:
         """Tokens to prefill of requests there that have no token yet."""
-        return sum(flight.own for flight in self.flights.values() if flight.first is None)
+        return sum(flight.own for flight in self.flights if flight.first is None)
 
     # ---- what is expected --------------------------------------------------------------------------------------------
 
-    def predict(self, request: Request, alone: bool = False) -> Prediction | None:
-        """The times of a request if it were sent there now; None where too little was measured. alone: as if nothing
-        else were there."""
-        first = self.timing.first(self.uncached(request), 0.0 if alone else self.ahead())
-        step = self.timing.step(1.0 if alone else self.running() + 1)
+    def predict(self, request: Request, there: float | None = None) -> Prediction | None:
+        """The times of a request if it were sent there now; None where too little was measured. there: as if so many
+        requests were there, and none of them before its first token."""
+        first = self.timing.first(self.uncached(request), self.ahead() if there is None else 0.0)
+        step = self.timing.step((self.running() if there is None else there) + 1)
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens
@@ -183,53 +214,42 @@ class Replica:
 
     # ---- a request there ---------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> int:
-        """A request is sent there; the number by which the other calls know it."""
+    def begin(self, request: Request, before: int = 0) -> Flight:
+        """A request is sent there, of whose answer others generated `before` tokens."""
         self._advance()
-        flight = Flight(self.uncached(request), self.ahead(), int(self.running()) + 1, self._clock, request.answers)
+        own, ahead = self.uncached(request), self.ahead()
+        flight = Flight(self, request.answers, before, own, ahead, self._clock, self.now())
         self.begun += 1
-        self.flights[self.begun] = flight
+        self.flights.add(flight)
+        for one in (self, *self.neighbours):
+            one.usual += USUAL * (one.running() - one.usual)
         self.breaker.probing += self.breaker.open_until > 0
         for block in request.blocks:
             self._prefixes[block] = None
             self._prefixes.move_to_end(block)
         while len(self._prefixes) > PREFIXES:
             self._prefixes.popitem(last=False)
-        return self.begun
+        return flight
 
-    def first_token(self, number: int, seconds: float) -> None:
-        """Its first token has come; seconds: since it was sent."""
-        flight = self.flights[number]
-        flight.first = flight.last = self.now()
-        flight.events = 1
-        self.timing.learn_ttft(flight.own, flight.ahead, seconds)
-
-    def came(self, number: int, events: int) -> None:
-        """So many more events of its stream have come, after the first."""
-        flight, at = self.flights[number], self.now()
-        each, seconds = events / flight.answers, at - flight.last - flight.held
-        flight.events, flight.last, flight.held = flight.events + events, at, 0.0
-        count, sum_seconds, running = self._sample
-        count, sum_seconds, running = count + each, sum_seconds + seconds, running + each * self.running()
+    def learn_events(self, count: float, seconds: float) -> None:
+        """So many more events of one answer took so many seconds."""
+        before, sum_seconds, running = self._sample
+        count, sum_seconds, running = before + count, sum_seconds + seconds, running + count * self.running()
         if count >= SAMPLE:
             event = self.load.tokens if self.per_event is None else self.per_event
             self.learn_tpot(running / count, sum_seconds / count / event)
             count = sum_seconds = running = 0.0
         self._sample = count, sum_seconds, running
 
-    def held(self, number: int, seconds: float) -> None:
-        """Its client had no room for an event for so long: what it takes is not the backend's time."""
-        self.flights[number].held += seconds
-
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""
-        self.timing.steps.learn(running, seconds * self.load.tokens / self.load.work)
+        self.timing.learn_step(running, seconds * self.load.tokens / self.load.work, self.beside())
 
-    def end(self, number: int, tokens: int | None) -> float:
+    def end(self, flight: Flight, tokens: int | None) -> float:
         """It is there no longer. tokens: of its answer, where that is one text that came from here alone. Returns the
         seconds of the machine that it took, which is shared by the requests that are there at once."""
         self._advance()
-        flight = self.flights.pop(number)
+        self.flights.remove(flight)
         self.breaker.probing = max(0, self.breaker.probing - 1)
         if tokens is not None and flight.events:
             each = tokens / flight.events

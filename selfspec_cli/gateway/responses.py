@@ -13,13 +13,8 @@ from selfspec_cli.gateway.events import DONE, BrokenStream, Event, read, written
 
 DELTA = "response.output_text.delta"
 ENDS = ("response.completed", "response.incomplete")
-BEGINS = (
-    "response.created",
-    "response.queued",
-    "response.in_progress",
-    "response.output_item.added",
-    "response.content_part.added",
-)
+_BEGINS = ("created", "queued", "in_progress", "output_item.added", "content_part.added")
+BEGINS = tuple(f"response.{one}" for one in _BEGINS)
 """Events that carry no text; a second answer's are left out where the client has the first one's."""
 
 

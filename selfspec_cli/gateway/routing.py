@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.errors import GatewayError, bad_request, unavailable
+from selfspec_cli.gateway.errors import bad_request, invalid, unavailable
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended
@@ -58,7 +58,7 @@ class Routing:
         if name not in self.choosers:
             try:
                 policy = POLICIES[name]
-                options = policy.settings(self.settings.policy_options)
+                options = policy.settings(self.settings.policy_options, self.settings.workers)
                 self.choosers[name] = policy.make(options, self.settings.slo)
             except SettingsError as error:
                 raise bad_request(str(error), "policy") from error
@@ -79,9 +79,7 @@ class Routing:
                 raise unavailable(
                     f"{problem}; not up yet: {', '.join(missing)}", param="model", logged="no such model yet"
                 )
-            raise GatewayError(
-                problem, 404, "invalid_request_error", param="model", code="model_not_found", logged="no such model"
-            )
+            raise invalid(problem, 404, param="model", code="model_not_found", logged="no such model")
         names = [replica.name for replica in self.replicas]
         if request.backend is not None and request.backend not in names:
             raise bad_request(closest(request.backend, names, "backend"), "backend")

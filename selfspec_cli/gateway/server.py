@@ -9,9 +9,8 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,40 +18,25 @@ import uvicorn
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.gateway.cache import AnswerCache
-from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.doors import Doors, most_connections
-from selfspec_cli.gateway.errors import GatewayError
+from selfspec_cli.gateway.errors import GatewayError, invalid
 from selfspec_cli.gateway.limits import Tenant
-from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.request import NEEDED, request_id
-from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
+from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
-from selfspec_cli.gateway.upstream import Upstream
-from selfspec_cli.record.gateway_log import FOLDER
 
-CACHE = "answers.sqlite"
 SMALL_BODY = 1 << 16  # bytes of a body that needs no key, or is none of a model's
 DRAIN_SECONDS = 30  # for requests in flight to end when the gateway ends
+IDLE_SECONDS = 75  # for which a connection without a request is kept
 OPEN_TO_ALL = ("/health", "/metrics")
 FOR_EVERY_KEY = ("/v1/models", "/gateway/feedback")
-NOBODY = KeySettings(name="nobody")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 4096
 MAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 17  # of glibc's mallopt
 Say = Callable[[str], None]
-
-
-def made(settings: GatewaySettings) -> Gateway:
-    """The gateway of these settings, before it is opened; raises ConfigError."""
-    folder = Path(settings.results_dir) / FOLDER
-    log = RequestLog(folder / FILE, settings.log_text)
-    cache = AnswerCache(folder / CACHE) if settings.cache.mib else None
-    replicas = [replica(one) for one in settings.backends]
-    return Gateway(settings, replicas, Upstream(settings.limits), log, Caching(settings.cache, cache, log.fault))
 
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
@@ -60,61 +44,62 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     at before the body, and every answer has an x-request-id."""
     surface = control(gateway)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            tenant = admitted(gateway, scope)
+            if scope["path"] in NEEDED:
+                return await gateway(scope, receive, send, tenant)
+            body = await gateway.memory.read(receive, SMALL_BODY, gateway.settings.limits.unread_seconds)
+            gateway.memory.free(len(body))
+        except GatewayError as error:
+            await Client(send, {"connection": "close"}).fail(error)
+        except Vanished:
+            pass
+        else:
+            await surface({**scope, "tenant": tenant}, _after(body, receive), send)
+
+    app: Any = answer
+    if gateway.settings.origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        shown = ["x-request-id", "x-selfspec-backend", "x-selfspec-cache"]
+        every = ["*"]
+        app = CORSMiddleware(answer, gateway.settings.origins, every, every, expose_headers=shown)
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        name = request_id(headers.get("x-request-id", ""))
-        own = (b"x-request-id", name.encode())
+        own = (b"x-request-id", request_id(_headers(scope).get("x-request-id", "")).encode())
         scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != own[0]), own]
 
-        async def named(message: MutableMapping[str, Any]) -> None:
+        async def hand_on(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), own]}
             await send(message)
 
-        try:
-            tenant = admitted(gateway, scope, headers)
-            if scope["path"] in NEEDED:
-                return await gateway(scope, receive, named, tenant)
-            body = await gateway.memory.read(receive, SMALL_BODY, gateway.settings.limits.unread_seconds)
-            gateway.memory.free(len(body))
-        except GatewayError as error:
-            await Client(named, {"connection": "close"}).fail(error)
-        except Vanished:
-            pass
-        else:
-            await surface({**scope, "tenant": tenant}, _after(body, receive), named)
+        await app(scope, receive, hand_on)
 
-    if not gateway.settings.origins:
-        return app
-    from starlette.middleware.cors import CORSMiddleware
-
-    return CORSMiddleware(
-        app,
-        allow_origins=gateway.settings.origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "x-selfspec-backend", "x-selfspec-cache"],
-    )
+    return named
 
 
-def admitted(gateway: Gateway, scope: Scope, headers: dict[str, str]) -> Tenant:
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def admitted(gateway: Gateway, scope: Scope) -> Tenant:
     """Who asks; nothing of the body has been read.
 
     Raises:
         GatewayError: no key that may ask here (401, 403), a method that is not allowed (405), or a control endpoint
             that another page asks in a browser, by its own origin or by a name of its own for this host (403).
     """
-    path, method = scope["path"], scope["method"]
+    path, method, headers = scope["path"], scope["method"], _headers(scope)
     if path in OPEN_TO_ALL:
-        return Tenant(NOBODY)
+        return gateway.keys.nobody
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
     if path in NEEDED:
         if method != "POST":
-            raise GatewayError(
-                f"{method} is not allowed here; allowed: POST", 405, "invalid_request_error", headers={"allow": "POST"}
-            )
+            raise invalid(f"{method} is not allowed here; allowed: POST", 405, headers={"allow": "POST"})
         return tenant
     if not tenant.admin and path not in FOR_EVERY_KEY and not path.startswith("/v1/models/"):
         raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
@@ -123,11 +108,8 @@ def admitted(gateway: Gateway, scope: Scope, headers: dict[str, str]) -> Tenant:
         raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
     name = urlsplit(f"//{host}").hostname or ""
     if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_number(name):
-        raise GatewayError(
-            f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}",
-            403,
-            "permission_error",
-        )
+        said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}"
+        raise GatewayError(said, 403, "permission_error")
     return tenant
 
 
@@ -149,11 +131,9 @@ def _after(body: bytes, receive: Receive) -> Receive:
 
 
 @asynccontextmanager
-async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterator[Supervisor]:
-    """A gateway with its client, its log, and its backends, for as long as the block lasts."""
-    folder = Path(gateway.settings.results_dir) / FOLDER
-
-    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, gateway.look, say)
+async def opened(gateway: Gateway, say: Say = lambda text: None, starts: bool = True) -> AsyncIterator[Supervisor]:
+    """A gateway with its client, its log, and its backends, for as long as the block lasts. starts: servers too."""
+    supervisor = Supervisor(gateway.replicas, gateway.upstream, gateway.folder, gateway.looked, say, starts)
     gateway.log.open()
     try:
         await supervisor.open()
@@ -164,6 +144,7 @@ async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterato
         await gateway.log.close()
         gateway.tracing.close()
         gateway.caching.close()
+        gateway.meter.close()
 
 
 class _Server(uvicorn.Server):
@@ -178,9 +159,9 @@ class _Server(uvicorn.Server):
         if self.started:
             port = self.servers[0].sockets[0].getsockname()[1]
             scheme, host = "https" if self.config.is_ssl else "http", self.gateway.settings.host
-            self.say(f"listening on {scheme}://{host}:{port}/v1")
-            if self.gateway.keys.everybody and host not in LOCAL:
-                self.say(f"warning: without keys, everybody who reaches {host} may ask and control")
+            warning = f"; warning: without keys, everybody who reaches {host} may ask and control"
+            open_to_all = self.gateway.keys.everybody and host not in LOCAL
+            self.say(f"listening on {scheme}://{host}:{port}/v1" + (warning if open_to_all else ""))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -217,7 +198,7 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
         log_level="warning",
         backlog=BACKLOG,
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        timeout_keep_alive=75,
+        timeout_keep_alive=IDLE_SECONDS,
         ssl_certfile=certificate,
         ssl_keyfile=key,
         server_header=False,
@@ -230,7 +211,13 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
 
 async def reload(gateway: Gateway, supervisor: Supervisor, settings: GatewaySettings) -> None:
     """Go on with other settings; requests in flight end at the backends where they are. Address, TLS, origins and
-    folder stay what they were, and so does whether there is a cache."""
+    folder stay what they were, and so does whether there is a cache.
+
+    Raises:
+        ConfigError: another number of workers.
+    """
+    if settings.workers != gateway.settings.workers:
+        raise ConfigError(f"workers={settings.workers}: it is {gateway.settings.workers} until a restart")
     known = {one.name: one for one in gateway.replicas}
     replicas = []
     for one in settings.backends:
@@ -241,11 +228,33 @@ async def reload(gateway: Gateway, supervisor: Supervisor, settings: GatewaySett
     await supervisor.take(replicas)
 
 
-def give_back_large_blocks() -> None:
-    """Have the memory of long bodies go back to the system when it is free. By itself glibc takes ever larger blocks
-    from the heap, where one small block that lives on keeps all that is below it."""
+def at_hang_up(reload_settings: Callable[[], Awaitable[None]], say: Say) -> None:
+    """Have SIGHUP reload the settings, in the running event loop."""
+
+    async def reloaded() -> None:
+        try:
+            await reload_settings()
+        except (ConfigError, SettingsError) as error:
+            say(f"the settings stay as they were: {error}")
+        else:
+            say("the settings were reloaded")
+
+    running: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
+
+    def hang_up() -> None:
+        running[:] = [asyncio.ensure_future(reloaded())]
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+
+
+def prepare_memory() -> None:
+    """Have the memory of long bodies go back to the system when it is free: by itself glibc takes ever larger blocks
+    from the heap, where one small block that lives on keeps all that is below it. What is there now stays: collections
+    need not look at it again while tokens wait."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(MAP_THRESHOLD, MAPPED_BYTES)
+    gc.collect()
+    gc.freeze()
 
 
 def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettings]) -> None:
@@ -256,30 +265,14 @@ def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettin
     """
 
     async def run() -> None:
-        gateway = made(settings)
+        gateway = Gateway(settings)
         async with opened(gateway, say) as supervisor:
-
-            async def reload_settings() -> None:
-                try:
-                    await reload(gateway, supervisor, again())
-                except (ConfigError, SettingsError) as error:
-                    say(f"the settings stay as they were: {error}")
-                else:
-                    say("the settings were reloaded")
-
-            reloading: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
-
-            def hang_up() -> None:
-                reloading[:] = [asyncio.ensure_future(reload_settings())]
-
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
-            gc.collect()
-            gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait
+            at_hang_up(lambda: reload(gateway, supervisor, again()), say)
+            prepare_memory()
             await server(gateway, say).serve()
 
     import uvloop
 
-    give_back_large_blocks()
     try:
         uvloop.run(run())
     except SystemExit as error:  # uvicorn's, where it cannot listen

@@ -6,10 +6,12 @@ No secret is in settings, because they name the variables that hold keys, so the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
 
+_limit = partial(knob, None, low=1, unset="no limit")
 SPECIAL = ("tools", "images", "sampled")
 """Kinds of requests that are cached only where `also_for` names them."""
 
@@ -23,12 +25,9 @@ class BackendSettings:
     url: str | None = knob(None, help="its address; a server that answers there is adopted", unset="one is started")
     words: list[str] = knob(
         factory=list,
-        help="of `local` and `quantised`: what `selfspec serve` is given, vLLM's own "
-        "options after `--`; of `pool`: what vllm-router is given",
+        help="given to `selfspec serve` (`local`, `quantised`; vLLM's options after `--`) or vllm-router (`pool`)",
     )
-    environment: dict[str, Any] = knob(
-        factory=dict, help="variables of the server that is started, such as CUDA_VISIBLE_DEVICES"
-    )
+    environment: dict[str, Any] = knob(factory=dict, help="of the server that is started: CUDA_VISIBLE_DEVICES=1")
     prefill: str | None = knob(None, help="of `split`: address of the server that prefills", unset="required there")
     model: str | None = knob(None, help="the one model there that clients get", unset="all that /v1/models names")
     serves: list[str] = knob(factory=list, help="names of models that clients may use for it, besides its own")
@@ -38,10 +37,8 @@ class BackendSettings:
     key_env: str | None = knob(None, help="environment variable that holds the key for it", unset="no key is sent")
     price_in: float = knob(0.0, help="price of a million prompt tokens", unit="money", low=0)
     price_out: float = knob(0.0, help="price of a million generated tokens", unit="money", low=0)
-    price_hour: float = knob(
-        0.0, help="price of the hour of the machine, shared by the requests on it", unit="money", low=0
-    )
-    at_once: int | None = knob(None, help="most requests in flight there", unit="requests", low=1, unset="no limit")
+    price_hour: float = knob(0.0, help="price of an hour of the machine, shared by its requests", unit="money", low=0)
+    at_once: int | None = _limit(help="most requests in flight there", unit="requests")
 
 
 @dataclass
@@ -50,21 +47,11 @@ class KeySettings:
 
     name: str = knob("", help="the tenant: what logs and limits call the client")
     key: str = knob("", help="environment variable that holds the key, or the key's SHA-256 in hexadecimal")
-    requests_per_minute: int | None = knob(
-        None, help="most requests a minute", unit="requests", low=1, unset="no limit"
-    )
-    tokens_per_minute: int | None = knob(
-        None, help="most tokens a minute, prompts and answers", unit="tokens", low=1, unset="no limit"
-    )
-    at_once: int | None = knob(None, help="most requests at once", unit="requests", low=1, unset="no limit")
+    requests_per_minute: int | None = _limit(help="most requests a minute", unit="requests")
+    tokens_per_minute: int | None = _limit(help="most tokens a minute, prompts and answers", unit="tokens")
+    at_once: int | None = _limit(help="most requests at once", unit="requests")
     models: list[str] = knob(factory=list, help="models that it may ask for; empty: all")
-    money_per_day: float | None = knob(
-        None,
-        help="most money a day (UTC); what was spent is forgotten at a restart",
-        unit="money",
-        above=0,
-        unset="no limit",
-    )
+    money_per_day: float | None = knob(None, help="most money a day (UTC)", unit="money", above=0, unset="no limit")
     admin: bool = knob(False, help="may look at routes and settings, drain backends, and evict cached answers")
 
 
@@ -73,11 +60,7 @@ class LimitSettings:
     """What nobody may exceed, and how long the gateway waits."""
 
     body_mib: float = knob(
-        32.0,
-        help="largest body of a request; all bodies together may have 16 times as much, then HTTP 503",
-        unit="MiB",
-        above=0,
-        high=1e6,
+        32.0, help="largest body of a request; all together may have 16 times as much", unit="MiB", above=0, high=1e6
     )
     at_once: int = knob(4096, help="most requests in the gateway at once", unit="requests", low=1)
     queue_seconds: float = knob(
@@ -89,11 +72,7 @@ class LimitSettings:
     )
     stall_seconds: float = knob(30.0, help="likewise between two events; comments do not count", unit="s", above=0)
     unread_seconds: float = knob(
-        300.0,
-        help="a client that has read nothing of its answer for so long is left, and "
-        "one that has not sent its whole request",
-        unit="s",
-        above=0,
+        300.0, help="a client is left that has read nothing, or not sent its request, for so long", unit="s", above=0
     )
 
 
@@ -125,11 +104,7 @@ class LedgerSettings:
     """What routing gained: some requests are its baseline, and the others are compared with them."""
 
     plain_share: float = knob(
-        0.01,
-        help="share of requests that go without drafts and cache to the first backend",
-        unit="fraction",
-        low=0,
-        high=1,
+        0.01, help="requests that go to the first backend, without drafts or cache", unit="fraction", low=0, high=1
     )
 
 
@@ -139,6 +114,7 @@ class GatewaySettings:
 
     host: str = knob("127.0.0.1", help="address to listen on")
     port: int = knob(8080, help="port to listen on; 0 takes a free one", low=0, high=65535)
+    workers: int = knob(1, help="processes that answer at that port", low=1, high=256)
     policy: str = knob("least_time", help="who chooses the backend; a name of the registry of policies")
     policy_options: dict[str, Any] = knob(factory=dict, help="options of the policies, by the policy's name")
     backends: list[BackendSettings] = knob(factory=list, help="where requests can go; the first is the baseline")

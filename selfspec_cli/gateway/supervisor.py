@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from selfspec_cli import children, terminal
 from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.backends.base import environment, log_of, without_v1
+from selfspec_cli.gateway.backends.base import environment, log_of, serve_command, without_v1
 from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
@@ -42,7 +42,8 @@ def replica(settings: BackendSettings) -> Replica:
 class Supervisor:
     """Starts what has to be started, and looks after all backends.
 
-    folder: for the logs of servers. looked: called after each look. say: called with messages for people.
+    folder: for the logs of servers. looked: called after each look. say: called with messages for people. starts:
+    whether servers are started here; otherwise another process does it.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Supervisor:
         folder: Path,
         looked: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
+        starts: bool = True,
     ) -> None:
         self.replicas, self.upstream, self.folder = list(replicas), upstream, folder
-        self.looked, self.say = looked, say
+        self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
         self._ended: set[str] = set()
@@ -77,8 +79,16 @@ class Supervisor:
                 self._retired[process] = asyncio.ensure_future(self._retire(replica, process))
         for replica in self.replicas:
             if replica not in self._tasks:
-                await self._start(replica)
+                if self.starts:
+                    await self._start(replica)
                 self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
+        hosts = {
+            one: urlsplit(one.url).hostname
+            for one in self.replicas
+            if BACKENDS[one.settings.kind].command is serve_command  # others may be anywhere
+        }
+        for replica, host in hosts.items():
+            replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
 
     async def close(self) -> None:
         """End the servers that were started here; those that were adopted go on."""
@@ -204,9 +214,8 @@ class Supervisor:
         words, times = itertools.count(), []
         with suppress(Exception):  # a model for embeddings alone has no completions
             for count, learnt in ((1, False), *((1, True),) * FEW, (WARM_TOGETHER, False), (WARM_TOGETHER, True)):
-                prompts = [
-                    " ".join(str(next(words)) for _ in range(WARM_WORDS)) for _ in range(count)
-                ]  # none is cached
+                asked = [[str(next(words)) for _ in range(WARM_WORDS)] for _ in range(count)]  # none is cached
+                prompts = list(map(" ".join, asked))
                 found = await asyncio.gather(*(self._timed(replica, prompt) for prompt in prompts))
                 times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
                 if count == 1 and (not learnt or replica.load.drafts):
@@ -218,14 +227,8 @@ class Supervisor:
 
     async def _timed(self, replica: Replica, prompt: str) -> tuple[float, float]:
         """Seconds to the first token of a stream, and for each further one."""
-        body = {
-            "model": replica.model,
-            "max_tokens": WARM_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "prompt": prompt,
-        }
+        body = {"model": replica.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "prompt": prompt}
         began = first = last = time.monotonic()
         sent = await prepared(self.upstream, replica, "/v1/completions", body)
         limit = self.upstream.limits.first_byte_seconds

@@ -83,6 +83,7 @@ class Curve:
     def __init__(self) -> None:
         self._points: dict[int, Point] = {}
         self.seen = 0
+        self.most = 0.0  # requests with which a step was measured
 
     def learn(self, running: float, seconds: float) -> None:
         """One time that was measured. A point that contradicts it (more requests in less time) is out of date, and
@@ -94,6 +95,7 @@ class Curve:
             if (old.seconds - point.seconds) * (other - place) < 0:
                 old.seconds = point.seconds
         self.seen += 1
+        self.most = max(self.most, running)
 
     def value(self, running: float) -> float | None:
         """The expected seconds; None before FEW were measured."""
@@ -118,17 +120,32 @@ class Prediction:
 
 @dataclass
 class Timing:
-    """The times of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second."""
+    """The times of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second.
+
+    steps: while no other backend of its host is busy. beside: how many times longer they take while one is.
+    """
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))
     steps: Curve = field(default_factory=Curve)
     prefill_rate: float | None = None
+    beside: Point = field(default_factory=Point)
 
     def learn_ttft(self, own: float, ahead: float, seconds: float) -> None:
         """own, ahead: tokens to prefill of this request, and of others that were before it."""
         self.ttft.learn((1.0, own, ahead), seconds)
         if own >= 16 and seconds > 0:
             self.prefill_rate = max(self.prefill_rate or 0.0, (own + ahead) / seconds)
+
+    def learn_step(self, running: float, seconds: float, beside: bool) -> None:
+        """A plain step with so many requests. beside: another backend of the host was busy."""
+        if beside:
+            expected = self.steps.value(running)
+            if expected and running <= self.steps.most:  # beyond it the curve is a guess
+                self.beside.learn(running, max(1.0, seconds / expected))
+            if not self.beside.count:
+                return
+            seconds /= self.beside.seconds
+        self.steps.learn(running, seconds)
 
     def step(self, running: float) -> float | None:
         """Seconds of a plain step with so many requests; None where too little was seen."""

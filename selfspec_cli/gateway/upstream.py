@@ -72,11 +72,6 @@ class Upstream:
         self.limits = limits
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The client for requests."""
-        return self._named("requests")
-
     def _named(self, name: str) -> aiohttp.ClientSession:
         """A client of aiohttp, made inside the event loop when it is first used. Looks have one of their own: otherwise
         they would use in turn all connections that a rush of requests left, and none would ever be closed."""
@@ -192,12 +187,8 @@ class Upstream:
             raise BackendFailed(f"HTTP {status}: it does not take the gateway's key", cause=Cause.backend)
         if 400 <= status < 500 and status not in (408, 429):
             raise Refused(status, raw)
-        raise BackendFailed(
-            f"HTTP {status}",
-            status if status in PASSED_ON else 502,
-            Cause.nobody if status == 429 else Cause.shared,
-            _seconds(response.headers.get("retry-after", "")),
-        )
+        cause, later = Cause.nobody if status == 429 else Cause.shared, response.headers.get("retry-after", "")
+        raise BackendFailed(f"HTTP {status}", status if status in PASSED_ON else 502, cause, _seconds(later))
 
     async def part(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
         """The next bytes of an answer, empty at its end.

@@ -185,18 +185,8 @@ class Fake:
             return True
         return False
 
-    async def send(
-        self,
-        response: web.StreamResponse,
-        body: dict[str, Any],
-        text: Any,
-        ids: list[int] | None,
-        prompt: list[int] | None,
-        *,
-        chat: bool,
-        finish: str | None = None,
-        extra: bool = False,
-    ) -> None:
+    async def send(self, response, body, text, ids, prompt, *, chat, finish=None, extra=False):  # type: ignore
+        """An event with these token ids, or the head of a chat (extra)."""
         wanted = bool(body.get("return_token_ids")) and self.vllm
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
         choice |= {"delta": text if extra else {"content": text}} if chat else {"text": text}

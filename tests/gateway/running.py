@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ from selfspec_cli.gateway import breaker, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
 
-QUICK = LimitSettings(first_byte_seconds=2.0, stall_seconds=0.5, queue_seconds=0.3)
+QUICK = LimitSettings(
+    first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3
+)  # a busy machine stalls for seconds
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
 breaker.OPEN_SECONDS = 0.3
@@ -33,6 +37,7 @@ class Running:
     session: aiohttp.ClientSession
     log: Path
     looking: supervisor.Supervisor
+    said: list[str]
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
         """(status, JSON, headers)."""
@@ -86,6 +91,47 @@ class Stream:
         return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
 
 
+class Process:
+    """`selfspec gateway` as a process. said: its stderr so far; url: where it listens. code: Python before it."""
+
+    async def start(self, *words: str, code: str = "") -> None:
+        run = (
+            code
+            + "\nimport runpy, sys; sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
+        )
+        self.said = ""
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", run, "gateway", *words, stderr=asyncio.subprocess.PIPE
+        )
+        await self.until_said("/v1", "listening on ")
+        self.url = self.said.partition("listening on ")[2].partition("/v1")[0]
+
+    async def until_said(self, word: str, after: str = "") -> None:
+        while word not in self.said.partition(after)[2] if after else word not in self.said:
+            part = await self.process.stderr.read(4096)
+            assert part, self.said
+            self.said += part.decode()
+
+    async def until_up(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            async with session.get(f"{self.url}/health") as response:
+                await response.read()  # then its connection is kept
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+    async def end(self, wish: int = signal.SIGTERM) -> None:
+        self.process.send_signal(wish)
+        rest = await self.process.communicate()
+        assert self.process.returncode == 0, self.said + rest[1].decode()
+
+
+def text_of_stream(raw: bytes | str) -> str:
+    """The text of the events of a stream of /v1/completions."""
+    lines = raw.split("\n\n") if isinstance(raw, str) else raw.decode().split("\n\n")
+    return "".join(json.loads(one[6:])["choices"][0]["text"] for one in lines if one.startswith("data: {"))
+
+
 @asynccontextmanager
 async def running(
     fakes: Sequence[Fake],
@@ -111,9 +157,10 @@ async def running(
         )
         for one in fakes
     ]
-    gateway = server.made(GatewaySettings(backends=made, **more))
+    gateway = Gateway(GatewaySettings(backends=made, **more))
     async with server.opened(gateway) as looking:
-        web = server.server(gateway)
+        said: list[str] = []
+        web = server.server(gateway, said.append)
         task = asyncio.ensure_future(web.serve())
         while not web.started:
             await asyncio.sleep(0.01)
@@ -121,8 +168,9 @@ async def running(
         assert await looking.ready(10, [one.name for one in fakes if not one.dead])
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            log = folder / server.FOLDER / "requests.jsonl"
-            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log, looking)
+            log = gateway.folder / "requests.jsonl"
+            url, named = f"http://127.0.0.1:{port}", {one.name: one for one in fakes}
+            yield Running(gateway, url, named, session, log, looking, said)
         web.should_exit = True
         await task
     for fake in fakes:

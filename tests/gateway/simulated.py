@@ -16,7 +16,7 @@ from typing import Any
 from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Chooser, Ended
-from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.replica import Flight, Replica, State
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
@@ -30,7 +30,7 @@ class Job:
 
     asked: Asked
     tokens: int
-    number: int
+    flight: Flight | None
     at: float
     prefill: float
     left: float
@@ -179,9 +179,8 @@ def simulate(
             replica = chooser.choose(asked, [server.replica for server in servers]).order[0]
             server = next(one for one in servers if one.replica is replica)
             routes[server.name] += 1
-            number = replica.begin(asked)
-            own = replica.flights[number].own
-            server.jobs.append(Job(asked, request.answer, number, clock["at"], own + 1e-9, request.answer))
+            flight = replica.begin(asked)
+            server.jobs.append(Job(asked, request.answer, flight, clock["at"], flight.own + 1e-9, request.answer))
     assert len(done) == len(requests)
     return Result(
         [job.ended - job.at for job, _ in done],
@@ -196,18 +195,25 @@ def _step(server: Server, job: Job, at: float) -> bool:
     """Advance a job, and inform the replica of its first token. Returns whether the job has ended."""
     if job.prefill <= 1e-6 and job.first is None:
         job.prefill, job.first = 0.0, at
-        server.replica.first_token(job.number, at - job.at)
+        job.flight.came(1)
     if job.first is None:
         return False
-    flight = server.replica.flights[job.number]
     rounds = 1 + int((job.tokens - job.left + 1e-6) / server.tokens)  # each of them is one event of the stream
-    if rounds > flight.events:
-        server.replica.came(job.number, rounds - flight.events)
+    if rounds > job.flight.events:
+        job.flight.came(rounds - job.flight.events)
     if job.left > 1e-6:
         return False
-    server.replica.end(job.number, job.tokens)
+    server.replica.end(job.flight, job.tokens)
     job.ended = at
     return True
+
+
+def begun(replica: Replica, asked: Asked, seconds: float) -> Flight:
+    """A request that is there since so many seconds, and whose first token has just come."""
+    flight = replica.begin(asked)
+    flight.began -= seconds
+    flight.came(1)
+    return flight
 
 
 def asked_of(request: Request) -> Asked:

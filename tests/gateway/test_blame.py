@@ -40,13 +40,6 @@ async def test_a_request_on_which_every_backend_fails_opens_no_breaker(tmp_path)
         assert not any("poison" in str(row["error"]) for row in await on.rows())
 
 
-async def test_a_backend_that_fails_where_others_answer_is_left_alone(tmp_path):
-    async with running([Fake("a", refuse=500), Fake("b")], tmp_path) as on:
-        for _ in range(8):
-            assert (await on.post(PROMPT))[0] == 200
-        assert len(on.fakes["a"].asked) == breaker.LEAST_FAILURES
-
-
 async def test_when_every_breaker_is_open_requests_are_sent_all_the_same(tmp_path):
     async with running([Fake("a"), Fake("b")], tmp_path) as on:
         for one in on.gateway.replicas:
@@ -68,6 +61,32 @@ async def test_a_backend_that_is_left_alone_is_asked_where_all_others_fail(tmp_p
             assert (await on.stream(PROMPT)).text == WANTED
         else:
             assert (await on.post(PROMPT))[0] == 200
+
+
+class Held(Fake):
+    """Begins to send whole answers when `go` is set."""
+
+    async def start(self):
+        self.go = asyncio.Event()
+        await super().start()
+
+    async def whole(self, request, body):
+        await self.go.wait()
+        return await super().whole(request, body)
+
+
+async def test_one_long_answer_does_not_keep_short_requests_from_a_backend_that_tries_again(tmp_path):
+    fake = Held("a")
+    async with running([fake], tmp_path) as on:
+        for _ in range(5):
+            on.gateway.replicas[0].breaker.failed()
+        await asyncio.sleep(breaker.OPEN_SECONDS)
+        long = asyncio.ensure_future(on.post(PROMPT))
+        await until(lambda: on.fakes["a"].running == 1)
+        short = await asyncio.gather(*(on.stream(PROMPT | {"max_tokens": 1}) for _ in range(10)))
+        assert [one.status for one in short] == [200] * 10 and not long.done()
+        on.fakes["a"].go.set()
+        assert (await long)[0] == 200
 
 
 def test_a_breaker_opens_by_the_share_of_failures_and_lets_several_requests_try():
@@ -109,8 +128,10 @@ async def test_a_long_answer_in_one_piece_is_generated_once(tmp_path):
 async def test_a_request_that_takes_too_long_as_a_whole_ends_and_is_nobodys_failure(tmp_path):
     quick = replace(QUICK, request_seconds=0.5)
     async with running([Fake("a", step=0.2), Fake("b")], tmp_path, limits=quick) as on:
-        status, found, _ = await on.post(PROMPT)
-        assert (status, found["error"]["type"]) == (504, "timeout")
+        for _ in range(breaker.LEAST_FAILURES + 1):
+            status, found, _ = await on.post(PROMPT)
+            assert (status, found["error"]["type"]) == (504, "timeout")
+        assert (await on.post(PROMPT | {"max_tokens": 1}))[0] == 200
         stream = await on.stream(PROMPT)
         assert stream.events[-1]["error"]["code"] == 504
         assert on.fakes["b"].asked == []
@@ -151,11 +172,46 @@ def test_addresses_of_other_forms(base, wanted):
     assert address(base, "/v1/completions") == wanted
 
 
+class Azure(Fake):
+    """Answers at an address of Azure's form, and has no list of models."""
+
+    async def start(self):
+        app = web.Application()
+        app.router.add_post("/openai/deployments/x/completions", self.complete)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/openai/deployments/x?api-version=3"
+
+    async def complete(self, request):
+        assert (request.query_string, request.headers["api-key"]) == ("api-version=3", "a key")
+        return await super().complete(request)
+
+
+async def test_an_address_with_a_path_and_a_query_is_asked_as_azure_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_A", "a key")
+    more = {"kinds": {"a": "openai"}, "backends": {"a": {"model": "toy", "key_env": "KEY_OF_A"}}}
+    async with running([Azure("a")], tmp_path, **more) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == (await on.stream(PROMPT)).text == WANTED
+
+
+async def test_a_gateway_that_is_full_says_when_to_come_again(tmp_path):
+    async with running([Fake("a", first=3600)], tmp_path, limits=replace(QUICK, at_once=2)) as on:
+        held = [asyncio.ensure_future(on.post(PROMPT)) for _ in range(2)]
+        await until(lambda: on.gateway.inside == 2)
+        status, found, headers = await on.post(PROMPT)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert found["error"]["message"] == "too many requests at once"
+        for one in held:
+            one.cancel()
+        await until(lambda: on.gateway.inside == 0)
+
+
 async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
     full = {"a": {"at_once": 1}}
     patient = replace(QUICK, queue_seconds=20)
-    async with running([Fake("a", step=0.02)], tmp_path, backends=full, keys=TENANTS, limits=patient) as on:
-        order = []
+    fake, order = Held("a"), []
+    async with running([fake], tmp_path, backends=full, keys=TENANTS, limits=patient) as on:
 
         async def one(name):
             assert (await on.post(PROMPT, Authorization=f"Bearer {name}"))[0] == 200
@@ -168,19 +224,24 @@ async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
         other = asyncio.ensure_future(one("bob"))
         await until(lambda: len(on.gateway.places) == 5)
         assert 'queue{class="interactive"} 5.0' in await (await on.session.get(on.url + "/metrics")).text()
+        fake.go.set()
         await asyncio.gather(first, other, *waiting)
         assert order.index("bob") <= 2
         assert not on.gateway.places.waiting
 
 
 async def test_a_place_that_does_not_come_is_a_503_with_a_time(tmp_path):
-    async with running([Fake("a", step=0.2)], tmp_path, backends={"a": {"at_once": 1}}) as on:
+    fake = Held("a")
+    async with running([fake], tmp_path, backends={"a": {"at_once": 1}}) as on:
         busy = asyncio.ensure_future(on.post(PROMPT))
         await until(lambda: on.fakes["a"].running == 1)
         status, found, headers = await on.post(PROMPT)
         assert (status, headers["retry-after"]) == (503, "1")
         assert "full" in found["error"]["message"]
         assert not on.gateway.places.waiting
+        async with on.session.get(on.url + "/health") as response:  # whose backends are full, it is healthy
+            assert (response.status, (await response.json())["backends"]) == (200, ["a"])
+        fake.go.set()
         assert (await busy)[0] == 200
 
 

@@ -1,18 +1,18 @@
 """The answer cache on a request's way. What it promises is tested beside it."""
 
 import asyncio
-import hashlib
 import json
 import threading
 
 import pytest
 from fake import Fake, answer
+from hostile import ANN, BOB, TENANTS, until
 from running import running
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.cache import AnswerCache, key
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import CacheSettings, KeySettings, LedgerSettings
+from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 EXACT = CacheSettings(mib=8)
@@ -148,20 +148,17 @@ async def test_equal_requests_at_once_share_one_call(tmp_path):
 async def test_a_shared_call_goes_on_when_its_first_client_leaves_and_ends_when_all_do(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path, cache=EXACT) as on:
         first = asyncio.ensure_future(on.stream(PROMPT))
-        while not on.gateway.caching.flights:
-            await asyncio.sleep(0.01)
+        await until(lambda: on.gateway.caching.flights)
         second = asyncio.ensure_future(on.stream(PROMPT))
         await asyncio.sleep(0.2)
         first.cancel()
         assert (await second).text == answer("once", 12)
         assert len(on.fakes["a"].asked) == 1
         alone = asyncio.ensure_future(on.stream(PROMPT | {"prompt": "twice"}))
-        while not on.gateway.caching.flights:
-            await asyncio.sleep(0.01)
+        await until(lambda: on.gateway.caching.flights)
         await asyncio.sleep(0.1)
         alone.cancel()
-        while on.gateway.caching.flights or on.fakes["a"].running:
-            await asyncio.sleep(0.01)
+        await until(lambda: not on.gateway.caching.flights and not on.fakes["a"].running)
 
 
 async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
@@ -175,15 +172,13 @@ async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
 
 
 async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
-    keys = [KeySettings(name=name, key=hashlib.sha256(name.encode()).hexdigest()) for name in ("ann", "bob")]
-    ann, bob = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
-    async with running([Fake("a")], tmp_path, cache=EXACT, keys=keys) as on:
-        await on.post(PROMPT, **ann)
+    async with running([Fake("a")], tmp_path, cache=EXACT, keys=TENANTS) as on:
+        await on.post(PROMPT, **ANN)
         await on.settled()
-        assert "x-selfspec-cache" not in (await on.post(PROMPT, **bob))[2]
-        entry = (await on.post(PROMPT, **ann))[2]["x-selfspec-cache"].partition("entry=")[2]
+        assert "x-selfspec-cache" not in (await on.post(PROMPT, **BOB))[2]
+        entry = (await on.post(PROMPT, **ANN))[2]["x-selfspec-cache"].partition("entry=")[2]
         json_body = {"Content-Type": "application/json"}
-        for who, quality, status in ((bob, 0, 404), (bob, 1, 404), (ann, 1, 200), (ann, 0, 200), (ann, 0, 404)):
+        for who, quality, status in ((BOB, 0, 404), (BOB, 1, 404), (ANN, 1, 200), (ANN, 0, 200), (ANN, 0, 404)):
             body = {"entry": entry, "quality": quality}
             assert (await on.post(body, "/gateway/feedback", **who, **json_body))[0] == status
 
@@ -210,19 +205,17 @@ def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
     answer = {"text": "x" * 1000}
     for number in range(10):
         cache.store(bytes([number]), "t", answer, 100.0 + number, most=10**6, oldest=0)
-    assert cache.lookup(bytes([0]), 200.0, oldest=0).answer == answer
+    assert cache.lookup(bytes([0]), 200.0, oldest=0)[1] == answer
     cache.store(b"new", "t", answer, 201.0, most=5 * 1300, oldest=0)
     kept = [number for number in range(10) if cache.lookup(bytes([number]), 202.0, oldest=0)]
-    assert 0 in kept and 1 not in kept and cache.bytes <= 5 * 1300
-    assert cache.entries == len(kept) + 1
+    assert 0 in kept and 1 not in kept and cache.size()["bytes"] <= 5 * 1300
+    assert cache.size()["entries"] == len(kept) + 1
     assert cache.lookup(b"new", 300.0, oldest=202.0) is None
     cache.store(b"other", "t", answer, 300.0, most=10**6, oldest=299.0)
-    assert cache.entries == 1
-    with pytest.raises(SettingsError, match="one process at a time"):
-        AnswerCache(tmp_path / "answers.sqlite")
+    assert cache.size()["entries"] == 1
+    again = AnswerCache(tmp_path / "answers.sqlite")  # another process
     cache.close()
-    again = AnswerCache(tmp_path / "answers.sqlite")
-    assert (again.entries, again.lookup(b"other", 301.0, oldest=0).answer) == (1, answer)
+    assert (again.size()["entries"], again.lookup(b"other", 301.0, oldest=0)[1]) == (1, answer)
     again.close()
     (tmp_path / "other").write_bytes(b"no database" * 100)
     with pytest.raises(SettingsError):

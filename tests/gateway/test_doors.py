@@ -5,6 +5,7 @@ import json
 import shutil
 import ssl
 import subprocess
+import threading
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
 from running import QUICK, running
 
 from selfspec_cli.gateway import core, doors, server
+from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings
 
@@ -71,6 +73,45 @@ async def test_connections_beyond_the_limit_are_refused_at_once(tmp_path, monkey
                 found = (await on.post(PROMPT))[0]
 
 
+async def test_connections_that_idle_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    async with running([Fake("a")], tmp_path) as on:
+        kept = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        async with asyncio.timeout(30):
+            assert (await talk(on, kept, 3600)).startswith(b"HTTP/1.1 200")
+
+
+async def test_every_answer_has_a_request_id(tmp_path):
+    async with running([Fake("a")], tmp_path, keys=TENANTS, origins=["https://app.example"]) as on:
+        page = b"Origin: https://app.example\r\nAccess-Control-Request-Method: POST\r\n"
+        for line, more, status in (
+            (b"GET /nothing", b"Authorization: Bearer ann\r\n", 404),
+            (b"GET /v1/completions", b"Authorization: Bearer ann\r\n", 405),
+            (b"GET /v1/models", b"", 401),
+            (b"GET /gateway/routes", b"Authorization: Bearer bob\r\n", 403),
+            (b"OPTIONS /v1/completions", page, 200),
+            (b"POST /health", b"Content-Length: 70000\r\n\r\n" + b"x" * 70_000, 413),  # nobody's, above 64 KiB
+            (b"GET /health", b"x: " + b"y" * 100_000 + b"\r\n", 431),
+            (b"no HTTP", b"", 400),
+        ):
+            raw = (
+                line
+                + (b"" if status == 400 else b" HTTP/1.1")
+                + b"\r\nHost: x\r\nConnection: close\r\n"
+                + more
+                + b"\r\n"
+            )
+            head = (await talk(on, raw)).partition(b"\r\n\r\n")[0].lower()
+            assert head.startswith(b"http/1.1 %d" % status), head
+            assert head.count(b"x-request-id: ") == 1, head
+
+
+async def test_a_gateway_that_is_open_to_everybody_says_so(tmp_path):
+    for host, keys, warns in (("0.0.0.0", [], True), ("0.0.0.0", TENANTS, False), ("127.0.0.1", [], False)):
+        async with running([Fake("a")], tmp_path, host=host, keys=keys) as on:
+            assert ("warning: without keys, everybody who reaches 0.0.0.0" in on.said[0]) == warns
+
+
 async def test_bodies_that_do_not_fit_together_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(core, "BODIES", 2)
     small = replace(QUICK, body_mib=0.1)
@@ -83,12 +124,15 @@ async def test_bodies_that_do_not_fit_together_are_refused(tmp_path, monkeypatch
         assert (await on.post(PROMPT))[0] == 200
 
 
-async def test_a_long_body_of_token_ids_is_read_and_streams_go_on(tmp_path):
+async def test_a_long_body_of_token_ids_is_read_in_another_thread_and_streams_go_on(tmp_path, monkeypatch):
     patient = replace(QUICK, stall_seconds=30)
     async with running([Fake("a", step=0.01)], tmp_path, limits=patient) as on:
+        read, threads = requests.read, []
+        monkeypatch.setattr(requests, "read", lambda *given: threads.append(threading.current_thread()) or read(*given))
         long = asyncio.ensure_future(on.post(PROMPT | {"prompt": [5] * 400_000, "max_tokens": 0}))
         assert (await on.stream(PROMPT)).text == WANTED
         assert (await long)[0] == 200
+        assert [one is threading.main_thread() for one in threads].count(False) == 1 < len(threads)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +192,8 @@ async def test_settings_are_reloaded_without_losing_a_stream(tmp_path):
         await until(lambda: old.running == 1)
         backends = [BackendSettings(name="b", kind="local", url=new.url)]
         settings = GatewaySettings(backends=backends, keys=TENANTS[:1], ledger=LedgerSettings(0.0), limits=QUICK)
-        known = on.gateway.keys.tenant("Bearer ann")
         await server.reload(on.gateway, on.looking, settings)
         await until(lambda: on.gateway.replicas[0].state is State.up)
-        assert on.gateway.keys.tenant("Bearer ann") is known
         assert (await on.post(PROMPT, **BOB))[0] == 401
         assert (await on.post(PROMPT, **ANN))[2]["x-selfspec-backend"] == "b"
         assert (await stream).text == answer("once upon", 30)

@@ -31,27 +31,8 @@ def by_the_standard(raw):
     return found
 
 
-PIECES = st.sampled_from(
-    [
-        b"data",
-        b"event",
-        b"id",
-        b"retry",
-        b":",
-        b": ",
-        b" ",
-        b"\n",
-        b"\r",
-        b"\r\n",
-        b"\n\n",
-        b"{}",
-        b"data: x\n\n",
-        b"\xef\xbb\xbf",
-        b"\xff",
-        b"x",
-        b"[DONE]",
-    ]
-)
+WORDS = [b"data", b"event", b"id", b"retry", b"x", b"{}", b"[DONE]", b"data: x\n\n", b"\xef\xbb\xbf", b"\xff"]
+PIECES = st.sampled_from([*WORDS, b":", b": ", b" ", b"\n", b"\r", b"\r\n", b"\n\n"])
 
 
 @given(st.lists(PIECES, max_size=40).map(b"".join), st.lists(st.integers(1, 9), min_size=1, max_size=9))

@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
+from hostile import until
 from running import QUICK, running
 
-from selfspec_cli.gateway import breaker
+from selfspec_cli.gateway import breaker, upstream
 from selfspec_cli.gateway.breaker import LEAST_FAILURES
 from selfspec_cli.gateway.client import Client, watch
 from selfspec_cli.gateway.replica import State
@@ -32,7 +33,8 @@ WANTED = answer("once upon", 30)
 @pytest.mark.parametrize("at", [0, 1, 11, 29])
 async def test_a_stream_survives_and_the_client_gets_the_very_text_once(tmp_path, path, fault, at):
     bad, good = Fake("bad", step=0.001, times=1, **{fault: at}), Fake("good")
-    async with running([bad, good], tmp_path) as on:
+    limits = replace(QUICK, stall_seconds=1.0, first_byte_seconds=1.0) if fault == "hang_after" else QUICK
+    async with running([bad, good], tmp_path, limits=limits) as on:
         usage = {"stream_options": {"include_usage": True}}
         stream = await on.stream(PATHS[path] | usage, path)
         assert stream.text == WANTED
@@ -102,21 +104,15 @@ async def test_the_time_for_a_token_is_not_that_of_a_stream_of_several_answers(t
         assert on.gateway.replicas[0].per_event is None
 
 
-async def test_it_survives_twice(tmp_path):
-    fakes = [Fake("a", times=1, die_after=7), Fake("b", times=1, die_after=9), Fake("c")]
-    async with running(fakes, tmp_path) as on:
-        assert (await on.stream(PROMPT)).text == WANTED
-        assert on.fakes["c"].asked[-1]["max_tokens"] == 30 - 7 - 9
-
-
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_greedy_request_with_state_is_asked_again_and_what_the_client_has_is_left_out(tmp_path, path):
-    fakes = [Fake("a", times=1, die_after=7), Fake("b", times=1, die_after=3), Fake("c")]
+@pytest.mark.parametrize(("state", "left"), [({}, 30 - 7 - 9), ({"stop": ["never"]}, 30)])
+async def test_it_survives_twice(tmp_path, path, state, left):
+    """A greedy request with state is asked again, and what the client has is left out."""
+    fakes = [Fake("a", times=1, die_after=7), Fake("b", times=1, die_after=3 if state else 9), Fake("c")]
     async with running(fakes, tmp_path) as on:
-        stream = await on.stream(PATHS[path] | {"stop": ["never"]}, path)
-        assert stream.text == WANTED
-        assert on.fakes["c"].asked[-1]["max_tokens"] == 30
-        assert on.fakes["c"].asked[-1]["stop"] == ["never"]
+        assert (await on.stream(PATHS[path] | state, path)).text == WANTED
+        assert on.fakes["c"].asked[-1]["max_tokens"] == left
+        assert on.fakes["c"].asked[-1].get("stop") == state.get("stop")
 
 
 async def test_another_answer_is_never_glued_to_the_first(tmp_path):
@@ -132,38 +128,19 @@ async def test_another_answer_is_never_glued_to_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "backends"),
+    ("more", "other"),
     [
         ({"temperature": 1.0, "stop": ["never"]}, {}),  # sampled, with state
         ({"n": 2}, {}),
-        ({}, {"good": {"weights": "other"}}),  # no backend has the same weights
+        ({}, {"backends": {"good": {"weights": "other"}}}),  # no backend has the same weights
+        ({}, {"kinds": {"good": "quantised"}}),
     ],
 )
-async def test_what_cannot_be_continued_ends_with_an_error_that_names_the_backend(tmp_path, more, backends):
-    async with running([Fake("bad", times=1, die_after=7), Fake("good")], tmp_path, backends=backends) as on:
+async def test_what_cannot_be_continued_ends_with_an_error_that_names_the_backend(tmp_path, more, other):
+    async with running([Fake("bad", times=1, die_after=7), Fake("good")], tmp_path, **other) as on:
         stream = await on.stream(PROMPT | more)
         assert stream.events[-1]["error"]["backend"] == "bad"
         assert (await on.rows())[0]["status"] == 502
-
-
-async def test_a_quantised_backend_does_not_continue_the_whole_model(tmp_path):
-    kinds = {"good": "quantised"}
-    async with running([Fake("bad", times=1, die_after=7), Fake("good")], tmp_path, kinds=kinds) as on:
-        assert "error" in (await on.stream(PROMPT)).events[-1]
-
-
-@pytest.mark.parametrize("garbage", [b"<html>", b"", b"[1, 2]", b'{"error": "x"}'])
-async def test_garbage_in_place_of_an_answer_is_asked_of_the_next(tmp_path, garbage):
-    async with running([Fake("bad", whole_garbage=garbage), Fake("good")], tmp_path) as on:
-        status, found, _ = await on.post(PROMPT)
-        assert (status, found["choices"][0]["text"]) == (200, WANTED)
-
-
-@pytest.mark.parametrize("status", [429, 500, 503, 401])
-async def test_an_error_of_a_backend_is_asked_of_the_next(tmp_path, status):
-    async with running([Fake("bad", refuse=status), Fake("good")], tmp_path) as on:
-        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
-        assert (await on.stream(PROMPT)).text == WANTED
 
 
 async def test_where_all_fail_the_client_is_told_which(tmp_path):
@@ -215,16 +192,6 @@ async def test_a_server_that_was_started_anew_has_nothing_in_its_prefix_cache(tm
         assert [row["reason"] for row in await on.rows()] == ["cold", "warm", "cold"]
 
 
-async def test_a_gateway_whose_backends_are_full_is_healthy(tmp_path):
-    async with running([Fake("a", step=0.05)], tmp_path, backends={"a": {"at_once": 1}}) as on:
-        busy = asyncio.ensure_future(on.post(PROMPT))
-        await until(lambda: on.fakes["a"].running == 1)
-        async with on.session.get(on.url + "/health") as response:
-            assert (response.status, (await response.json())["backends"]) == (200, ["a"])
-        assert (await on.post(PROMPT))[0] == 503
-        assert (await busy)[0] == 200
-
-
 async def test_a_client_that_vanishes_stops_its_backend_and_nobody_else(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path) as on:
         other = asyncio.ensure_future(on.stream(PROMPT | {"max_tokens": 15}))
@@ -253,7 +220,8 @@ async def test_tokens_that_a_client_left_behind_are_counted_and_cost(tmp_path):
         assert row["status"] == 499
         assert (row["prompt_tokens"], 15 < row["tokens"] < 500) == (LETTERS_OF_PROMPT, True)
         assert row["cost"] == LETTERS_OF_PROMPT + row["tokens"]
-        assert on.gateway.keys.tenant("Bearer k").tokens.level == 1000 - row["cost"]
+        with on.gateway.meter._changed(key) as (_, used):
+            assert used["tokens"] == pytest.approx(1000 - row["cost"], abs=50)  # what has come back meanwhile
 
 
 async def test_each_backend_of_a_stream_is_paid_for_what_it_did(tmp_path):
@@ -346,12 +314,6 @@ async def unread(on, count):
             one.close()
 
 
-async def until(condition):
-    """Wait for it; the test's own limit of a minute ends what never comes."""
-    while not condition():
-        await asyncio.sleep(0.05)
-
-
 async def test_clients_that_do_not_read_fill_no_memory_and_hold_up_nobody(tmp_path):
     count, whole = 10, 1000 * 2**16  # bytes of each stream
     patient = replace(QUICK, first_byte_seconds=20, stall_seconds=20)
@@ -385,7 +347,7 @@ async def test_a_client_that_does_not_read_is_left_after_a_while(tmp_path):
         assert "read nothing" in row["error"]
 
 
-@pytest.mark.parametrize("send", ["part", "last", "end"])
+@pytest.mark.parametrize("send", ["part", "last"])
 async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(send):
     never = asyncio.Event()
 
@@ -429,6 +391,7 @@ async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_
 
 async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path, monkeypatch):
     monkeypatch.setattr(breaker, "LEAST_FAILURES", 1000)
+    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 50)
     fakes = [Fake("a", first=0.3), Fake("b", first=0.3, die_after=5, times=25)]
     patient = LimitSettings(first_byte_seconds=50, stall_seconds=50)
     async with running(fakes, tmp_path, policy="round_robin", limits=patient) as on:

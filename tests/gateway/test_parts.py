@@ -3,22 +3,27 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 
 import pytest
 from fake import Fake
+from hostile import until
 from running import running
+from simulated import begun
 
-from selfspec_cli.gateway import batching
+from selfspec_cli.gateway import queues
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
-from selfspec_cli.gateway.limits import Bucket
-from selfspec_cli.gateway.load import Counts, Load, between, read
+from selfspec_cli.gateway.errors import GatewayError
+from selfspec_cli.gateway.limits import DAY, Meter
+from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.log import RequestLog
+from selfspec_cli.gateway.queues import Batch
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import BackendSettings, LedgerSettings
+from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
@@ -88,7 +93,7 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
 async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp_path):
     async with running([Fake("a"), Fake("b", step=0.03)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"backend": "b"}}))
-        await until_begun(on, "b")
+        await until(lambda: on.fakes["b"].running == 1)
         await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
         await busy
         assert [(row["class"], row["route"]) for row in await on.rows()] == [("interactive", "b"), ("batch", "b")]
@@ -115,23 +120,19 @@ async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_fir
     assert went == ["by the settings", "named"]
 
 
-async def until_begun(on, name):
-    while on.fakes[name].running == 0:
-        await asyncio.sleep(0.01)
-
-
 async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
     async with running([Fake("a", step=0.1)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT))
-        await until_begun(on, "a")
+        await until(lambda: on.fakes["a"].running == 1)
         waiting = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"class": "batch"}}))
-        while not on.gateway.batch.waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: on.gateway.batch.waiting)
         async with on.session.get(on.url + "/metrics") as response:
             assert 'selfspec_gateway_queue{class="batch"} 1.0' in await response.text()
         waiting.cancel()
+        await until(lambda: not on.gateway.batch.waiting)
         await busy
         assert 'selfspec_gateway_queue{class="batch"} 0.0' in (await on.get("/metrics"))[1]
+        assert len(on.fakes["a"].asked) == 1
 
 
 async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
@@ -142,30 +143,16 @@ async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     assert "FileNotFoundError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("enough", "deadline", "reason"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
-async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(
-    tmp_path, monkeypatch, enough, deadline, reason
-):
-    monkeypatch.setattr(batching, "ENOUGH", enough)
+@pytest.mark.parametrize(("enough", "deadline", "why"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
+async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, monkeypatch, enough, deadline, why):
+    monkeypatch.setattr(queues, "ENOUGH", enough)
     async with running([Fake("a", step=0.2)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
         await asyncio.sleep(0.1)
         wishes = {"selfspec": {"class": "batch", "deadline_ms": deadline}}
         await asyncio.gather(*(on.post(PROMPT | {"max_tokens": 1} | wishes) for _ in range(3)))
         await busy
-        assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {reason}
-
-
-async def test_a_client_that_vanishes_from_the_queue_leaves_nothing(tmp_path):
-    async with running([Fake("a", step=0.1)], tmp_path) as on:
-        busy = asyncio.ensure_future(on.post(PROMPT))
-        await asyncio.sleep(0.1)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(on.post(PROMPT | {"selfspec": {"class": "batch"}}), 0.2)
-        await asyncio.sleep(0.1)
-        assert on.gateway.batch.waiting == []
-        await busy
-        assert len(on.fakes["a"].asked) == 1
+        assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {why}
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
@@ -218,17 +205,8 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
 def test_a_hit_costs_nothing_and_counts_for_all_routes():
     ledger = Ledger()
     for plain, route, cost in ((True, "a", 2.0), (True, "a", 2.0), (False, "a", 2.0), (False, "cache", None)):
-        ledger.add(
-            {
-                "status": 200,
-                "plain": plain,
-                "route": route,
-                "tokens": 1,
-                "e2e_ms": 1.0,
-                "cost": cost,
-                "cache": "hit" if route == "cache" else "miss",
-            }
-        )
+        row = {"status": 200, "plain": plain, "route": route, "tokens": 1, "e2e_ms": 1.0, "cost": cost}
+        ledger.add(row | {"cache": "hit" if route == "cache" else "miss"})
     gains = {(one.route, one.of): one.gain for one in ledger.gains()}
     assert gains["all", "money"] == 2.0
     assert gains["cache", "money"] is None
@@ -288,7 +266,7 @@ def test_what_a_server_says_of_itself():
     assert (load.tokens, load.work) == (3.5, pytest.approx(1.8))
     same = between(read(text), read(text), load)
     assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
-    anew = between(Counts(drafts=100, accepted=250), Counts(running=0, drafts=10, accepted=0), load)
+    anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, load)
     assert anew.tokens == 1.0  # the server was started anew
     assert not between(None, read("nothing\n"), Load()).known
 
@@ -336,19 +314,17 @@ def test_the_time_between_events_is_learnt_while_answers_are_under_way():
     """Four choices send four times as many events; what a client has no room for is not the backend's time."""
     clock = {"at": 0.0}
     one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
-    single, several = (one.begin(Request("/v1/completions", {"prompt": "x", "n": n})) for n in (1, 4))
-    for number in (single, several):
-        one.first_token(number, 0.1)
+    single, several = (begun(one, Request("/v1/completions", {"prompt": "x", "n": n}), 0.1) for n in (1, 4))
     for _ in range(20):
         clock["at"] += 0.1
-        one.came(single, 1)
-        one.came(several, 4)
+        single.came(1)
+        several.came(4)
     assert one.timing.step(2) == pytest.approx(0.1)
     one.end(several, None)
     for _ in range(20):
-        one.held(single, 0.95)
+        single.held = 0.95
         clock["at"] += 1.0
-        one.came(single, 1)
+        single.came(1)
     assert one.timing.step(1) == pytest.approx(0.05)
 
 
@@ -366,17 +342,49 @@ async def test_the_gateway_learns_from_what_it_measures(tmp_path):
 # ---- small parts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_fills_as_time_goes():
-    clock = {"at": 0.0}
-    bucket = Bucket(60, now=lambda: clock["at"])
-    for _ in range(60):
-        assert bucket.wait() == 0
-        bucket.take(1)
-    assert bucket.wait() == pytest.approx(1.0)
-    clock["at"] = 1.1
-    assert bucket.wait() == 0
-    bucket.take(200)  # an answer was longer than what was left
-    assert bucket.wait() > 190
+def waits(meter, limits):
+    """Seconds that a request is told to wait; 0 for one that came in, and has ended."""
+    try:
+        meter.enter(limits)
+    except GatewayError as refused:
+        return int(refused.headers["retry-after"])
+    return 0
+
+
+def test_what_a_key_may_use_comes_back_as_time_goes_and_is_shared_by_files(tmp_path):
+    clock = {"at": 5 * DAY}
+    one, other = (Meter(tmp_path / "limits", lambda: clock["at"]) for _ in range(2))
+    limits = KeySettings("ann", "a" * 64, requests_per_minute=60, tokens_per_minute=600, money_per_day=5.0)
+    for meter in (one, other) * 30:
+        assert waits(meter, limits) == 0
+        meter.leave(limits, 1, 0.01)
+    assert waits(one, limits) == waits(other, limits) == 1
+    clock["at"] += 1.1
+    assert waits(one, limits) == 0
+    one.leave(limits, 2000, 0.0)  # an answer was longer than what was left
+    clock["at"] += 10
+    assert waits(other, limits) > 100
+    clock["at"] += 600
+    assert waits(other, limits) == 0
+    other.leave(limits, 0, 7.0)
+    assert waits(one, limits) == DAY - 611
+    clock["at"] += DAY - 611
+    assert waits(one, limits) == 0
+
+
+def test_requests_of_a_process_that_was_killed_are_no_longer_inside(tmp_path):
+    limits = KeySettings("ann", "a" * 64, at_once=1)
+    code = [
+        "import sys, time; from pathlib import Path; from selfspec_cli.gateway.limits import KeySettings, Meter",
+        "Meter(Path(sys.argv[1])).enter(KeySettings('ann', 'a' * 64, at_once=1)); print(flush=True); time.sleep(60)",
+    ]
+    words = [sys.executable, "-c", "\n".join(code), str(tmp_path / "limits")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    assert waits(Meter(tmp_path / "limits"), limits) == 1
+    process.kill()
+    process.wait()
+    assert waits(Meter(tmp_path / "limits"), limits) == 0
 
 
 async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path, monkeypatch):
@@ -400,7 +408,7 @@ async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path,
         await on.stream(PROMPT, traceparent=f"00-{trace}-b7ad6b7169203331-01")
         await on.settled()
         assert trace in on.fakes["a"].headers[-1]["traceparent"]
-        await asyncio.to_thread(on.gateway.tracing.flush)
+        await asyncio.to_thread(on.gateway.tracing.close)
     raw = b"".join(posted)
     assert bytes.fromhex(trace) in raw
     assert b"selfspec.route" in raw and b"selfspec-gateway" in raw

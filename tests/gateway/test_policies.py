@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from simulated import Job, Request, Server, asked_of, chooser_of, poisson, simulate
+from simulated import Job, Request, Server, asked_of, begun, chooser_of, poisson, simulate
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
@@ -65,7 +65,7 @@ def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chos
     early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
     asked = asked_of(Request(0.0, "x", 10, 50))
     for _ in range(there):
-        early.first_token(early.begin(asked), 0.002)
+        begun(early, asked, 0.002)
     slow = plain_one.predict(asked).e2e
     assert early.predict(asked).e2e + early.slows(asked) > slow
     assert (early.predict(asked).e2e < slow) == (chosen == "early")
@@ -118,13 +118,22 @@ class Curved(Server):
         return less * (more / less) ** (math.log(running / low) / math.log(high / low)) / 1000
 
 
-def curved(curves):
+def pooled(policy, servers, rate, answer, **options):
+    """Median and p99 in seconds to the last token, of three times 200 requests."""
+    found = []
+    for seed in (1, 2, 3):
+        requests = plain(rate=rate, count=200, seed=seed, prompt=60, answer=answer)
+        found += simulate(policy, servers(), requests, **options).seconds
+    return [sorted(found)[int(share * len(found))] for share in (0.5, 0.99)]
+
+
+def curved(curves, kind=Curved, **more):
     """The two servers, warmed up; the one that drafts says what its next step will take."""
-    found = [Curved(name, points=points, says=name == "early") for name, points in curves.items()]
+    found = [kind(name, points=points, says=name == "early", **more) for name, points in curves.items()]
     for one in found:
         for running in (1,) * FEW + (WARM_TOGETHER,) * WARM_TOGETHER:
             one.replica.timing.learn_ttft(20, 0, 20 / one.rate)
-            one.jobs = [Job(None, 1, 0, 0.0, 0.0, 1.0)] * running
+            one.jobs = [Job(None, 1, None, 0.0, 0.0, 1.0)] * running
             one.replica.learn_tpot(running, one.token_seconds(0.0))
             one.jobs = []
     return found
@@ -136,16 +145,41 @@ def curved(curves):
     + [(CROSSING, 50, rate) for rate in (0.5, 4.0, 8.0, 12.0, 20.0, 30.0)],
 )
 def test_at_no_rate_is_least_time_worse_than_the_better_backend_alone(curves, answer, rate):
-    def pooled(policy, **options):
-        found = []
-        for seed in (1, 2, 3):
-            requests = plain(rate=rate, count=200, seed=seed, prompt=60, answer=answer)
-            found += simulate(policy, curved(curves), requests, **options).seconds
-        return [sorted(found)[int(share * len(found))] for share in (0.5, 0.99)]
-
-    alone = [pooled("fixed", backend=name) for name in curves]
-    for ours, *others in zip(pooled("least_time"), *alone, strict=True):
+    alone = [pooled("fixed", lambda: curved(curves), rate, answer, backend=name) for name in curves]
+    for ours, *others in zip(pooled("least_time", lambda: curved(curves), rate, answer), *alone, strict=True):
         assert ours <= 1.001 * min(others)
+
+
+ON_ONE_CPU = {"early": ((1, 13.0), (4, 18.0), (10, 35.0)), "plain": ((1, 25.0), (4, 27.0), (10, 31.0))}
+
+
+@dataclass
+class Neighbour(Curved):
+    """A server on the cores of another one: a token takes `slower` times as long while that one is busy."""
+
+    other: Server | None = None
+    slower: float = 1.0
+
+    def token_seconds(self, at):
+        return super().token_seconds(at) * (self.slower if self.other and self.other.jobs else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("slower", "rate", "median", "p99"),
+    [(1.9, rate, 1.001, 1.02) for rate in (1.0, 2.0, 4.0)]  # as on two cores, where it was 1.0 and 1.7 at rate 4
+    + [(1.9, 14.0, 1.1, 4.0)]  # the better one is another than at the start: to change over slows both down once
+    + [(1.0, 8.0, 0.8, 1.05), (1.0, 14.0, 1.0, 1.05)],  # they share a host and nothing else
+)
+def test_backends_of_one_host_that_slow_each_other_down_are_used_one_at_a_time(slower, rate, median, p99):
+    def made():
+        pair = curved(ON_ONE_CPU, Neighbour, slower=slower, rate=1000.0)
+        for one, other in (pair, pair[::-1]):
+            one.other, one.replica.neighbours = other, [other.replica]
+        return pair
+
+    alone = [pooled("fixed", made, rate, 32, backend=name) for name in ON_ONE_CPU]
+    ours = [one / min(others) for one, *others in zip(pooled("least_time", made, rate, 32), *alone, strict=True)]
+    assert ours[0] <= median and ours[1] <= p99
 
 
 def test_a_backend_that_has_become_slow_gets_no_more_requests_before_any_of_them_ends():
@@ -155,16 +189,14 @@ def test_a_backend_that_has_become_slow_gets_no_more_requests_before_any_of_them
     for replica in (early, other):
         replica.now = lambda: clock["at"]
     for _ in range(24):
-        early.first_token(early.begin(asked), 0.002)
-    under_way = [other.begin(asked) for _ in range(10)]
-    for number in under_way:
-        other.first_token(number, 0.002)
+        begun(early, asked, 0.002)
+    under_way = [begun(other, asked, 0.002) for _ in range(10)]
     choose = chooser_of("least_time").choose
     for seconds, name in ((0.028, "plain"), (0.28, "early")):
         for _ in range(3):
             clock["at"] += seconds
-            for number in under_way:
-                other.came(number, 1)
+            for flight in under_way:
+                flight.came(1)
         assert choose(asked, [early, other]).order[0].name == name
 
 
@@ -238,8 +270,7 @@ def test_a_session_stays_where_it_was_until_that_is_saturated():
         one.session, one.tenant = f"s{number % 6}", "ann"
         replica = choose(one, replicas).order[0]
         where.setdefault(one.session, set()).add(replica.name)
-        flight = replica.begin(one)
-        replica.first_token(flight, 0.2)  # 5000 tokens a second
+        flight = begun(replica, one, 0.2)  # 5000 tokens a second
         if number % 6 < 3:  # others go on, so that a session that forgot its place would move
             replica.end(flight, None)
     assert all(len(names) == 1 for names in where.values()) and len({name for (name,) in where.values()}) > 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
+from running import Process, text_of_stream
 
 from selfspec_cli.commands import gateway as routing
 from selfspec_cli.commands.screen import Output
@@ -18,6 +19,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import BackendKind
+from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 
@@ -25,111 +27,80 @@ SERVER = Path(__file__).parents[2] / "experiments" / "gateway" / "overhead.py"
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-async def until_up(session, url):
-    for _ in range(400):
-        try:
-            async with session.get(f"{url}/health") as response:
-                if response.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.1)
-    pytest.fail("the gateway did not come up")
+def settings(folder, fake):
+    """A file of settings for a gateway in front of one backend."""
+    backend = {"name": fake.name, "kind": "local", "url": fake.url}
+    file = folder / "gateway.yaml"
+    file.write_text(
+        json.dumps({"port": 0, "results_dir": str(folder), "backends": [backend], "ledger": {"plain_share": 0}})
+    )
+    return str(file)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wish", [signal.SIGTERM, signal.SIGINT])
 async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wish):
-    fake = Fake("a", step=0.03)
+    fake, on = Fake("a", step=0.03), Process()
     await fake.start()
-    port = free_port()
-    backend = {"name": "a", "kind": "local", "url": fake.url}
-    file = tmp_path / "gateway.yaml"
-    file.write_text(json.dumps({"port": port, "results_dir": str(tmp_path), "backends": [backend]}))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "selfspec_cli", "gateway", str(file), stderr=asyncio.subprocess.PIPE
-    )
-    url = f"http://127.0.0.1:{port}"
+    await on.start(settings(tmp_path, fake))
     async with aiohttp.ClientSession() as session:
-        await until_up(session, url)
-        async with session.post(f"{url}/v1/completions", json=PROMPT) as response:
+        await on.until_up(session)
+        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             raw = await response.content.readany()
-            process.send_signal(wish)
+            ending = asyncio.ensure_future(on.end(wish))
             raw += await response.read()
-    _, logged = await process.communicate()
-    assert process.returncode == 0, logged.decode()
-    parts = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
-    assert "".join(part["choices"][0]["text"] for part in parts) == answer("once", 40)
+    await ending
+    assert text_of_stream(raw) == answer("once", 40)
     (row,) = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
     assert json.loads(row)["tokens"] == 40
-    assert "listening on" in logged.decode()
     await fake.stop()
 
 
 @pytest.mark.slow
-async def test_a_free_port_is_said_with_its_number(tmp_path):
-    backend = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1", f"results_dir={tmp_path}", "port=0"]
-    file = tmp_path / "gateway.yaml"
-    file.write_text("{}")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "selfspec_cli", "gateway", str(file), *backend, stderr=asyncio.subprocess.PIPE
-    )
-    said = ""
-    while "/v1" not in said.partition("listening on ")[2]:
-        said += (await process.stderr.read(4096)).decode()
-    url = said.partition("listening on ")[2].partition("/v1")[0]
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
-        assert (await response.json())["status"] == "unavailable"
-    process.terminate()
-    await process.communicate()
-    assert process.returncode == 0
+async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with_the_others(tmp_path):
+    """It raises its own limit as far as it may, and leaves files for backends."""
+    fake, on = Fake("a"), Process()
+    await fake.start()
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 320))"
+    await on.start(settings(tmp_path, fake), code=few)
+    async with aiohttp.ClientSession() as session:
+        await on.until_up(session)
+        limits = Path(f"/proc/{on.process.pid}/limits").read_text()
+        assert limits.partition("Max open files")[2].split()[0] == "320"  # of 128
+        idle = [await asyncio.open_connection(*on.url.removeprefix("http://").split(":")) for _ in range(200)]
+        assert [await reader.read(12) for reader, _ in idle[-100:]] == [b"HTTP/1.1 503"] * 100
+        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
+            assert text_of_stream(await response.read()) == answer("once", 40)
+        async with session.get(f"{on.url}/metrics") as response:
+            assert 'backend_up{backend="a"} 1.0' in await response.text()
+        for _, writer in idle:
+            writer.close()
+    await on.end()
+    await fake.stop()
 
 
 @pytest.mark.slow
 async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
-    fake, other = Fake("a", step=0.03), Fake("b")
+    fake, other, on = Fake("a", step=0.03), Fake("b"), Process()
     for one in (fake, other):
         await one.start()
-    port, file = free_port(), tmp_path / "gateway.yaml"
-    settings = {
-        "port": port,
-        "results_dir": str(tmp_path),
-        "backends": [{"name": "a", "kind": "local", "url": fake.url}],
-    }
-    file.write_text(json.dumps(settings))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "selfspec_cli", "gateway", str(file), stderr=asyncio.subprocess.PIPE
-    )
-    url = f"http://127.0.0.1:{port}"
+    await on.start(file := settings(tmp_path, fake))
     async with aiohttp.ClientSession() as session:
-        await until_up(session, url)
-        async with session.post(f"{url}/v1/completions", json=PROMPT) as response:
+        await on.until_up(session)
+        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             raw = await response.content.readany()
-            file.write_text("policy: fixd")
-            process.send_signal(signal.SIGHUP)
-            settings["backends"] = [{"name": "b", "kind": "local", "url": other.url}]
-            said = b""
-            while b"stay as they were" not in said:
-                said += await process.stderr.read(4096)
-            file.write_text(json.dumps(settings))
-            process.send_signal(signal.SIGHUP)
+            Path(file).write_text("policy: fixd")
+            on.process.send_signal(signal.SIGHUP)
+            await on.until_said("stay as they were")
+            settings(tmp_path, other)
+            on.process.send_signal(signal.SIGHUP)
             raw += await response.read()
-        while b"were reloaded" not in said:
-            said += await process.stderr.read(4096)
-        await until_up(session, url)
-        async with session.post(f"{url}/v1/completions", json=PROMPT | {"stream": False}) as response:
+        await on.until_said("were reloaded")
+        await on.until_up(session)
+        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             assert response.headers["x-selfspec-backend"] == "b"
-    parts = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
-    assert "".join(part["choices"][0]["text"] for part in parts) == answer("once", 40)
-    process.terminate()
-    await process.communicate()
-    assert process.returncode == 0
+    assert text_of_stream(raw) == answer("once", 40)
+    await on.end()
     for one in (fake, other):
         await one.stop()
 
@@ -161,7 +132,7 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
 def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):
     ends = BackendKind("tiny", "a server", lambda settings: None, lambda settings, port: [sys.executable, "-c", "x"])
     monkeypatch.setitem(BACKENDS._found, "tiny", ends)
-    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"]), BackendSettings(name="stub", kind="openai")]
+    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"])]
     with pytest.raises(demo.DemoFailed, match=r"^early ended before it answered; its log: ") as failed:
         demo.run(GatewaySettings(results_dir=str(tmp_path), backends=backends), lambda text: None)
     assert "NameError" in Path(str(failed.value).rpartition("its log: ")[2]).read_text()
@@ -177,7 +148,7 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
 
     def made(**more):
         backend = BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
-        return server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
+        return Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
 
     first = made()
     async with server.opened(first) as supervisor:
@@ -188,6 +159,8 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
             assert await adopting.ready(10)
             assert adopting.processes == {}
         assert process.poll() is None  # who adopts a server does not end it
+        async with server.opened(made(), starts=False) as worker:  # nor does a worker start one
+            assert worker.processes == {}
         process.kill()
         for _ in range(100):
             if first.replicas[0].state is State.down:
@@ -207,7 +180,7 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatc
     monkeypatch.setitem(BACKENDS._found, "tiny", kind)
     backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
     said = []
-    gateway = server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
+    gateway = Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
     async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
         async with asyncio.timeout(30):
@@ -244,6 +217,6 @@ def test_memory_of_long_bodies_goes_back_to_the_system():
                 [sys.executable, "-c", FRAGMENTS.format(call=call)], stdout=subprocess.PIPE, check=True
             ).stdout
         )
-        for call in ("", "server.give_back_large_blocks()")
+        for call in ("", "server.prepare_memory()")
     ]
     assert left[1] < 5 < left[0]

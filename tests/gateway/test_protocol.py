@@ -6,23 +6,30 @@ import json
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
-from hostile import PROMPT
+from hostile import PROMPT, WANTED
 from running import running
 
 
-@pytest.mark.parametrize("status", [201, 204, 206, 301, 304, 307, 408])
-async def test_a_status_that_is_no_answer_is_never_handed_on(tmp_path, status):
+@pytest.mark.parametrize("status", [201, 204, 206, 301, 304, 307, 401, 403, 408, 429, 500, 503])
+async def test_a_status_that_is_no_answer_is_asked_of_the_next_and_handed_on_by_few(tmp_path, status):
     async with running([Fake("a", refuse=status), Fake("b")], tmp_path) as on:
         assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "b"
+        assert (await on.stream(PROMPT)).text == WANTED
         on.gateway.replicas[1].draining = True
         got, found, headers = await on.post(PROMPT)
-        assert (got, "location" in headers) == (502, False)
+        assert (got, "location" in headers) == (status if status in (429, 500, 503) else 502, False)
         assert found["error"]["backend"] == "a"
 
 
-@pytest.mark.parametrize("raw", [b'{"choices": null}', b'{"choices": []}', b'{"choices": [null]}', b"null", b"{}"])
-async def test_an_answer_without_choices_is_none(tmp_path, raw):
-    async with running([Fake("a", whole_garbage=raw)], tmp_path) as on:
+NO_ANSWERS = [b"<html>", b"", b"[1, 2]", b'{"error": "x"}', b"null", b"{}"]
+NO_ANSWERS += [b'{"choices": null}', b'{"choices": []}', b'{"choices": [null]}']
+
+
+@pytest.mark.parametrize("raw", NO_ANSWERS)
+async def test_what_is_no_answer_is_asked_of_the_next(tmp_path, raw):
+    async with running([Fake("a", whole_garbage=raw), Fake("b")], tmp_path) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+        on.gateway.replicas[1].draining = True
         assert (await on.post(PROMPT))[0] == 502
 
 
@@ -72,9 +79,6 @@ async def test_integers_of_any_size_are_handed_on(tmp_path):
 
 class Ranks(Fake):
     """Answers /v1/rerank."""
-
-    async def start(self):
-        await super().start()
 
     async def complete(self, request):
         if request.path == "/v1/rerank":
@@ -190,17 +194,11 @@ async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):
     fakes = [Fake("a", step=0.001, times=1, die_after=3), Fake("b")]
     async with running(fakes, tmp_path) as on:
         async with openai.AsyncOpenAI(base_url=f"{on.url}/v1", api_key="none", max_retries=0) as client:
-            asked = {
-                "model": "toy",
-                "messages": [{"role": "user", "content": "once"}],
-                "max_tokens": 8,
-                "temperature": 0,
-            }
+            asked = CHAT | {"max_tokens": 8}
             stream = await client.chat.completions.create(**asked, stream=True)
             text = "".join([part.choices[0].delta.content or "" async for part in stream])
-            assert (
-                text == answer("once", 8) == (await client.chat.completions.create(**asked)).choices[0].message.content
-            )
+            whole = (await client.chat.completions.create(**asked)).choices[0].message.content
+            assert text == answer("once", 8) == whole
             assert (await client.models.retrieve("toy")).id == "toy"
             with pytest.raises(openai.NotFoundError) as unknown:
                 await client.completions.create(model="tyo", prompt="x")

@@ -6,52 +6,24 @@ import pytest
 
 from selfspec_cli.gateway import replay
 
-CHAT = {
-    "id": "chatcmpl-1",
-    "object": "chat.completion",
-    "created": 1,
-    "model": "m",
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant", "content": "Hello you"},
-            "logprobs": {
-                "content": [
-                    {"token": "Hello", "logprob": -0.1, "top_logprobs": []},
-                    {"token": " you", "logprob": -0.2, "top_logprobs": []},
-                ]
-            },
-        },
-        {"index": 1, "finish_reason": "length", "message": {"role": "assistant", "content": "Hé"}},
-    ],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
-}
-CALL = {
-    "id": "chatcmpl-2",
-    "object": "chat.completion",
-    "created": 1,
-    "model": "m",
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "tool_calls",
-            "message": {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
-            },
-        }
-    ],
-}
-TEXT = {
-    "id": "cmpl-1",
-    "object": "text_completion",
-    "created": 1,
-    "model": "m",
-    "choices": [{"index": 0, "text": "a\n\nb", "finish_reason": "stop", "stop_reason": 7}],
-    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
-}
+
+def made(kind, choices, **more):
+    return {"id": f"{kind[:4]}-1", "object": kind, "created": 1, "model": "m", "choices": choices, **more}
+
+
+def usage(prompt, tokens):
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+LOGPROBS = [{"token": word, "logprob": -0.1, "top_logprobs": []} for word in ("Hello", " you")]
+SAID = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Hello you"}}
+ALSO = {"index": 1, "finish_reason": "length", "message": {"role": "assistant", "content": "Hé"}}
+CHAT = made("chat.completion", [SAID | {"logprobs": {"content": LOGPROBS}}, ALSO], usage=usage(3, 4))
+TOOL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [TOOL]}
+CALL = made("chat.completion", [{"index": 0, "finish_reason": "tool_calls", "message": CALLS}])
+WROTE = {"index": 0, "text": "a\n\nb", "finish_reason": "stop", "stop_reason": 7}
+TEXT = made("text_completion", [WROTE], usage=usage(1, 2))
 
 
 @pytest.mark.parametrize("answer", [CHAT, CALL, TEXT])
@@ -67,7 +39,7 @@ def test_a_document_survives_its_stream(answer):
 def test_a_stream_may_be_cut_anywhere(size):
     raw = b"".join(replay.stream(CHAT, include_usage=False))
     chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
-    assert replay.text_of(replay.document(chunks)) == "Hello you\nHé"
+    assert [one["message"]["content"] for one in replay.document(chunks)["choices"]] == ["Hello you", "Hé"]
 
 
 def test_the_usage_is_sent_only_where_it_was_asked_for():
@@ -100,7 +72,7 @@ def test_what_is_no_whole_answer_is_refused(chunks):
 def test_a_renewed_answer_has_an_id_of_its_own():
     one, other = replay.renewed(CHAT, now=5), replay.renewed(CHAT, now=5)
     assert one["id"] != other["id"] != CHAT["id"]
-    assert one["id"].startswith("chatcmpl-") and one["created"] == 5
+    assert one["id"].startswith("chat-") and one["created"] == 5
 
 
 def test_the_openai_client_reads_a_replayed_stream():

@@ -38,6 +38,8 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["polcy=fixed"], "did you mean 'policy'"),
         (["policy=fixd"], "did you mean 'fixed'"),
         (["port=70000"], "from 0 to 65535"),
+        (["workers=2", "backends.0.at_once=1"], "backends.a.at_once=1: 2 or more, a share for each worker"),
+        (["workers=2", "policy=quality"], "policy=quality: 2 workers cannot share what it knows: workers=1"),
         (["policy"], "write KEY=VALUE"),
         (["policy=["], "policy=["),
         (["backends.0.kind=opnai"], "did you mean 'openai'"),
@@ -118,18 +120,8 @@ def test_what_a_backend_is_started_with():
     assert words[at : at + 7] == ["serve", "k=4", "--", "--host", "127.0.0.1", "--port", "81"]
     assert words[at + 7 :] == ["--x"]
     pool = BackendSettings(name="p", kind="pool", words=["http://x", "http://y", "program=r", "--policy", "z"])
-    assert BACKENDS["pool"].command(pool, 82) == [
-        "r",
-        "--worker-urls",
-        "http://x",
-        "http://y",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "82",
-        "--policy",
-        "z",
-    ]
+    words = "r --worker-urls http://x http://y --host 127.0.0.1 --port 82 --policy z"
+    assert BACKENDS["pool"].command(pool, 82) == words.split()
     for kind in BACKENDS.values():
         assert kind.help
 

@@ -101,33 +101,26 @@ async def test_an_error_that_is_null_is_none(tmp_path):
         assert (await on.stream(PROMPT)).text == WANTED
 
 
-@pytest.mark.parametrize("at", [0, 3])
-async def test_pings_alone_are_no_life(tmp_path, at):
-    class Pings(Odd):
-        async def stream(self, request, body):
-            response = await super().stream(request, body)
-            while not warms(body):
-                await response.write(b": ping\n\n")
-                await asyncio.sleep(0.05)
-            return response
+class Pings(Odd):
+    """Comments alone from event `at` on; warming: when it is warmed up, and never else."""
 
+    warming = False
+
+    async def stream(self, request, body):
+        if warms(body) != self.warming:
+            return await Fake.stream(self, request, body)
+        response = await super().stream(request, body | {"prompt": "once upon"})
+        while True:
+            await response.write(b": ping\n\n")
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(("at", "warming"), [(0, False), (3, False), (0, True)])
+async def test_pings_alone_are_no_life(tmp_path, at, warming):
+    """A backend that sends them when it is warmed up is not waited for for ever."""
     fake = Pings("a")
-    fake.at = at
-    quick = replace(QUICK, first_byte_seconds=0.4)
+    fake.at, fake.warming = at, warming
+    quick = replace(QUICK, first_byte_seconds=1.0, stall_seconds=1.0)
     async with running([fake, Fake("b")], tmp_path, limits=quick) as on:
         assert (await on.stream(PROMPT)).text == WANTED
-
-
-async def test_a_backend_that_only_pings_when_it_is_warmed_up_is_not_waited_for_for_ever(tmp_path):
-    class Pings(Fake):
-        async def stream(self, request, body):
-            if not warms(body):
-                return await super().stream(request, body)
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            while True:
-                await response.write(b": ping\n\n")
-                await asyncio.sleep(0.05)
-
-    async with running([Pings("a")], tmp_path, limits=replace(QUICK, first_byte_seconds=0.3)) as on:
-        assert (await on.stream(PROMPT)).text == WANTED
+        assert (await on.rows())[0]["route"] == ("a" if warming else "b")

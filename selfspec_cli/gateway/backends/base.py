@@ -71,19 +71,8 @@ class BackendKind:
 def serve_command(settings: BackendSettings, port: int) -> list[str]:
     """`selfspec serve` with the words of a backend, on a port of this machine."""
     words, options = split(settings.words)
-    return [
-        sys.executable,
-        "-m",
-        "selfspec_cli",
-        "serve",
-        *words,
-        "--",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        *options,
-    ]
+    here = ["--host", "127.0.0.1", "--port", str(port)]
+    return [sys.executable, "-m", "selfspec_cli", "serve", *words, "--", *here, *options]
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:

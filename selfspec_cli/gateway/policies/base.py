@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
@@ -52,16 +53,20 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Policy:
-    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of knobs."""
+    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of knobs.
+    alone: it is of no use where each of several processes (`workers`) knows its own requests only."""
 
     name: str
     help: str
     make: Callable[[Any, SloSettings], Chooser]
     options: type = NoOptions
+    alone: bool = False
 
-    def settings(self, given: Mapping[str, Any]) -> Any:
-        """This policy's options. given: those of all policies, by name. Raises ConfigError for one that it has not, or
-        a value out of its range."""
+    def settings(self, given: Mapping[str, Any], workers: int = 1) -> Any:
+        """This policy's options. given: those of all policies, by name. Raises ConfigError for one that it has not, a
+        value out of its range, or a policy that several workers cannot have."""
+        if self.alone and workers > 1:
+            raise ConfigError(f"policy={self.name}: {workers} workers cannot share what it knows: workers=1")
         return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
 
 

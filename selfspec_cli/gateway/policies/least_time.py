@@ -13,6 +13,9 @@ Nobody is sent to a slower backend for the good of the others alone, since a few
 backend that is fastest when idle is left only for one where the request itself is expected to end sooner, by MARGIN of
 the share by which that one is slower when idle: the load of a moment is expected to last, and often it does not.
 
+Backends of one host may slow each other down: two servers on the cores of one machine. How much longer a step takes
+while another one of the host is busy is measured. As long as it was not, or if it is, one of them at a time is used.
+
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.
 """
@@ -27,6 +30,8 @@ from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import FEW
 
 MARGIN = 0.1
+UNKNOWN = 2.5  # times longer that a step may take beside a busy backend of the host, before that was measured
+STAY = 0.8  # of the time at the backend of a host that is busy, from which another one of that host takes its place
 EXPLORE = 500  # one request in so many goes to the backend that was asked longest ago
 
 
@@ -38,16 +43,16 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
     if new:
         rest = [one for one in replicas if one is not new[0]]
         return Choice((new[0], *rest), "unknown")
-    estimated = [one for one in replicas if known[one.name] is not None]
+    estimated = [one for one in replicas if known[one.name] is not None and not _outdone(one, replicas, request)]
     if not estimated:
         return Choice(tuple(fewest_first(replicas)), "fewest")
 
-    idle = {one.name: alone.e2e for one in estimated if (alone := one.predict(request, alone=True))}
+    idle = {one.name: alone.e2e for one in estimated if (alone := one.predict(request, there=0.0))}
     fastest = min(estimated, key=lambda one: idle[one.name])
 
     def order(replica: Replica) -> tuple[bool, float]:
         own, best = known[replica.name], known[fastest.name]
-        if own is None or best is None:
+        if own is None or best is None or replica not in estimated:
             return True, float("inf")
         slower = 1.0 - idle[fastest.name] / idle[replica.name] if idle[replica.name] else 0.0
         if own.e2e > best.e2e * (1.0 - MARGIN * slower):
@@ -56,6 +61,26 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
 
     ordered = sorted(replicas, key=order)
     return Choice(tuple(ordered), "least_time")
+
+
+def _outdone(replica: Replica, replicas: Sequence[Replica], request: Request) -> bool:
+    """Whether another backend of its host, which it would slow down, gets all requests of that host: the one that would
+    be faster with all of them, or the one that has them, as long as that is not much slower."""
+    if not replica.slowed():
+        return False
+    host = [one for one in replicas if one is replica or one in replica.neighbours]
+    together = sum(one.usual for one in host)
+    busiest = max(host, key=lambda one: one.usual)
+
+    own, there = replica.predict(request), busiest.predict(request)
+    if not replica.timing.beside.count and own and there and UNKNOWN * own.e2e < there.e2e:
+        return False
+
+    def seconds(one: Replica) -> float:
+        found = one.predict(request, there=together)
+        return float("inf") if found is None else found.e2e * (STAY if one is busiest and together else 1.0)
+
+    return min(host, key=seconds) is not replica
 
 
 class _LeastTime(Chooser):

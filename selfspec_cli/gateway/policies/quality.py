@@ -24,10 +24,7 @@ SIZE = 256
 KEPT = 2000  # judgements of each backend
 SHARP = 4  # power of a similarity: texts that have only their language in common have about a half
 NEIGHBOURS = 10  # most similar requests whose judgements count
-PRIOR, TRUST = (
-    0.8,
-    1.0,
-)  # quality of a backend of which nothing is known, and how many judgements that weighs as much as
+PRIOR, TRUST = 0.8, 1.0  # quality where nothing is known, and how many judgements that weighs as much as
 LONGEST = 2000  # characters of a request that are looked at, half of them at each end
 
 Vector = dict[int, float]
@@ -80,13 +77,9 @@ class _Quality(Chooser):
             for place, (replica, quality) in enumerate(found)
             if quality >= self.options.enough
         ]
-        if good:
-            best = replicas[min(good)[2]]
-            reason = "cheapest_good"
-        else:
-            best = max(found, key=lambda one: one[1])[0]
-            reason = "best"
-        return Choice((best, *(one for one in replicas if one is not best)), reason)
+        best = replicas[min(good)[2]] if good else max(found, key=lambda one: one[1])[0]
+        rest = (one for one in replicas if one is not best)
+        return Choice((best, *rest), "cheapest_good" if good else "best")
 
     def learn(self, request: Request, replica: Replica, ended: Ended) -> None:
         if ended.quality is not None:
@@ -99,4 +92,5 @@ POLICY = Policy(
     "the cheapest backend whose answers to similar requests were judged good enough",
     lambda options, slo: _Quality(options),
     Options,
+    alone=True,
 )

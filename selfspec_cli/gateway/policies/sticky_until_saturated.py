@@ -55,15 +55,8 @@ class _Sticky(Chooser):
         free = [one for one in warm if not saturated(one)]
         if free:
             rest = [one for one in warm if one is not free[0]]
-            reason = (
-                "session"
-                if free[0].name == home
-                else "cold"
-                if free[0].cached_share(request) == 0
-                else "warm"
-                if free[0] is warm[0]
-                else "next_warm"
-            )
+            known = "warm" if free[0] is warm[0] else "next_warm"
+            reason = "session" if free[0].name == home else known if free[0].cached_share(request) else "cold"
             return Choice((free[0], *rest), reason)
         return Choice(tuple(sorted(replicas, key=waiting)), "saturated")
 
@@ -72,4 +65,5 @@ POLICY = Policy(
     "sticky_until_saturated",
     "the backend with most of the prompt in its prefix cache, until more tokens wait there than slo.ttft_ms allows",
     lambda options, slo: _Sticky(slo.ttft_ms / 1000),
+    alone=True,
 )

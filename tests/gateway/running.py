@@ -19,9 +19,7 @@ from selfspec_cli.gateway import breaker, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
 
-QUICK = LimitSettings(
-    first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3
-)  # a busy machine stalls for seconds
+QUICK = LimitSettings(first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3)
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
 breaker.OPEN_SECONDS = 0.3
@@ -165,7 +163,7 @@ async def running(
         while not web.started:
             await asyncio.sleep(0.01)
         port = web.servers[0].sockets[0].getsockname()[1]
-        assert await looking.ready(10, [one.name for one in fakes if not one.dead])
+        assert await looking.ready(40, [one.name for one in fakes if not one.dead])
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
             log = gateway.folder / "requests.jsonl"

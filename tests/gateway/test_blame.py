@@ -127,15 +127,14 @@ async def test_a_long_answer_in_one_piece_is_generated_once(tmp_path):
 
 async def test_a_request_that_takes_too_long_as_a_whole_ends_and_is_nobodys_failure(tmp_path):
     quick = replace(QUICK, request_seconds=0.5)
-    async with running([Fake("a", step=0.2), Fake("b")], tmp_path, limits=quick) as on:
+    async with running([Fake("a", step=5), Fake("b")], tmp_path, limits=quick) as on:
         for _ in range(breaker.LEAST_FAILURES + 1):
             status, found, _ = await on.post(PROMPT)
             assert (status, found["error"]["type"]) == (504, "timeout")
-        assert (await on.post(PROMPT | {"max_tokens": 1}))[0] == 200
         stream = await on.stream(PROMPT)
         assert stream.events[-1]["error"]["code"] == 504
         assert on.fakes["b"].asked == []
-        assert on.gateway.replicas[0].breaker.open_until == 0
+        assert on.gateway.replicas[0].sound()
         await until(lambda: on.fakes["a"].running == 0)
 
 
@@ -196,7 +195,7 @@ async def test_an_address_with_a_path_and_a_query_is_asked_as_azure_is(tmp_path,
 
 
 async def test_a_gateway_that_is_full_says_when_to_come_again(tmp_path):
-    async with running([Fake("a", first=3600)], tmp_path, limits=replace(QUICK, at_once=2)) as on:
+    async with running([Held("a")], tmp_path, limits=replace(QUICK, at_once=2)) as on:
         held = [asyncio.ensure_future(on.post(PROMPT)) for _ in range(2)]
         await until(lambda: on.gateway.inside == 2)
         status, found, headers = await on.post(PROMPT)

@@ -125,8 +125,7 @@ async def test_bodies_that_do_not_fit_together_are_refused(tmp_path, monkeypatch
 
 
 async def test_a_long_body_of_token_ids_is_read_in_another_thread_and_streams_go_on(tmp_path, monkeypatch):
-    patient = replace(QUICK, stall_seconds=30)
-    async with running([Fake("a", step=0.01)], tmp_path, limits=patient) as on:
+    async with running([Fake("a", step=0.01)], tmp_path) as on:
         read, threads = requests.read, []
         monkeypatch.setattr(requests, "read", lambda *given: threads.append(threading.current_thread()) or read(*given))
         long = asyncio.ensure_future(on.post(PROMPT | {"prompt": [5] * 400_000, "max_tokens": 0}))

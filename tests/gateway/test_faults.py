@@ -316,8 +316,7 @@ async def unread(on, count):
 
 async def test_clients_that_do_not_read_fill_no_memory_and_hold_up_nobody(tmp_path):
     count, whole = 10, 1000 * 2**16  # bytes of each stream
-    patient = replace(QUICK, first_byte_seconds=20, stall_seconds=20)
-    async with running([Long("a")], tmp_path, limits=patient) as on:
+    async with running([Long("a")], tmp_path) as on:
         backend = on.fakes["a"]
         before = resident()
         async with unread(on, count):

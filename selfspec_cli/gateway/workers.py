@@ -146,8 +146,8 @@ def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettin
                 for one in (signal.SIGTERM, signal.SIGINT):
                     asyncio.get_running_loop().add_signal_handler(one, crew.ending.set)
                 kept = [asyncio.ensure_future(crew.keep(number)) for number in range(settings.workers)]
-                told = asyncio.ensure_future(crew.ending.wait())
-                await asyncio.wait([told, *kept], return_when=asyncio.FIRST_COMPLETED)
+                ended = asyncio.ensure_future(crew.ending.wait())
+                await asyncio.wait([ended, *kept], return_when=asyncio.FIRST_COMPLETED)
                 await crew.end()
                 await asyncio.gather(*kept)
 

@@ -343,7 +343,7 @@ async def test_the_gateway_learns_from_what_it_measures(tmp_path):
 
 
 def waits(meter, limits):
-    """Seconds that a request is told to wait; 0 for one that came in, and has ended."""
+    """Seconds after which a request may come again; 0 for one that came in, and has ended."""
     try:
         meter.enter(limits)
     except GatewayError as refused:

@@ -16,7 +16,7 @@ from rich.text import Text
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, note, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.engine import deployment
 from selfspec_cli.engine.deployment import Deployment
@@ -76,7 +76,8 @@ def _serve(
     """
     preflight.check(cfg, served=True)
     cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
-    warn(preflight.warnings([cfg]))
+    # The engine chooses what drafts, and warns of it; what a config stands for without that is no matter.
+    warn(preflight.warnings([replace(cfg, method=Method.baseline) if one_line else cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
     if one_line:
         made = replace(made, speculative_config={"method": "selfspec"})

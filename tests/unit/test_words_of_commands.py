@@ -91,6 +91,12 @@ def test_a_setting_of_a_workload_is_said_to_have_no_effect_on_a_server(model):
     assert serve._without_effect(["layer=3", "seed=1", "engine.max_num_seqs=4", "results_dir=x"]) == []
 
 
+def test_a_server_that_chooses_what_drafts_is_not_said_to_draft_with_its_first_layers(model):
+    chosen, named = (call("serve", model, "engine=gpu", *more, "--dry-run") for more in ((), ("method=layer_skip",)))
+    assert '{"method": "selfspec"}' in chosen.stdout and "layers draft" not in chosen.stderr
+    assert "layers draft" in named.stderr
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

@@ -2,7 +2,7 @@
 
 Make it again, with the weights and the vLLM that are installed, and look at the difference before committing it:
 
-    PYTHONPATH=. python tests/engine/golden.py
+    PYTHONPATH=.:tests python tests/engine/golden.py
 """
 
 import json
@@ -18,7 +18,7 @@ from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.vllm_plugin.versions import installed
 
 FILE = Path(__file__).with_name("golden.json")
-COMMAND = "PYTHONPATH=. python tests/engine/golden.py"
+COMMAND = "PYTHONPATH=.:tests python tests/engine/golden.py"
 LENGTH = 32  # tokens a prompt
 PROMPTS = (
     "def fibonacci(n):\n    ",

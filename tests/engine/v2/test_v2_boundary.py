@@ -118,7 +118,7 @@ print(sorted(replaced_names() - listed))
 
 def test_names_that_are_replaced_are_those_of_the_list_and_one_more_is_found():
     """In a process of its own, where no engine has started. A plain engine has some of them."""
-    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     run = subprocess.run([sys.executable, "-c", NAMES], env=environment, capture_output=True, text=True, check=False)
     assert run.stdout.strip().endswith("['vllm.v1.worker.gpu_worker:Worker.more']"), run.stdout + run.stderr[-3000:]

@@ -76,7 +76,7 @@ def _serve(
     """
     preflight.check(cfg, served=True)
     cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
-    # The engine chooses what drafts, and warns of it; what a config stands for without that is no matter.
+    # Where the engine chooses what drafts it warns of that itself; the config has other drafts.
     warn(preflight.warnings([replace(cfg, method=Method.baseline) if one_line else cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
     if one_line:

@@ -56,7 +56,7 @@ class WidthPlanner:
         self.steps = Counter[int]()  # planned decode steps by width
         self._accepted = [0, 0]  # of the step in hand: requests with drafts, and drafts of theirs that stood
         self._positions: dict[str, int] = {}  # totals of `judged` and `stood`, by name, when they were last heard of
-        self._seconds = 0.0  # that the last step took
+        self._seconds = 0.0  # that the last decode step took
         self._last: tuple[float, int] | None = None  # when the last step's tokens were read, and its batch size
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
@@ -152,9 +152,9 @@ class WidthPlanner:
         if verified:
             self.rule.brought(load, width, stood / verified)
         if last is not None and last[1] == batch_size(load) and load > len(output.scheduled_new_reqs):
-            self._seconds = now - last[0]
-            prompt = output.total_num_scheduled_tokens - load - sum(lengths)
-            self.rule.stepped(load, width, self._seconds, prompt)
+            seconds, prompt = now - last[0], output.total_num_scheduled_tokens - load - sum(lengths)
+            self._seconds = self._seconds if prompt else seconds
+            self.rule.stepped(load, width, seconds, prompt)
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""

@@ -128,7 +128,7 @@ class Acceptance:
         """Drafts were verified; whether they contradict what was known. judged, stood: of each position from the first
         on."""
         surprise = self._contradicted(judged[0], stood[0], now)
-        share = MEMORY / (MEMORY + judged[0]) * self._left(now) * (LEFT_AFTER_SURPRISE if surprise else 1.0)
+        share = MEMORY / (MEMORY + judged[0]) * self._still(now) * (LEFT_AFTER_SURPRISE if surprise else 1.0)
         self.seen = now
         for position in range(self.k):
             self.stood[position] = self.stood[position] * share + stood[position]
@@ -138,7 +138,7 @@ class Acceptance:
     def survival(self, now: float, draw: random.Random | None = None) -> list[float]:
         """s_1 ... s_k: drawn from what is known, or its means. A position that was not judged takes after the one
         before it."""
-        share, before, rates = self._left(now), FIRST_RATE, []
+        share, before, rates = self._still(now), FIRST_RATE, []
         for stood, failed in zip(self.stood, self.failed, strict=True):
             good, bad = stood * share + FIRST_TRIALS * before, failed * share + FIRST_TRIALS * (1 - before)
             before = min(good / (good + bad), 0.995)
@@ -150,8 +150,8 @@ class Acceptance:
         (rate,) = self.survival(now)[:1]
         return (stood - judged * rate) ** 2 > SURPRISE**2 * (judged * rate * (1 - rate) + 1)
 
-    def _left(self, now: float) -> float:
-        return 0.5 ** ((now - self.seen) / ACCEPTANCE_HALF_LIFE)
+    def _still(self, now: float) -> float:
+        return _left(now - self.seen, ACCEPTANCE_HALF_LIFE)
 
 
 Kind = tuple[int, int, int, bool]
@@ -173,7 +173,7 @@ class Seen:
     def add(self, seconds: float, prompt: float, token: float, now: float) -> None:
         """Take in a time; one that is far off is brought nearer, for a host has hiccups. token: seconds that a token of
         a prompt takes."""
-        self.weight = min(self.weight * self.left(now), MOST_SEEN - 1)
+        self.weight = min(self.known(now), MOST_SEEN - 1)
         if self.weight >= 3:
             usual = max(self.seconds + token * (prompt - self.prompt), self.seconds / 2)
             seconds = min(max(seconds, usual / 1.5), usual * 1.5)
@@ -181,9 +181,9 @@ class Seen:
         self.seconds += (seconds - self.seconds) / self.weight
         self.prompt += (prompt - self.prompt) / self.weight
 
-    def left(self, now: float) -> float:
-        """Of what was seen, the share that still counts."""
-        return 0.5 ** ((now - self.when) / TIME_HALF_LIFE)
+    def known(self, now: float) -> float:
+        """Times that still count."""
+        return self.weight * _left(now - self.when, TIME_HALF_LIFE)
 
 
 @dataclass
@@ -200,17 +200,14 @@ class Brought:
 
     def add(self, share: float, requests: int, now: float) -> None:
         """Take in the tokens of a step, as a share of what was expected of its requests."""
-        kept = self._left(now) * MOST_REQUESTS / (MOST_REQUESTS + requests)
+        kept = _left(now - self.when, TIME_HALF_LIFE) * MOST_REQUESTS / (MOST_REQUESTS + requests)
         self.excess = self.excess * kept + (share - 1) * requests
         self.requests, self.when = self.requests * kept + requests, now
 
     def share(self, now: float) -> float:
         """Of the tokens that `Acceptance` expects, those that come: all of them until enough requests say otherwise."""
-        left = self._left(now)
+        left = _left(now - self.when, TIME_HALF_LIFE)
         return 1 + self.excess * left / (self.requests * left + FIRST_REQUESTS)
-
-    def _left(self, now: float) -> float:
-        return 0.5 ** ((now - self.when) / TIME_HALF_LIFE)
 
 
 @dataclass
@@ -230,7 +227,7 @@ class Mixed:
         self.tokens += (tokens - self.tokens) / MIXED_MEMORY
 
     def share(self, tokens: float) -> float:
-        """Of steps that bring a request so many tokens, if prompts come at random moments."""
+        """Of steps that bring a request `tokens` tokens, the share with prompts, which come at random moments."""
         return 1.0 - (1.0 - min(self.steps, 0.99)) ** (tokens / self.tokens)
 
 
@@ -286,6 +283,7 @@ class LengthRule:
         self._random = random.Random(f"draft lengths {seed}")
         self._seen: dict[Kind, Seen] = {}
         self._yields: dict[tuple[int, int, int], Brought] = {}  # by batch size, bucket of contexts and width
+        self._nearest: dict[Kind, Kind | None] = {}  # of kinds that were not seen, among those that were
         self._mixed: dict[int, Mixed] = {}  # by batch size
         self._tokens: dict[tuple[int, int], float] = {}  # expected of a request in a step, by batch size and width
         self._prompts = [0.0, 0.0]  # sums of which the time of a token of a prompt is the ratio
@@ -310,10 +308,14 @@ class LengthRule:
         return choice
 
     def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0) -> None:
-        """A step took `seconds`, on a context as long as that of the last choice. prompt: tokens of prompts in it."""
+        """A step took `seconds`, on a context as long as that of the last choice. prompt: prompt tokens in it."""
         load, bucket = self._place(requests)
         self._mixed.setdefault(load, Mixed()).add(prompt > 0, self._tokens.get((load, width), 1.0))
-        seen = self._seen.setdefault((load, bucket, width, prompt > 0), Seen(seconds, prompt))
+        kind = load, bucket, width, prompt > 0
+        if kind not in self._seen:
+            self._seen[kind] = Seen(seconds, prompt)
+            self._nearest.clear()
+        seen = self._seen[kind]
         if prompt:
             longer = prompt - seen.prompt
             self._prompts = [
@@ -394,10 +396,9 @@ class LengthRule:
         seconds = spread = 0.0
         for prompts, part in ((False, 1.0 - mixed), (True, mixed)):
             seen = self._seen.get((load, bucket, width, prompts))
-            known = 0.0 if seen is None else seen.weight * seen.left(now)
-            expected = part * self._seconds(load, context, width, prompts)
+            expected = part * self._seconds(load, context, width, prompts) if part else 0.0
             seconds += expected
-            spread += expected * SPREAD / math.sqrt(1 + 2 * known)
+            spread += expected * SPREAD / math.sqrt(1 + 2 * (0.0 if seen is None else seen.known(now)))
         return Outlook(seconds, spread / seconds, share, (load, bucket, width, mixed > 0.5) in self._seen)
 
     def _seconds(self, load: int, context: float, width: int, prompts: bool) -> float:
@@ -409,10 +410,9 @@ class LengthRule:
         if seen is not None:
             return seen.seconds - self._token_seconds() * seen.prompt
         own = self._seconds(load, context, width, False) if prompts else self.times.step(load, width, context)
-        alike = [key for key in self._seen if key[3] == prompts]
-        if not alike:
+        near = self._near((load, bucket, width, prompts))
+        if near is None:
             return own
-        near = min(alike, key=lambda key: _distance(key, load, bucket, width))
         there = context if near[1] == bucket else _context(near[1])
         took = self._seconds(near[0], there, near[2], prompts)
         if prompts:
@@ -420,10 +420,23 @@ class LengthRule:
         expected = self.times.step(near[0], near[2], there)
         return own + max(took - expected, 0.0) if self.times.measured else own * took / expected
 
+    def _near(self, kind: Kind) -> Kind | None:
+        """The kind nearest to one that was not seen, with prompts as that one has them or not; None if there is none.
+        Choices are made between two steps, so it is searched once for each new kind."""
+        if kind not in self._nearest:
+            alike = [key for key in self._seen if key[3] == kind[3]]
+            self._nearest[kind] = min(alike, key=lambda key: _distance(key, kind), default=None)
+        return self._nearest[kind]
+
     def _token_seconds(self) -> float:
         """What a token of a prompt takes, by how steps of a kind differ whose prompts differ."""
         product, square = self._prompts
         return max(product / (square + PROMPT_TOKENS**2), 0.0)
+
+
+def _left(seconds: float, half_life: float) -> float:
+    """Of what was seen so many seconds ago, the share that still counts."""
+    return 0.5 ** (seconds / half_life)
 
 
 def batch_size(requests: int) -> int:
@@ -447,10 +460,10 @@ def _tokens(survival: Sequence[float], width: int, share: float) -> float:
     return 1.0 + share * sum(survival[:width])
 
 
-def _distance(key: Kind, load: int, bucket: int, width: int) -> tuple[bool, float, int]:
+def _distance(key: Kind, kind: Kind) -> tuple[bool, float, int]:
     """How far one kind of step is from another: drafting or not first, then batch and context, then width."""
     return (
-        (key[2] > 0) != (width > 0),
-        abs(math.log2(key[0] / load)) + abs(key[1] - bucket),
-        abs(key[2] - width),
+        (key[2] > 0) != (kind[2] > 0),
+        abs(math.log2(key[0] / kind[0])) + abs(key[1] - kind[1]),
+        abs(key[2] - kind[2]),
     )

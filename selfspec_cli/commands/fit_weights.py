@@ -23,7 +23,9 @@ def fit_draft_weights(
     out: Output,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Answers of the model to fit on.")] = 32,
-    file: Annotated[Path | None, typer.Option("--out", help="File to write; one beside the model's heads.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--out", help="File to write; by default one in the folder of the model's heads.")
+    ] = None,
 ) -> None:
     """Make copies of the weights for drafting from what the model sees (GPTQ); draft_weights_path=FILE uses
     them."""

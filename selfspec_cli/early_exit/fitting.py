@@ -1,5 +1,5 @@
-"""Exit heads in closed form (equations.py). Targets of "lsq" heads are one-hot tokens, added by index; those of a
-"translator" are z - x, so that the ridge shrinks it toward the lens."""
+"""Fits exit heads in closed form (equations.py). A head "lsq" is fitted to one-hot tokens, which are added by index. A
+"translator" is fitted to z - x, so that the ridge shrinks it toward the lens."""
 
 import torch
 from torch import Tensor

@@ -152,7 +152,7 @@ async def ask(
     tokens: int = TOKENS,
     after: tuple[int, Callable[[], None]] | None = None,
 ) -> str:
-    """The text of one greedy completion, streamed. after: call something once so many parts have come."""
+    """Stream one greedy completion; its text. after: a number of parts, and what is called once they have come."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     text, parts = "", 0
     async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:

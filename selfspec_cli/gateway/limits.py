@@ -82,7 +82,7 @@ class Meter:
             self._count(key, 1)
 
     def leave(self, limits: KeySettings, tokens: int, cost: float) -> None:
-        """It is done, and took so many tokens and so much money."""
+        """A request of this key has ended. tokens: that it took, prompt included; cost: in money."""
         with self._changed(limits) as (key, used):
             used["tokens"] -= tokens
             used["spent"] += cost
@@ -110,7 +110,7 @@ class Tenant:
                 raise unavailable(f"the limits of {self.name} cannot be read: {error}") from error
 
     def leave(self, tokens: int, cost: float) -> None:
-        """It is done, and took so many tokens and so much money; raises sqlite3.Error where that cannot be written."""
+        """See `Meter.leave`. Raises sqlite3.Error where it cannot be written."""
         if self._limited:
             self._meter.leave(self.settings, tokens, cost)
 

@@ -1,4 +1,4 @@
-"""Settings of earlier versions, in configs that were dumped then: by today's names, without those that asked for nothing."""
+"""Settings of earlier versions in dumped configs: by today's names, without those that asked for nothing."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from points import RUN, against, baseline, failed
+from points import RUN, against, baseline, drafts, failed
 
 from selfspec_cli import commands
 from selfspec_cli.commands.tracked import tracked
@@ -79,7 +79,9 @@ def values(items):
 def test_what_wandb_wrote_is_what_was_measured(place):
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
     base = baseline()
-    points = [base, against(base), failed("2")]
+    arm = against(base)
+    counted = tuple(replace(repeat, verified=drafts(), drafting=None) for repeat in arm.repeats)
+    points = [base, replace(arm, repeats=counted), failed("2")]
     with open_tracker(WANDB, RUN) as tracker:
         for point in points:
             folder.save("results", point)
@@ -128,6 +130,8 @@ def test_what_wandb_wrote_is_what_was_measured(place):
     lines = [dict(zip(document["columns"], line, strict=True)) for line in document["data"]]
     assert [line["tok_s_median"] for line in lines[:2]] == pytest.approx([100.0, 150.0])
     assert lines[1]["delta_ppl"] == 0.0 and lines[2]["tok_s_median"] is None
+    assert (lines[0]["accept_rate"], lines[1]["accept_rate"]) == (None, pytest.approx(row.accept_rate))
+    assert summary["accept_rate"] == row.accept_rate > 0
     assert [line[document["columns"].index("point")] for line in document["data"]] == [point.id for point in points]
     drawn = {file.stem.partition("_")[0] for file in place.glob("wandb/*report*/files/media/images/figures/*.png")}
     assert {"speedup", "latency"} <= drawn

@@ -1,6 +1,7 @@
 """W&B gets a run for each point, without a network: what it wrote is read back from its own files."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from points import RUN, against, baseline, drafts, failed
 
-from selfspec_cli import commands
+from selfspec_cli import commands, extras
 from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig, TrackerKind
 from selfspec_cli.record import columns, folder, quality, tables, tracking
@@ -239,6 +240,12 @@ def test_an_upload_that_cannot_start_is_a_message_and_hides_no_error(stub, monke
     assert tracker.messages == ["W&B: no processes left"]
     with pytest.raises(RuntimeError, match="mine"), open_tracker(WANDB, "run-1"):
         raise RuntimeError("mine")
+
+
+def test_a_tracker_that_is_not_installed_says_how_it_is(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=re.escape(extras.install("track"))), open_tracker(WANDB, "run-1"):
+        pass
 
 
 def test_no_tracker_imports_nothing(monkeypatch):

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from figure_cells import data_of
-from figure_one_line import FILE, PLAIN, SERVED, WORDS
+from figure_one_line import PLAIN, SERVED, closed_loops
 
 WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM, NAMES = 860, 340, 44, 40, 34, 92, 40
 """In pixels: of the picture, and of what is around its two panels; NAMES: right of a panel, for the names of its lines."""
@@ -30,10 +29,7 @@ Rows = dict[int, dict[str, Any]]
 
 def picture() -> str:
     """Draw the closed loops of the served measurement, a panel for each kind of prompts, as SVG."""
-    levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
-    by_prompts: dict[str, Rows] = {name: {} for name in WORDS}
-    for level in levels:
-        by_prompts[level["prompts"]][int(level["level"].split()[1])] = level["rows"]
+    by_prompts: dict[str, Rows] = closed_loops()
     clients = sorted({count for rows in by_prompts.values() for count in rows})
     highest = max(max(_range(arms, arm)) for rows in by_prompts.values() for arms in rows.values() for arm in arms)
     top = math.ceil(2 * highest) / 2
@@ -41,7 +37,7 @@ def picture() -> str:
     shapes = [
         shape
         for place, (prompts, rows) in enumerate(by_prompts.items())
-        for shape in _panel(WORDS[prompts], rows, clients, top, LEFT + place * (width + GAP), width - NAMES)
+        for shape in _panel(prompts, rows, clients, top, LEFT + place * (width + GAP), width - NAMES)
     ]
     about = (
         "Speedup over plain vLLM by clients: blue is selfspec, its line from the least to the greatest ratio of the "

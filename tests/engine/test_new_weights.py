@@ -91,11 +91,9 @@ def test_each_kind_of_broken_copies_is_named(model_dir, tmp_path, monkeypatch, r
     other = save_tiny("llama", tmp_path / "other", seed=1)
     lines: list[str] = []
     monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lambda text, *words: lines.append(text))
-    prompts, params = ragged_prompts(8, VOCAB, seed=3), greedy(140)
-    with live(model_dir("llama"), {"method": "selfspec"}, enable_prefix_caching=False) as engine:
-        engine.llm.collective_rpc(draft_also_what_does_not_pay)
-        engine.set_gate("none", None)
-        engine.call("early_exit_set_length_table", "1:1")
+    prompts, params = ragged_prompts(8, VOCAB, seed=3), greedy(150)
+    copies = layer_skip(LAYERS, 1, draft_weights="int8")
+    with live(model_dir("llama"), copies, enable_prefix_caching=False) as engine:
         want = tokens(engine.generate(prompts, params))
         assert not lines
         for damage in (lambda layers: scale(layers, 8.0), lambda layers: scale(layers[:1], 0.0)):

@@ -146,7 +146,8 @@ def damage_copies(worker: Any, damage: Callable[[list[list[Tensor]]], None]) -> 
 
 def own_tensors(worker: Any) -> list[list[Tensor]]:
     """Of each layer that drafts, the floats that are not the target's."""
-    shared = {tensor.data_ptr() for tensor in worker.model_runner.get_model().parameters()}
+    target = worker.model_runner.get_model()
+    shared = {tensor.data_ptr() for tensor in (*target.parameters(), *target.buffers())}
     return [
         [
             tensor

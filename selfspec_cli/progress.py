@@ -34,6 +34,9 @@ class Progress:
     def measuring(self, planned: Planned) -> None:
         """The next point of the sweep is in hand."""
 
+    def busy(self, others: float) -> None:
+        """Other programs have so large a share of the processor, 0 to 1, that times will not be trusted."""
+
     def measured(self, point: Point) -> None:
         """It has been written down, measured or failed."""
 

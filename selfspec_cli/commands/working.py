@@ -41,6 +41,7 @@ class Screen(Progress):
         self.plans: list[Plan] = []
         self._named = False  # whether a line has said where the log is
         self._said: dict[str, float] = {}  # when a count was last spoken of
+        self._busy = False  # whether a line has said that other programs are in the way
         self._ready = threading.Event()
         self._closed = threading.Event()
         self._spoke = time.monotonic()  # when the last line was said
@@ -154,6 +155,15 @@ class Screen(Progress):
         if self._live is None and arm is not None:
             self.say(f"measuring {arm.name}")
         self.refresh()
+
+    def busy(self, others: float) -> None:
+        if not self._busy:
+            self._busy = True
+            self.say(
+                f"other programs have {others:.0%} of the processor: this takes longer, on a CPU many times as long, "
+                "and its times are not to be trusted",
+                "yellow",
+            )
 
     def measured(self, point: Point) -> None:
         self.state.measured(point)

@@ -100,6 +100,16 @@ class Details:
     cost: float | None = None  # money: launcher.price_hour for measuring, and an equal share of the start of the engine
 
 
+OTHERS, TAKEN = 0.1, 0.75
+"""Shares of the processor cores: what others may have while a point is timed, and what is taken by all together where
+that slows the point down. On a machine of which most is idle, others are in nobody's way."""
+
+
+def disturbed(cpu_own: float | None, cpu_others: float | None) -> bool:
+    """Whether other programs had so much of the processor that what was timed meanwhile is not to be trusted."""
+    return (cpu_others or 0) >= OTHERS and (cpu_others or 0) + (cpu_own or 0) >= TAKEN
+
+
 @dataclass
 class Record(Quality, Loads, Details, Summary):
     """One point in all tables; the columns of summary.csv come first."""

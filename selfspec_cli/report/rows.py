@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record.columns import Record, disturbed
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK
@@ -224,20 +224,10 @@ def _of_the_host(rows: Iterable[Record]) -> list[str]:
     ]
 
 
-OTHERS, TAKEN = 0.1, 0.75
-"""Shares of the processor cores: what others may have while a point is timed, and what is taken by all together where
-that slows the point down. On a machine of which most is idle, others are in nobody's way."""
-
-
-def disturbed(row: Record) -> bool:
-    """Whether other programs took a considerable part of the processor while the row's point was timed."""
-    return (row.cpu_others or 0) >= OTHERS and (row.cpu_others or 0) + (row.cpu_own or 0) >= TAKEN
-
-
 def _of_others(rows: Sequence[Record]) -> list[str]:
     """What is said where others had the processor too."""
     measured = [row for row in rows if row.status == OK]
-    busy = [row for row in measured if disturbed(row)]
+    busy = [row for row in measured if disturbed(row.cpu_own, row.cpu_others)]
     if not busy:
         return []
     most = max(row.cpu_others or 0 for row in busy)

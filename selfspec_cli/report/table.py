@@ -8,10 +8,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record.columns import Record, disturbed
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.targets import Target, less_is_better
-from selfspec_cli.report.rows import disturbed, groups, label, overview, times
+from selfspec_cli.report.rows import groups, label, overview, times
 
 
 def _number(digits: int) -> Callable[[float | None], str]:
@@ -99,7 +99,7 @@ COLUMNS: list[Column] = [
         "others",
         "share of the processor that other programs had while the arm was timed, where it was so much that the arm's "
         "figures are not to be trusted",
-        lambda row: f"{row.cpu_others:.0%} !" if disturbed(row) else "",
+        lambda row: f"{row.cpu_others:.0%} !" if disturbed(row.cpu_own, row.cpu_others) else "",
     ),
     (
         "cost",

@@ -21,6 +21,7 @@ from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, point
+from selfspec_cli.record.columns import disturbed
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.stages import cores, humaneval, measure, quality
 from selfspec_cli.texts.prompts import Turn, workload_turns
@@ -30,11 +31,14 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
     """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
     began = time.perf_counter()
     reset_peak_memory()
-    start: list[cores.Moment | None] = []
+    start = [cores.now()]
 
     def timed() -> None:
         engine.call("early_exit_meter_start")
         start.append(cores.now())
+        used = cores.shares(*start)
+        if disturbed(used.get("cpu_own"), used.get("cpu_others")):
+            progress.busy(used["cpu_others"])
 
     requests, kinds = workload_turns(cfg, engine)
     (arm,) = measure.run(
@@ -46,7 +50,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
         timed=timed,
         progress=progress,
     )
-    used = cores.shares(start[0], cores.now())
+    used = cores.shares(start[-1], cores.now())
     facts: dict[str, Any] = {
         "layer": engine.layer,
         "weights_mib": engine.weights_mib,

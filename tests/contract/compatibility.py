@@ -162,6 +162,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test_works_with::quantised_targets": ("quantised targets", "copies of quantised weights"),
     "test_works_with::multimodal_models": ("multimodal models",),
     "test_works_with::positions_of_several_dimensions": ("positions of several dimensions",),
+    "test_works_with::prompts_given_as_embeddings": ("prompts given as embeddings",),
     "test_works_with::stop_strings_several_samples_and_seeds_of_prompts_in_pieces": ("stop strings",),
     "test_works_with::keys_and_values_that_another_engine_made": ("KV connectors",),
     "test_adapters::each_request_has_the_output_of_its_own_adapter": ("LoRA requests",),

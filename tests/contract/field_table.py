@@ -12,7 +12,7 @@ Each field of vLLM's SamplingParams, on both runners (V1 on a CPU, V2 in Triton'
 others: while tokens are drafted, while a table of lengths switches drafts off by load, and while each request asks for
 none (`selfspec_k` 0). "yes": the answer, with its log-probabilities, is a plain engine's. `temperature`, `top_p`,
 `top_k` and `min_p` were asked for so that one token is left; that drafts keep the distribution is shown apart
-(`tests/engine/test_sampling.py`).
+(`tests/engine/test_sampling.py`, on V2 `tests/engine/v2/test_v2_sampling.py`).
 
 | field | V1: drafts | off by load | off by request | V2: drafts | off by load | off by request | what to know |
 |---|---|---|---|---|---|---|---|

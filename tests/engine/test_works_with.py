@@ -21,6 +21,7 @@ from more_models import (
     without_torchvision,
     without_video_processor,
 )
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.engine
 
@@ -120,6 +121,22 @@ def test_keys_and_values_that_another_engine_made(model_dir, tmp_path):
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_given_as_embeddings(expected):
+    """Beside prompts of tokens. A runner that takes a draft's place for one of the prompt's (vllm 57356) verifies it
+    with another token's embedding."""
+    known, size = expected("llama"), 24
+    (file,) = known.path.glob("*.safetensors")
+    table = load_file(file)["model.embed_tokens.weight"]
+    prompts = [
+        {"prompt_embeds": table[torch.tensor(ids)]} if place % 2 else {"prompt_token_ids": ids}
+        for place, ids in enumerate(known.prompts[:8])
+    ]
+    with live(known.path, layer_skip(EXIT, K), enable_prompt_embeds=True) as engine:
+        given = tokens(engine.llm.generate(prompts, greedy(size), use_tqdm=False))
+        engine.counts().require_both_verdicts()
+    assert given == [output[:size] for output in known.outputs[:8]]
 
 
 def test_stop_strings_several_samples_and_seeds_of_prompts_in_pieces(talking):

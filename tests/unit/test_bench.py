@@ -129,7 +129,7 @@ class FakeEngine:
 
 
 def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
-    moments = iter([cores.Moment(0, 0, 0), cores.Moment(1000, 100, 600)])  # none before warming up is over
+    moments = iter([cores.Moment(0, 0, 0), cores.Moment(500, 0, 100), cores.Moment(1500, 100, 700)])
     monkeypatch.setattr(cores, "now", lambda: next(moments))
     engine, seen, speeds = FakeEngine(), [], []
 
@@ -139,6 +139,9 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
 
         def speeds(self, tok_s):
             speeds.append(list(tok_s))
+
+        def busy(self, others):
+            seen.append(others)
 
     cfg = RunConfig(workload=WORK, repeats=3, warmup=1, perplexity_tokens=0)
     found = bench.run(cfg, engine, Heard())
@@ -150,7 +153,7 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
     assert (found.engine["cpu_own"], found.engine["cpu_others"]) == (0.6, 0.3)
     assert found.perplexity is None
     assert found.seconds > 0
-    assert seen == [("warm-up", 1, 1), *(("repeats", number, 3) for number in (1, 2, 3))]
+    assert seen == [("warm-up", 1, 1), 0.8, *(("repeats", number, 3) for number in (1, 2, 3))]
     assert speeds[-1] == pytest.approx([18.0, 12.0, 9.0]) and [len(one) for one in speeds] == [1, 2, 3]
 
 

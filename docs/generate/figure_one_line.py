@@ -7,13 +7,14 @@ from typing import Any
 from figure_cells import data_of, ratio, table
 
 FILE = "gpu/one_line_h200.json"
-WORDS = {"coding": "coding tasks", "chat": "chat questions"}
+WORDS = {"coding": "coding tasks", "chat again": "chat questions"}
 PLAIN, RULE, SERVED = "plain", "rule", "one line"
 
 
 def one_line() -> str:
-    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT."""
-    levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
+    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT, each kind
+    of prompts by the last run that had it."""
+    levels = [level for level in _served_levels() if level["level"].startswith("closed") and level["prompts"] in WORDS]
     clients = sorted({_clients(level) for level in levels})
     rows = []
     for prompts, name in WORDS.items():
@@ -32,7 +33,7 @@ def one_line() -> str:
 
 def served() -> str:
     """Write a row per level of the served measurement: speeds of all arms, and the one line's latency over plain's."""
-    levels = data_of(FILE)["served"]["levels"]
+    levels = _served_levels()
     fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
     latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []
@@ -69,6 +70,12 @@ def fixed_lengths() -> str:
         )
     header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths)
     return table((*header, "of the best fixed", "outputs as plain", "plain as itself"), rows)
+
+
+def _served_levels() -> list[dict[str, Any]]:
+    """Return the levels of both served runs; the later one, on another host, has prompts of another name."""
+    again = [level | {"prompts": f"{level['prompts']} again"} for level in data_of(FILE)["served_again"]["levels"]]
+    return [*data_of(FILE)["served"]["levels"], *again]
 
 
 def _clients(level: dict[str, Any]) -> int:

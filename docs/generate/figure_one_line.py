@@ -14,11 +14,10 @@ PLAIN, RULE, SERVED = "plain", "rule", "one line"
 def one_line() -> str:
     """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT, each kind
     of prompts by the last run that had it."""
-    levels = [level for level in _served_levels() if level["level"].startswith("closed") and level["prompts"] in WORDS]
-    clients = sorted({_clients(level) for level in levels})
+    loops = closed_loops()
+    clients = sorted({count for of_clients in loops.values() for count in of_clients})
     rows = []
-    for prompts, name in WORDS.items():
-        of_clients = {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
+    for name, of_clients in loops.items():
         for words, write in (
             (f"{name}: plain vLLM, tok/s in all", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
             ("selfspec over plain", _speedup),
@@ -29,6 +28,15 @@ def one_line() -> str:
         ):
             rows.append((words, *(write(of_clients[n]) if n in of_clients else "" for n in clients)))
     return table(("clients", *map(str, clients)), rows)
+
+
+def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
+    """Return what each arm measured, by the name of the prompts and the number of clients."""
+    levels = [level for level in _served_levels() if level["level"].startswith("closed")]
+    return {
+        name: {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
+        for prompts, name in WORDS.items()
+    }
 
 
 def served() -> str:

@@ -12,8 +12,8 @@ PLAIN, RULE, SERVED = "plain", "rule", "one line"
 
 
 def one_line() -> str:
-    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT, each kind
-    of prompts by the last run that had it."""
+    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup, each kind of
+    prompts by the last run that had it."""
     loops = closed_loops()
     clients = sorted({count for of_clients in loops.values() for count in of_clients})
     rows = []
@@ -21,10 +21,6 @@ def one_line() -> str:
         for words, write in (
             (f"{name}: plain vLLM, tok/s in all", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
             ("selfspec over plain", _speedup),
-            (
-                "p99 TTFT, selfspec over plain",
-                lambda row: f"{row[SERVED]['ttft_p99_ms'] / row[PLAIN]['ttft_p99_ms']:.2f}",
-            ),
         ):
             rows.append((words, *(write(of_clients[n]) if n in of_clients else "" for n in clients)))
     return table(("clients", *map(str, clients)), rows)

@@ -336,9 +336,10 @@ class LengthRule:
         token = self._token_seconds()
         seen.add(seconds, prompt, token, self.clock())
         usual = seen.seconds + token * (prompt - seen.prompt)
-        took = min(seconds, 2 * usual) - token * prompt  # a host has hiccups
+        # A host has hiccups, and what a token of a prompt takes is an estimate.
+        took = max(min(seconds, 2 * usual) - token * prompt, usual / 4)
         expected = self._tokens.get((load, width), 1.0)
-        self._pace.setdefault(load, Pace()).add(prompt > 0, expected, 1 + accepted, max(took, usual / 4))
+        self._pace.setdefault(load, Pace()).add(prompt > 0, expected, 1 + accepted, took)
 
     def brought(self, requests: int, width: int, accepted: float) -> None:
         """A verify pass of `width` drafts a request brought `accepted` of them, in the mean of its requests."""

@@ -7,7 +7,7 @@
 # make programs  install what some tests need beside Python, where apt and npm are at hand: Chromium, axe-core, Prometheus, zsh, fish
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
 # make lint   ruff, the direction of imports, mypy
-# make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
+# make fresh  the wheel in three fresh environments: sizes, times, the README's commands, and a vLLM of an unknown version
 # make sky  whether SkyPilot takes infra/selfspec.yaml
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
 
@@ -39,7 +39,7 @@ begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
 side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser part-v2 releases nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-install part-contract part-gpu part-browser part-v2 v2-on releases nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -60,13 +60,17 @@ quick-tests: $(INSTALLED)
 # Parts of one process each run beside each other, the others on all cores.
 test: $(INSTALLED) programs
 	$(begin)
-	@$(side_by_side) part-lint part-contract part-v2 part-gpu part-browser
+	@$(side_by_side) part-lint part-install part-contract part-v2 part-gpu part-browser
 	$(call tests,unit,tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
 	$(call tests,engine,tests/engine --ignore=tests/engine/v2 $(BY_FILE) --durations=20)
 	$(summary)
 
 part-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
+
+# Wheel and sdist, and the plugin alone in a fresh environment. `make fresh` does the rest.
+part-install: $(INSTALLED)
+	$(call timed,install,$(BIN)/python packaging/fresh_install.py --only serving >$(REPORTS)/install.json)
 
 # Sources of supported releases that are not installed are read by contract tests.
 quick-tests part-contract: releases
@@ -81,6 +85,10 @@ part-contract part-gpu part-browser: part-%: $(INSTALLED)
 part-v2: $(INSTALLED)
 	$(call tests,v2,tests/engine/v2 --durations=10)
 
+# The same with a release of vLLM that has no build for CPUs: `make v2-on RELEASE=0.33.0`.
+v2-on: $(INSTALLED)
+	PYTHONPATH=$$($(BIN)/python tests/contract/vllm_source.py $(RELEASE) --runnable) $(PYTEST) tests/engine/v2
+
 # Every gate over every prompt of every architecture, 4,096 seeds, and the tests that are marked nightly.
 nightly: export SELFSPEC_FULL = 1
 nightly: export SELFSPEC_SEEDS = 4096
@@ -88,6 +96,7 @@ nightly: $(INSTALLED) programs
 	$(begin)
 	$(call timed,grid,$(PYTEST) --junitxml=$(REPORTS)/grid.xml $(GRID) $(BY_FILE))
 	$(call timed,nightly,$(PYTEST) -m nightly --junitxml=$(REPORTS)/nightly.xml tests $(BY_FILE))
+	$(call timed,v2-on-0.33.0,$(MAKE) v2-on RELEASE=0.33.0)
 	$(summary)
 
 # Takes up where it was stopped; a suite that is done costs its tests once. Lets everything else on the machine go first.
@@ -102,7 +111,7 @@ lint: $(INSTALLED)
 	$(LINT)
 
 fresh:
-	$(PYTHON) packaging/fresh_install.py --vllm
+	$(PYTHON) packaging/fresh_install.py --everything
 
 install: $(INSTALLED)
 

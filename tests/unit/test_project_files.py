@@ -1,11 +1,13 @@
 """The pre-commit file and the conda environment name what is here, and nothing that has to be fetched unseen."""
 
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
 
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
@@ -131,3 +133,27 @@ def test_a_fault_is_reported_with_what_doctor_says_and_the_citation_is_of_this_v
     assert fault["doctor"]["validations"]["required"]
     cited = _read("CITATION.cff")
     assert (cited["version"], cited["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
+
+
+def test_the_change_log_and_the_citation_date_the_version_alike():
+    version = re.escape(PROJECT["project"]["version"])
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (dated,) = re.findall(rf"^## {version} \((.+)\)$", log, re.MULTILINE)
+    assert str(_read("CITATION.cff").get("date-released", "unreleased")) == dated
+
+
+def test_the_metadata_name_the_pythons_that_are_tested_and_no_host_of_a_registry():
+    project = PROJECT["project"]
+    named = [word.rpartition(" :: ")[2] for word in project["classifiers"] if "Python :: 3." in word]
+    range_ = SpecifierSet(project["requires-python"])
+    assert [minor for minor in range(8, 20) if f"3.{minor}.1" in range_] == [int(name[2:]) for name in named]
+    assert project["urls"] and all(url.startswith("https://github.com/") for url in project["urls"].values())
+
+
+def test_the_workflow_installs_the_wheel_and_runs_the_commands_of_the_readme():
+    steps = [step.get("run", "") for step in _read(".github/workflows/test.yml")["jobs"]["build"]["steps"]]
+    assert "python packaging/fresh_install.py --everything" in steps
+    program = runpy.run_path(str(ROOT / "packaging" / "fresh_install.py"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(program["COMMANDS"]) <= set(re.findall(r"^selfspec (\w+)", readme, re.MULTILINE))
+    assert set(program["INSTALLS"]["everything"].strip("[]").split(",")) | {"cuda", "dev"} == {*program["EXTRAS"]}

@@ -104,29 +104,29 @@ class _EarlyExit(DraftModelProposer):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the layers that draft from the target, without adapters; loads nothing but the exit head."""
+        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
         self._shares_weights.off()
-        target_model, wanted = without_adapters(target_model), self.settings
-        fitted = fitted_for(wanted, target_model, self.vllm_config)
+        target_model, settings = without_adapters(target_model), self.settings
+        fitted = fitted_for(settings, target_model, self.vllm_config)
         self.model = first_layers(
-            target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
+            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
         )
         self._layer_names = attention_names(self.model, self.vllm_config)
-        self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
+        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
         self._weights = Watch(self.runner.get_model())
 
     def renew(self) -> None:
-        """The target has other weights: make what was made of the old ones anew."""
+        """Rebuild what was made from the target's weights, after these have changed."""
         renew(self.model, self.head, self.settings, self.vllm_config)
         self._weights.stale = False
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
-        """Drafting uses the target's own attention groups, all of them: a hybrid model has several.
+        """Draft in all of the target's own attention groups. A hybrid model has several.
 
-        The KV cache is there, so the length of the model's context is final: `max_model_len=auto` may have shortened it
-        since this proposer was made.
+        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
+        proposer was created.
         """
         max_model_len = self.vllm_config.model_config.max_model_len
         # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
@@ -135,7 +135,7 @@ class _EarlyExit(DraftModelProposer):
         self._find_groups()
 
     def set_view(self, settings: ResolvedSettings) -> None:
-        """Draft with other layers or on other weights from the next round on; see `worker.early_exit_set_view`."""
+        """Draft with other layers or weights from the next round on; see `worker.early_exit_set_view`."""
         self.settings = settings
         self.load_model(self.runner.get_model())
         self._find_groups()
@@ -145,11 +145,11 @@ class _EarlyExit(DraftModelProposer):
         self.lengths.table = table
 
     def set_chooses_width(self, on: bool) -> None:
-        """Whether measured times choose how much is drafted, from the next round on; else the table does."""
+        """Choose draft lengths by measured times if `on`, else by the length table, from the next round on."""
         self.lengths.chooses_width = on
 
     def _find_groups(self) -> None:
-        """The target's attention groups in which a layer drafts, each with the names of those layers."""
+        """Find the target's attention groups that hold a drafting layer, each with the names of these layers."""
         self._groups = []
         for groups in self.runner.attn_groups:
             for group in groups:
@@ -162,7 +162,7 @@ class _EarlyExit(DraftModelProposer):
         self.draft_attn_groups = [group for group, _ in self._groups]
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Warm-up and profiling: compiles the trunk together with the target."""
+        """Compile the trunk together with the target, in vLLM's warm-up and profiling runs."""
         # Zeros: a batch may hold more tokens than the model has positions, and compiled code reads its table of them.
         positions = self._positions.of(torch.zeros_like(self.arange[:num_tokens], dtype=torch.int64))
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
@@ -171,16 +171,16 @@ class _EarlyExit(DraftModelProposer):
     # ---- what the runner hands over -----------------------------------------------------------------------------
 
     def prepare_next_token_ids_cpu(self, sampled_token_ids: list[list[int]], *args: Any) -> Tensor:
-        """Remembers which requests sampled anything; a request inside a chunked prefill has an empty list."""
+        """Remember which requests sampled a token. A request inside a chunked prefill has an empty list."""
         self._sampled, self._verified = sampled_token_ids, None
         return self._nothing
 
     def prepare_inputs(
         self, common_attn_metadata: CommonAttentionMetadata, sampled: Any, verified: Sequence[int], *args: Any
     ) -> tuple[CommonAttentionMetadata, Tensor]:
-        """Remembers how many draft tokens of each request were verified; called only where there were any.
+        """Remember how many draft tokens of each request were verified. Called only after a step with drafts.
 
-        The runner gathers hidden states for drafters that want them; this one wants none.
+        The runner gathers hidden states for drafters that need them; this one needs none.
         """
         self._verified = verified
         return common_attn_metadata, self._nothing
@@ -204,7 +204,8 @@ class _EarlyExit(DraftModelProposer):
     ) -> list[list[int]]:
         """Draft for every request that sampled a token in this step.
 
-        Returns: one list of token ids a request, in batch order: 0..k of the model's own, and copied ones after them.
+        Returns: one list of token ids for each request, in batch order: up to k that the model drafted, then those that
+        prompt lookup copied.
         """
         began = time.perf_counter()
         batch = self.runner.input_batch
@@ -221,8 +222,8 @@ class _EarlyExit(DraftModelProposer):
         if self._weights.stale:
             self.renew()
         if self._context is not None and common_attn_metadata is not None:
-            tried = self._verified or [0] * len(self._sampled)
-            rejected = [most - max(len(own) - 1, 0) for most, own in zip(tried, self._sampled, strict=True)]
+            drafted = self._verified or [0] * len(self._sampled)
+            rejected = [count - max(len(tokens) - 1, 0) for count, tokens in zip(drafted, self._sampled, strict=True)]
             self._context.begin(common_attn_metadata.query_start_loc[1 : len(rejected) + 1], torch.tensor(rejected))
         state = self._start(batch, min(num_speculative_tokens, self.draft_length), proposals)
         probs = [] if state is None else self._draft(state, proposals, sampling_metadata)
@@ -232,7 +233,7 @@ class _EarlyExit(DraftModelProposer):
         return proposals
 
     def _draws(self, sampling_metadata: SamplingMetadata) -> bool:
-        """Whether drafts are drawn, so that the verifier has to know from which distributions."""
+        """Whether drafts are drawn at random, so that the verifier needs the distributions they came from."""
         spec = self.speculative_config
         probabilistic = (spec.rejection_sample_method, spec.draft_sample_method) == ("standard", "probabilistic")
         return probabilistic and not sampling_metadata.all_greedy
@@ -240,7 +241,10 @@ class _EarlyExit(DraftModelProposer):
     def _draft(
         self, state: Round, proposals: list[list[int]], sampling_metadata: SamplingMetadata
     ) -> list[tuple[Tensor, Tensor]]:
-        """The draft loop: adds to `proposals`. Of each step, where drafts are drawn, its rows and distributions."""
+        """Run the draft loop, which appends to `proposals`.
+
+        Returns: for each step, if drafts are drawn, its rows [n] and their distributions [n, vocabulary].
+        """
         batch, limit = self.runner.input_batch, state.steps
         probabilistic = self._draws(sampling_metadata)
         probs: list[tuple[Tensor, Tensor]] = []
@@ -273,9 +277,9 @@ class _EarlyExit(DraftModelProposer):
         return probs
 
     def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
-        """Drop the requests that draft no more after `steps` steps; whether any is left.
+        """Drop the requests that stop drafting after `steps` steps. Returns whether any is left.
 
-        Most steps close nothing: indexing every tensor of the round then costs as much as the gate itself.
+        Most steps stop no request, and indexing every tensor of the round would cost as much as the gate itself.
         """
         masks = [] if open_ is None else [open_]
         if steps >= state.room:
@@ -291,11 +295,12 @@ class _EarlyExit(DraftModelProposer):
         return any(left)
 
     def _decide(self, state: Round, ids: Sequence[str], last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One draft step: logits [n, V], their argmax [n], and which requests' gates stay open, bool [n], None for all.
+        """Run one draft step, and ask the gate unless it is the last step of the round.
 
-        last: no step follows, so the gate is not asked.
-        Logits that are no numbers close the gate, `none` too, and are counted. They go on as zeros, so that the
-        sampler sees a proper distribution and the verifier a token that it will hardly take.
+        Logits with NaN or infinity close every gate, `none` too, and are counted. They are replaced by zeros, so that
+        the sampler gets a proper distribution and the verifier a token that it will hardly accept.
+
+        Returns: logits [n, V], their argmax [n], and whether each request's gate stays open, bool [n] (None: all).
         """
         logits = self.head.logits(self._forward(state))  # [n, V]
         best = logits.max(-1)  # NaN counts as the largest; so does +inf
@@ -312,13 +317,16 @@ class _EarlyExit(DraftModelProposer):
         return logits, logits.argmax(-1), _both(_both(open_, stands), ~bad)
 
     def _text(self, row: int) -> Tensor:
-        """The tokens [n] that the request in a row of the batch has, those just sampled included."""
+        """All tokens [n] of the request in a row of the batch, including those just sampled."""
         batch = self.runner.input_batch
         return torch.from_numpy(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
 
     def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
-        """The round's first state: requests that sampled a token, may draft and have room for another. Those that have
-        a free draft get it into `proposals`, and draft nothing."""
+        """State of a new round: the requests that sampled a token, may draft, and have room for another token.
+
+        A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself. Returns None if no
+        request drafts.
+        """
         alone = not_to_draft(batch.logitsprocs, batch.num_reqs)
         rows = [row for row, sampled in enumerate(self._sampled) if sampled and row not in alone]
         rows = [row for row in rows if not self._ended(row)] if limit else []
@@ -327,8 +335,8 @@ class _EarlyExit(DraftModelProposer):
         kept = [place for place, budget in enumerate(allowed) if budget.k]
         self.counters.allowed(limit, [(budget.k, budget.off) for budget in allowed])
         if self.free is not None:
-            most = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
-            rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(most, ends, strict=True)]
+            longest = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
+            rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(longest, ends, strict=True)]
             lengths = [min(budget.k, limit) for budget in allowed]
             cost = 1.0 if self.lengths.choice is None else self.lengths.choice.step_cost
             self.free.begin(self.runner.requests, names, rows, rooms, lengths, cost / max(1, len(rows)))
@@ -348,9 +356,9 @@ class _EarlyExit(DraftModelProposer):
         if min(lengths) < state.steps:
             state.lengths = torch.tensor(lengths)
         thresholds = [budget.threshold for budget in allowed]
-        # They are for the gate that the engine was started with.
-        if any(one is not None for one in thresholds) and self.gate.kind == self.settings.gate.kind:
-            state.limits = torch.tensor([self.gate.limit(one) for one in thresholds])
+        # A request's threshold is meant for the gate that the engine was started with.
+        if any(threshold is not None for threshold in thresholds) and self.gate.kind == self.settings.gate.kind:
+            state.limits = torch.tensor([self.gate.limit(threshold) for threshold in thresholds])
         if state.room <= 0:
             state.keep(last < self._last_useful)
         if not len(state.rows):
@@ -359,32 +367,32 @@ class _EarlyExit(DraftModelProposer):
         return state
 
     def _ended(self, row: int) -> bool:
-        """Whether a row of the batch has all tokens that its request asked for; the scheduler does not know yet."""
+        """Whether the request in a row of the batch has its `max_tokens`, which the scheduler does not know yet."""
         batch = self.runner.input_batch
         parameters = self.runner.requests[batch.req_ids[row]].sampling_params
-        most = None if parameters is None else parameters.max_tokens
-        return most is not None and batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row] >= most
+        limit = None if parameters is None else parameters.max_tokens
+        return limit is not None and batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row] >= limit
 
     def _forward(self, state: Round) -> Tensor:
-        """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""
+        """Run tokens [n] at positions [n] through the E layers. Returns normed hidden states [n, hidden]."""
         if state.ahead is None:
             batch = self.runner.input_batch
             tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
             state.ahead = Ahead.of(state, self.settings.k, tables, batch.num_reqs, self._context)
         if self._positions.several:
-            requests = self.runner.requests, self.runner.input_batch.req_ids
-            shifts = [requests[0][requests[1][row]].mrope_position_delta for row in state.rows.tolist()]
+            requests, ids = self.runner.requests, self.runner.input_batch.req_ids
+            shifts = [requests[ids[row]].mrope_position_delta for row in state.rows.tolist()]
             self._positions.shifts[: len(shifts)] = torch.tensor(shifts)
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
 
     def _likeliest(self, logits: Tensor, best: Tensor, rows: Tensor, sampling: SamplingMetadata) -> Tensor:
-        """Draft tokens [n]: `best`, the likeliest of `logits`, but with the `logit_bias` of requests that have one."""
-        wanted = biases(sampling.logitsprocs)
-        if wanted.keys().isdisjoint(rows.tolist()):
+        """Draft tokens [n]: `best`, the argmax of `logits`, or another token where a request's `logit_bias` says so."""
+        by_row = biases(sampling.logitsprocs)
+        if by_row.keys().isdisjoint(rows.tolist()):
             return self.head.to_full_ids(best)
-        return add_biases(self.head.to_full_logits(logits).clone(), rows.tolist(), wanted).argmax(-1)
+        return add_biases(self.head.to_full_logits(logits).clone(), rows.tolist(), by_row).argmax(-1)
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
@@ -395,26 +403,29 @@ class _EarlyExit(DraftModelProposer):
         full = add_biases(full, rows.tolist(), biases(sampling.logitsprocs))
         temperature = sampling.temperature[rows]
         full = mask_unlikely(full, torch.where(temperature < GREEDY, 1.0, temperature), rows, sampling.logitsprocs)
-        own = {place: sampling.generators[row] for place, row in enumerate(rows.tolist()) if row in sampling.generators}
-        return draw(full, temperature, own)
+        seeded = sampling.generators
+        generators = {place: seeded[row] for place, row in enumerate(rows.tolist()) if row in seeded}
+        return draw(full, temperature, generators)
 
     def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
-        """Ragged steps -> [requests, places, vocabulary]; the runner reads only the rows that were proposed. A copied
-        token was sure to be drafted: its distribution is all on it."""
+        """Stack the steps' distributions to [requests, places, vocabulary]; the runner reads only proposed places.
+
+        A token that prompt lookup copied has probability 1, because nothing else could have been drafted there.
+        """
         stacked = torch.zeros(len(proposals), places, self.vllm_config.model_config.get_vocab_size())
-        own = [0] * len(proposals)
+        drawn = [0] * len(proposals)
         for step, (rows, step_probs) in enumerate(probs):
             stacked[rows, step] = step_probs
             for row in rows.tolist():
-                own[row] += 1
+                drawn[row] += 1
         for row, draft in enumerate(proposals):
-            for place in range(own[row], len(draft)):
+            for place in range(drawn[row], len(draft)):
                 stacked[row, place, draft[place]] = 1.0
         return stacked
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Where both let a request go on, bool [n]; None lets all."""
+    """Requests that both masks let go on, bool [n]. A mask None lets all go on."""
     if first is None or second is None:
         return second if first is None else first
     return first & second

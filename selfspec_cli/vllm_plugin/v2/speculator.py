@@ -123,28 +123,29 @@ class EarlyExitSpeculator(DraftLoop):
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
 
     def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
-        """What bounds free drafts, and the tokens of all requests, which are looked up in each round."""
-        if not self.settings.free_drafts:
+        """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round
+        searches. Both are None without such drafts."""
+        settings = self.settings
+        if not settings.free_drafts:
             return None, None
         text = requests.all_token_ids.gpu
-        if text.device.type == "cuda":  # vLLM keeps them in memory of the host, but for its own n-gram drafts
+        if text.device.type == "cuda":  # vLLM keeps them in host memory, except for its own n-gram drafts
             requests.all_token_ids = StagedWriteTensor(tuple(text.shape), dtype=text.dtype, device=self.device)
             text = requests.all_token_ids.gpu
-        wanted = self.settings
-        return Free(wanted.free_drafts, wanted.k, wanted.free_requests), text
+        return Free(settings.free_drafts, settings.k, settings.free_requests), text
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the layers that draft from the target, without adapters; loads nothing but the exit head."""
+        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
         began = time.perf_counter()
-        target_model, wanted = without_adapters(target_model), self.settings
+        target_model, settings = without_adapters(target_model), self.settings
         self._target = target_model
-        fitted = fitted_for(wanted, target_model, self.vllm_config)
+        fitted = fitted_for(settings, target_model, self.vllm_config)
         self.model = first_layers(
-            target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
+            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
         )
-        self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
+        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         self.fused_step = fused_step(decoder, self.vllm_config, self.device)
         self._weights = Watch(target_model)
@@ -153,7 +154,7 @@ class EarlyExitSpeculator(DraftLoop):
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def renew(self) -> None:
-        """The target has other weights: make what was made of the old ones anew, where CUDA graphs read it."""
+        """After the target's weights changed, rebuild what was made from them, in the memory that CUDA graphs read."""
         renew(self.model, self.head, self.settings, self.vllm_config)
         if self.fused_step is not None:
             self.fused_step.renew(self.model.drafting_decoder)
@@ -172,10 +173,10 @@ class EarlyExitSpeculator(DraftLoop):
         target_input_buffers: InputBuffers,
         target_attn_groups: list[list[AttentionGroup]],
     ) -> None:
-        """Metadata builders of its own over the target's layers, because a draft step has other shapes.
+        """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
 
-        The KV cache is there, so the length of the model's context is final: `max_model_len=auto` may have shortened it
-        since this speculator was made.
+        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
+        speculator was created.
         """
         self.state.max_model_len = self.vllm_config.model_config.max_model_len
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
@@ -192,10 +193,10 @@ class EarlyExitSpeculator(DraftLoop):
     # ---- what changes on a live engine --------------------------------------------------------------------------
 
     def set_view(self, settings: ResolvedSettings) -> None:
-        """Draft with other layers or on other weights from the next round on; see `worker.early_exit_set_view`."""
+        """Draft with other layers or weights from the next round on; see `worker.early_exit_set_view`."""
         self.settings = settings
         self.load_model(self._target)
-        self._warm = True  # compiled code is for the view that the engine was started with; this one runs eagerly
+        self._warm = True  # code was compiled only for the view that the engine started with; this one runs eagerly
         self._find_groups()
 
     def set_table(self, table: LengthTable) -> None:
@@ -206,17 +207,18 @@ class EarlyExitSpeculator(DraftLoop):
         self.state.budget.set_table(table)
 
     def set_chooses_width(self, on: bool) -> None:
-        """Whether measured times choose the width of a step, from the next one on; else the table does."""
+        """Choose each step's width by measured times if `on`, else by the length table, from the next step on."""
         for planner in self._planners("gate"):
             planner.chooses_width = on
 
     def set_read_first(self, on: bool) -> None:
-        """Another order of reading and launching from the next step on; see `worker.early_exit_set_read_first`."""
+        """Change the order of reading and launching from the next step on; see `worker.early_exit_set_read_first`."""
         for planner in self._planners("read_first"):
             planner.read_first = on
 
     def _planners(self, key: str) -> list[WidthPlanner]:
-        """The planners of this engine. Raises SettingsError, naming the setting `key`, where they are out of reach."""
+        """The width planners of this engine. Raises SettingsError, which names the setting `key`, if the scheduler runs
+        in another process."""
         started = settings_of(self.vllm_config)
         assert started is not None
         planners = planners_like(started)
@@ -227,31 +229,38 @@ class EarlyExitSpeculator(DraftLoop):
         return planners
 
     def set_choice(self, choice: Choice) -> None:
-        """What the scheduler's rule says of the drafts after the step that is about to run."""
+        """Take the value and cost of a draft step from the scheduler's rule, for the drafts after the coming step."""
         self.state.step_value, self.state.step_cost = choice.step_value, choice.step_cost
 
     def _limit(self, threshold: float | None) -> float:
-        """What the gate compares with under a request's threshold; NaN: the gate's own."""
+        """The number that the gate compares with for a request's `threshold`; NaN, the gate's own, if it has none."""
         return math.nan if threshold is None else self.gate.limit(threshold)
 
     def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
-        """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None;
-        prompts: their lengths in tokens; verified: whether drafts are, in that step.
+        """Note new requests before their first step.
 
-        Nothing on the device asks for them before drafts are verified or a round begins, so they wait for that: the
-        host launches the step first, and a server with drafting disabled sends nothing.
+        The device does not need them before drafts are verified or a round begins, so they are sent only then: the host
+        launches the step first, and a server with drafting disabled sends nothing.
+
+        Args:
+            slots: vLLM's slot of each request.
+            parameters: the SamplingParams of each, or None.
+            prompts: the prompt length of each, in tokens.
+            verified: whether the coming step verifies drafts.
         """
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
             self._take_in()
 
     def _take_in(self) -> None:
+        """Send the requests that `add_requests` noted to the device."""
         if not self._new:
             return
         parameters, prompts = zip(*self._new.values(), strict=True)
-        own = [own_settings(one, self.settings) for one in parameters]
-        ends = [Ending.of(one, length) for one, length in zip(parameters, prompts, strict=True)]
-        take_in(self.state, list(self._new), own, [self._limit(one.threshold) for one in own], ends)
+        settings = [own_settings(params, self.settings) for params in parameters]
+        limits = [self._limit(request.threshold) for request in settings]
+        ends = [Ending.of(params, length) for params, length in zip(parameters, prompts, strict=True)]
+        take_in(self.state, list(self._new), settings, limits, ends)
         self._new.clear()
 
     @property
@@ -265,7 +274,7 @@ class EarlyExitSpeculator(DraftLoop):
 
     @property
     def counters(self) -> DraftState:
-        """What keeps the draft loop's counters."""
+        """The object that holds the draft loop's counters."""
         return self.state
 
     # ---- the round ----------------------------------------------------------------------------------------------
@@ -293,9 +302,10 @@ class EarlyExitSpeculator(DraftLoop):
     ) -> Tensor:
         """Draft up to k tokens for each request of the batch, without waiting for the device.
 
-        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM chooses by the batch size.
+        num_speculative_tokens: most tokens drafted in this round; None: k. vLLM passes fewer if it chooses by batch
+        size.
 
-        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
+        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see verdict.py).
         """
         if self._weights is not None and self._weights.stale:
             self.renew()
@@ -354,6 +364,7 @@ class EarlyExitSpeculator(DraftLoop):
         seeds: Tensor,
         dummy_run: bool = False,
     ) -> None:
+        """Write the inputs of the round's first draft step. verdict: num_sampled, num_rejected and last_sampled."""
         self._take_in()
         self.idx_mapping.fill_(-1)
         if not dummy_run:  # a dummy batch has no requests, whatever its rows say
@@ -362,13 +373,13 @@ class EarlyExitSpeculator(DraftLoop):
             self.temperature.copy_(temperature)
             self.seeds.copy_(seeds)
         if self.positions.several and not dummy_run:  # the first dummy run comes before `set_attn`
-            deltas = self.model_state.rope_state.prefill_delta.gpu  # another tensor after each step's new requests
+            deltas = self.model_state.rope_state.prefill_delta.gpu  # a new tensor after each step with new requests
             self.positions.shifts[: batch.num_reqs] = deltas.index_select(0, batch.idx_mapping[: batch.num_reqs])
         # Thresholds of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind, dummy_run)
 
     def _leave_out(self, steps: int) -> None:
-        """What of the context the drafts of this round do not attend to, under `draft_context`."""
+        """Leave out the part of the context that `draft_context` excludes from this round's drafts."""
         context = self._context
         if context is None:
             return
@@ -378,7 +389,7 @@ class EarlyExitSpeculator(DraftLoop):
         self.draft_max_seq_len = min(self.draft_max_seq_len, context.longest(size) + steps)
 
     def _compile(self, num_tokens: int) -> None:
-        """Compile the trunk in vLLM's profiling run, on the target's shape: one token would be specialised on."""
+        """Compile the trunk in vLLM's profiling run, for the target's shape, because torch specialises on one token."""
         if self._warm:
             return
         self._warm = True

@@ -90,6 +90,21 @@ def changed(engine: Any) -> set[str]:
     }
 
 
+def attributes_by_class(engine: Any) -> dict[str, set[str]]:
+    """Attributes that vLLM's live objects have, by their class; those of our subclasses are left out."""
+    found: dict[str, set[str]] = {}
+    for one in objects(engine.llm.llm_engine):
+        if not subclassed(one):
+            found.setdefault(type(one).__name__, set()).update(vars(one))
+    return found
+
+
+def added(drafting: dict[str, set[str]], plain: dict[str, set[str]]) -> set[str]:
+    """Attributes ("Class.attribute") that objects of an engine that drafts have, and that no object of their class has
+    in a plain engine."""
+    return {f"{kind}.{name}" for kind in drafting.keys() & plain.keys() for name in drafting[kind] - plain[kind]}
+
+
 def attributes(found: set[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in found}
 
@@ -128,6 +143,7 @@ def test_what_is_changed_on_live_objects_is_in_the_list_and_nothing_on_those_of_
     with live(model_dir("llama"), worker_extension_cls="", **SMALL) as engine:
         engine.generate(PROMPTS, greedy(6))
         assert changed(engine) == set()
+        plain = attributes_by_class(engine)
     with live(model_dir("llama"), layer_skip(LAYERS // 2, 3), **SMALL) as engine:
         engine.generate(PROMPTS, greedy(6))
         engine.counts().require_both_verdicts()
@@ -135,8 +151,14 @@ def test_what_is_changed_on_live_objects_is_in_the_list_and_nothing_on_those_of_
         core = engine.llm.llm_engine.engine_core.engine_core
         core.early_exit_more = True  # what nobody has listed is found
         more = changed(engine) - found
-    report(f"changed on live objects: {', '.join(sorted(found))}")
+        core.scheduler.kv_cache_manager.another = 1  # so is an attribute of any name
+        new = added(attributes_by_class(engine), plain)
+    report(f"changed on live objects: {', '.join(sorted(found))}; added: {', '.join(sorted(new))}")
     assert attributes(more) == {"early_exit_more"}
     assert {"CPUModelRunner.__class__"} <= found
     assert {"early_exit_lengths", "load_weights"} <= attributes(found)
-    assert attributes(found) <= {change.target.rpartition(".")[2] for change in CHANGES}
+    listed = {change.target.rpartition(".")[2] for change in CHANGES}
+    assert attributes(found) <= listed
+    assert {"EngineCore.early_exit_more", "KVCacheManager.another"} <= new
+    vllms_own = {name for name in new if name.startswith("SpecDecodingProm.")}  # its counters of any method
+    assert attributes(new - vllms_own) - {"early_exit_more", "another"} <= listed

@@ -1,6 +1,7 @@
 """Greedy drafting on the V2 runner changes no token: gates, lengths, views and requests, changed on live engines."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,7 +20,11 @@ from harness import (
     tokens,
 )
 from models import LAYERS, VOCAB
+from safetensors.torch import load_file
+from test_reference import rounds_of
 
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
 from selfspec_cli.vllm_plugin.v2.widths import planner_of
 
 pytestmark = pytest.mark.engine
@@ -80,6 +85,35 @@ def test_every_gate(drafting, plain):
         made[gate] = drafted(drafting) - before
     without = made.pop("none")
     assert all(0 < each < without for each in made.values()), made
+
+
+def before_the_end(rounds: list[Round], length: int) -> tuple[Round, ...]:
+    """Rounds of the reference without the drafts that would lie beyond `length` tokens: the V2 runner makes none."""
+    kept, generated = [], 1
+    for each in rounds:
+        drafted = min(each.drafted, length - generated - 1)
+        if drafted > 0:
+            kept.append(Round(drafted, min(each.accepted, drafted)))
+        generated += each.accepted + 1
+    return tuple(kept)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_every_round_is_the_references(drafting, plain, model_dir, threshold):
+    """Outputs stay the same whatever is drafted, so a fault that only makes drafts worse is seen here."""
+    model = Decoder(load_file(model_dir("llama") / "model.safetensors"), LAYERS, head_dim=32)
+    draft = partial(model, layers=LAYERS // 2)
+    drafting.set_gate(*(("none", None) if threshold is None else ("maxp", threshold)))
+    drafting.call("early_exit_record", True)
+    same(drafting, plain, few=3)
+    log = DraftLog.from_plain(drafting.call("early_exit_recorded"), K)
+    drafting.call("early_exit_record", False)
+    expected = set()
+    for prompt, length in list(zip(PROMPTS, LENGTHS, strict=True))[:3]:
+        gate = always if threshold is None else confident(threshold)
+        cache = model.new_cache(len(prompt) + length + 2 * K)
+        expected.add(before_the_end(generate(model, draft, cache, prompt, length, K, gate)[1], length))
+    assert {tuple(rounds_of(log, number)) for number in range(3)} == expected
 
 
 def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):

@@ -40,6 +40,8 @@ _STATE = (
     "bad_words",
     "logits_processors",
     "thinking_token_budget",
+    "repetition_detection",
+    "watermarking",
 )
 _SAMPLING = (
     "temperature",
@@ -57,7 +59,9 @@ _SAMPLING = (
     "priority",
     "include_stop_str_in_output",
     "allowed_token_ids",
-    "lora_request",
+    "logprob_token_ids",
+    "return_tokens_as_token_ids",
+    "stream_interval",
     "user",
     "cache_salt",
 )
@@ -77,7 +81,7 @@ def by_ids(request: Request, vllm: bool) -> bool:
     body = request.body
     logged_chat = request.endpoint == CHAT and body.get("logprobs") not in (None, False)
     pictures = request.endpoint == CHAT and not _only_text(body.get("messages"))
-    stateful = any(body.get(name) for name in _STATE)
+    stateful = any(body.get(name) for name in _STATE) or body.get("include_reasoning") is False  # hides its ids
     asked = body.get("return_token_ids")
     return vllm and _single(request) and not (stateful or logged_chat or pictures or asked)
 

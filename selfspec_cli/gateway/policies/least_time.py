@@ -3,7 +3,8 @@
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
 what a round of drafting costs and brings (`timing`). Of a vLLM server the first times are those of the requests that
 warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once. Later one request
-in EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way.
+in EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way; not while
+it would slow down another one of its host.
 
 A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
 that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
@@ -93,8 +94,9 @@ class _LeastTime(Chooser):
         choice = by_time(request, replicas)
         if self.count % EXPLORE == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
-            rest = [one for one in choice.order if one is not oldest]
-            choice = Choice((oldest, *rest), "explore")
+            if not (oldest.slowed() and oldest.beside()):
+                rest = [one for one in choice.order if one is not oldest]
+                choice = Choice((oldest, *rest), "explore")
         self.asked_at[choice.order[0].name] = self.count
         return choice
 

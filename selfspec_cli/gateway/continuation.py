@@ -258,8 +258,8 @@ class Answer:
         body["max_tokens"] = None if limit is None else limit - self.before
         if least := self.request.body.get("min_tokens"):
             body["min_tokens"] = max(0, int(least) - self.before)
-        if self.request.body.get("logprobs") is not None:
-            body["logprobs"] = self.request.body["logprobs"]
+        if self.request.endpoint == COMPLETIONS:  # the `false` of a chat would be 0 there, and ask for them
+            body["logprobs"] = self.request.body.get("logprobs")
         return COMPLETIONS, body
 
     def at_limit(self) -> bytes:

@@ -290,7 +290,7 @@ class Relay:
         self.state = State.ended
         if self.out.tokens is None and self.answer.token_ids:
             self.out.tokens, self._counted = len(self.answer.token_ids), True
-        await self.client.last(last + self.answer.END)
+        await self.client.part(last + self.answer.END, more=False)
 
 
 def answer_of(raw: bytes) -> dict[str, Any]:

@@ -58,3 +58,9 @@ def test_a_stream_without_such_fields_is_continued_by_ids():
 
 def test_a_server_that_hides_reasoning_hides_its_token_ids_too():
     assert continued(CHAT, {"include_reasoning": False}) is None
+
+
+def test_a_chat_without_logprobs_goes_on_without_them():
+    """/v1/completions reads `false` as 0, and would send the one of each token."""
+    assert "logprobs" not in continued(CHAT, {"logprobs": False})
+    assert continued(COMPLETIONS, {"logprobs": 0})["logprobs"] == 0

@@ -31,7 +31,6 @@ from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import FEW
 
 MARGIN = 0.1
-UNKNOWN = 2.5  # times longer that a step may take beside a busy backend of the host, before that was measured
 STAY = 0.8  # of the time at the backend of a host that is busy, from which another one of that host takes its place
 EXPLORE = 500  # one request in so many goes to the backend that was asked longest ago
 
@@ -72,10 +71,6 @@ def _outdone(replica: Replica, replicas: Sequence[Replica], request: Request) ->
     host = [one for one in replicas if one is replica or one in replica.neighbours]
     together = sum(one.usual for one in host)
     busiest = max(host, key=lambda one: one.usual)
-
-    own, there = replica.predict(request), busiest.predict(request)
-    if not replica.timing.beside.count and own and there and UNKNOWN * own.e2e < there.e2e:
-        return False
 
     def seconds(one: Replica) -> float:
         found = one.predict(request, there=together)

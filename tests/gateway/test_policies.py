@@ -59,6 +59,18 @@ def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
     assert simulate("least_time", early_exit_and_plain(), requests).routes["plain"] == FEW
 
 
+def test_what_drafts_are_worth_is_found_out_by_the_first_requests_of_clients():
+    """The text that warms a server up is not theirs, and may be one of which nothing is accepted."""
+    early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
+    early.load = replace(early.load, tokens=1.0)
+    asked, choose = asked_of(Request(0.0, "x", 10, 50)), chooser_of("least_time").choose
+    assert early.predict(asked).e2e > plain_one.predict(asked).e2e
+    for _ in range(FEW):
+        assert choose(asked, [plain_one, early]).order[0] is early
+        early.end(early.begin(asked), None)
+    assert choose(asked, [plain_one, early]).order[0] is plain_one
+
+
 @pytest.mark.parametrize(("there", "chosen"), [(3, "early"), (12, "plain")])
 def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chosen):
     """With three there, what it takes from them makes up for the slow one, yet it ends here first."""

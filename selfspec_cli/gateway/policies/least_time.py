@@ -2,9 +2,10 @@
 
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
 what a round of drafting costs and brings (`timing`). Of a vLLM server the first times are those of the requests that
-warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once. Later one request
-in EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way; not while
-it would slow down another one of its host.
+warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once, and so is one that
+drafts: what drafts are worth in the text of clients, the requests that warm it up do not say. Later one request in
+EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way; not while it
+would slow down another one of its host.
 
 A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
 that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
@@ -39,10 +40,10 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
     """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
     requests than a prediction needs are on their way there."""
     known = {replica.name: replica.predict(request) for replica in replicas}
-    new = [one for one in fewest_first(replicas) if known[one.name] is None and len(one.flights) < FEW]
+    few = [one for one in fewest_first(replicas) if len(one.flights) < FEW]
+    new = [one for one in few if known[one.name] is None or (one.load.drafts and one.begun < FEW)]
     if new:
-        rest = [one for one in replicas if one is not new[0]]
-        return Choice((new[0], *rest), "unknown")
+        return Choice(tuple(sorted(replicas, key=lambda one: one is not new[0])), "unknown")
     estimated = [one for one in replicas if known[one.name] is not None and not _outdone(one, replicas, request)]
     if not estimated:
         return Choice(tuple(fewest_first(replicas)), "fewest")
@@ -59,8 +60,7 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
             return replica is not fastest, own.e2e
         return False, own.e2e + replica.slows(request)
 
-    ordered = sorted(replicas, key=order)
-    return Choice(tuple(ordered), "least_time")
+    return Choice(tuple(sorted(replicas, key=order)), "least_time")
 
 
 def _outdone(replica: Replica, replicas: Sequence[Replica], request: Request) -> bool:
@@ -90,8 +90,7 @@ class _LeastTime(Chooser):
         if self.count % EXPLORE == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
             if not (oldest.slowed() and oldest.beside()):
-                rest = [one for one in choice.order if one is not oldest]
-                choice = Choice((oldest, *rest), "explore")
+                choice = Choice(tuple(sorted(choice.order, key=lambda one: one is not oldest)), "explore")
         self.asked_at[choice.order[0].name] = self.count
         return choice
 

@@ -1,11 +1,15 @@
 """The one line against plain vLLM and against every fixed draft length, on live engines of one host, in turns.
 
     python experiments/one_line/engines.py MODEL OUT.json --batches 1,4,16,32,64 --repeats 3
+    python experiments/one_line/engines.py MODEL OUT.json --beside before=CHECKOUT "plain 0.33=SITE" 0.33=SITE
 
 Two engines live at once: plain vLLM, and `{"method": "selfspec"}`, which also runs the fixed lengths (the same copies,
 the rule switched off, a table of one entry). Each has a process for its steps and one that reads its tokens, as under
 `vllm serve`. While one generates, the other is idle. Each repeat asks the same questions; the arms take turns, in
 another order each time, and a row has the medians. Prompts are this project's own.
+
+--beside adds engines that import from other folders, such as another checkout or another vLLM: a name and what comes
+first on their PYTHONPATH. They draft by the rule, unless their name begins with "plain".
 """
 
 import argparse
@@ -78,8 +82,10 @@ def set_arm(llm: Any, arm: str | int | None) -> None:
 class Worker:
     """A process that runs `serve`."""
 
-    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
+    def __init__(self, arguments: dict[str, Any], log: Path, path: str = "") -> None:
         environment = os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+        if path:
+            environment["PYTHONPATH"] = f"{path}:{environment.get('PYTHONPATH', '')}"
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--engine", json.dumps(arguments)],
             stdin=subprocess.PIPE,
@@ -129,6 +135,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=480, help="no new cell is begun after this")
     parser.add_argument("--llm", default="{}", help="more arguments of vLLM's LLM, in JSON")
+    parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=PATH", help="further engines")
     args = parser.parse_args()
     began = time.perf_counter()
     common = {
@@ -140,18 +147,22 @@ def main() -> None:
         **json.loads(args.llm),
     }
     logs = args.out.parent
-    drafting = Worker(common | {"speculative_config": {"method": "selfspec"}}, logs / "drafting.log")
-    plain = Worker(common, logs / "plain.log")
-    document: dict[str, Any] = {"started": {"selfspec": drafting.started(), "plain": plain.started()}, "cells": []}
-    arms: list[tuple[str, Worker, Any]] = [("plain", plain, None), (RULE, drafting, RULE)]
-    arms += [(f"k={k}", drafting, int(k)) for k in args.fixed.split(",") if k]
+    spec = {"speculative_config": {"method": "selfspec"}}
+    workers = {RULE: Worker(common | spec, logs / "drafting.log"), "plain": Worker(common, logs / "plain.log")}
+    for name, path in (words.split("=", 1) for words in args.beside):
+        arguments = common if name.startswith("plain") else common | spec
+        workers[name] = Worker(arguments, logs / f"{name.replace(' ', '_')}.log", path)
+    document: dict[str, Any] = {"started": {name: worker.started() for name, worker in workers.items()}, "cells": []}
+    arms: list[tuple[str, Worker, Any]] = [("plain", workers["plain"], None), (RULE, workers[RULE], RULE)]
+    arms += [(f"k={k}", workers[RULE], int(k)) for k in args.fixed.split(",") if k]
+    arms += [(name, worker, None) for name, worker in workers.items() if name not in ("plain", RULE)]
     for batch in map(int, args.batches.split(",")):
         for prompts in args.prompts.split(","):
             if time.perf_counter() - began > args.seconds:
                 break
             job = {"prompts": prompts, "batch": batch, "count": args.count, "tokens": args.tokens}
-            for _, worker, arm in arms:  # a short one first, for whatever runs for the first time
-                worker.ask(job | {"arm": arm, "tokens": 32})
+            for _, worker, arm in arms:  # once untimed: graphs that run for the first time, and the rule's first trials
+                worker.ask(job | {"arm": arm})
             answers: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in arms}
             for repeat in range(args.repeats):
                 turn = repeat * len(arms) // args.repeats
@@ -168,10 +179,11 @@ def main() -> None:
             )
             args.out.write_text(json.dumps(document, indent=1))
             speed = {one["arm"]: one["tok_s"] for one in rows}
-            best = max((value, name) for name, value in speed.items() if name not in (RULE, "plain"))
+            fixed = [(value, name) for name, value in speed.items() if name.startswith("k=")]
+            best = max(fixed or [(speed["plain"], "plain")])
             print(
                 f"{batch:4d} {prompts:7s} plain {speed['plain']:8.0f}  rule {speed[RULE]:8.0f} "
-                f"{speed[RULE] / speed['plain']:.2f}x  best fixed {best[1]} {best[0]:8.0f}, "
+                f"{speed[RULE] / speed['plain']:.2f}x  best {best[1]} {best[0]:8.0f}, "
                 f"rule {speed[RULE] / best[0]:.2f} of it  {rows[1]['steps']}  "
                 f"same {same[RULE]} of {len(answers['plain'][0]['outputs'])} (plain again {again})",
                 flush=True,

@@ -170,7 +170,9 @@ async def measure(
 ) -> dict[str, Any]:
     document: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "levels": []}
     fixed = [f"k={k}" for k in args.fixed.split(",") if k]
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    # vLLM closes a connection that was idle for five seconds, at times while a request is on its way.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         client = Client(session, ports)
         started = await asyncio.gather(*(client.ready(name, server) for name, server in servers.items()))

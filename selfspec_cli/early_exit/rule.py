@@ -14,7 +14,9 @@ seen for a while is known less, so widths that may have become better are tried 
 behind hardly ever.
 
 Inside a step the device makes another draft step while the tokens that it is expected to bring are worth its time at
-the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens.
+the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens. The first draft
+step is always made where no request copies its draft from the text: without drafts there are no verdicts, and an engine
+that takes drafts for better than they are would never find out.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ SPREAD = 0.15
 """Relative standard deviation of a step's time that is only predicted, and about that of a single observation."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows what changes."""
-FIRST_REQUESTS, MOST_REQUESTS = 40.0, 400.0
-"""Requests for which the guess counts that all expected tokens come, and requests that count after it."""
+FIRST_REQUESTS, MOST_REQUESTS, MOST_STEPS = 40.0, 1000.0, 200.0
+"""Requests for which the guess counts that all expected tokens come; requests that count after it, or those of so many
+steps, if they are more."""
 PROMPT_TOKENS = 256.0
 """Root of the summed squares by which prompts' tokens must differ between steps before their time is believed."""
 MIXED_MEMORY = 64.0
@@ -200,7 +203,8 @@ class Brought:
 
     def add(self, share: float, requests: int, now: float) -> None:
         """Take in the tokens of a step, as a share of what was expected of its requests."""
-        kept = _left(now - self.when, TIME_HALF_LIFE) * MOST_REQUESTS / (MOST_REQUESTS + requests)
+        most = max(MOST_REQUESTS, MOST_STEPS * requests)
+        kept = _left(now - self.when, TIME_HALF_LIFE) * most / (most + requests)
         self.excess = self.excess * kept + (share - 1) * requests
         self.requests, self.when = self.requests * kept + requests, now
 
@@ -334,11 +338,10 @@ class LengthRule:
         """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them.
 
         What steps brought is compared with an acceptance that knows of it: verdicts may come a copy later. What was
-        learnt under another acceptance says nothing of drafts that end early.
+        learnt under another acceptance says nothing of drafts that end early. Steps in which nothing was drafted have
+        no verdicts, but they brought nothing, which has to be learnt too.
         """
-        if not judged[0]:
-            return
-        if self.acceptance.add(judged, stood, self.clock()):
+        if judged[0] and self.acceptance.add(judged, stood, self.clock()):
             self._yields.clear()
             self._brought = [[], []]
             return

@@ -153,6 +153,14 @@ def test_one_request_without_a_match_drafts_while_a_step_is_worth_its_time(value
     assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
 
 
+def test_the_first_step_is_made_at_any_price_where_nobody_has_a_match():
+    """Without drafts there would be no verdicts, and nothing would show what drafts are worth."""
+    device, new = Device(), [5, 4, 3]
+    device.state.measures, device.state.step_value = True, 50.0
+    drafts = device.draft([new, [6, 4, 3]], [1, 1], [[0, 0, 0], [0, 0, 0]])
+    assert [len(draft) for draft in drafts] == [1, 1]
+
+
 def test_requests_without_a_match_draft_on_beside_them():
     device, new = Device(), [5, 4, 3]
     assert device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])[1] == [0, 0, 0]

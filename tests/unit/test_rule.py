@@ -350,6 +350,21 @@ def test_a_trial_of_drafts_drafts_although_nothing_was_accepted():
     assert tried and all(choice.step_value == 0.0 for choice in tried)
 
 
+def test_what_is_planned_and_not_drafted_is_not_believed_in():
+    """Where no draft is made, steps are short and nothing is judged: short steps that bring what full drafts brought
+    would be worth more than any draft."""
+    engine = Simulated(4, 0.9, seed=5)
+    engine.run(2.0)
+    nothing = [0] * max(WIDTHS)
+    for _ in range(2000):
+        width = engine.rule.choose(4, 4000.0).width
+        engine.now += engine.seconds(0)
+        engine.rule.stepped(4, width, engine.seconds(0))
+        engine.rule.brought(4, width, 0.0)
+        engine.rule.judged(nothing, nothing)
+    assert engine.rule.choose(4, 4000.0).expected < 1.5 * engine.speed(0)
+
+
 @pytest.mark.parametrize("requests", [1, 4, 64])
 def test_what_is_assumed_of_a_draft_step_is_a_share_of_a_plain_step_at_any_load(requests):
     """Else no batch could bring what a step is said to be worth, and nothing would be drafted."""

@@ -244,9 +244,11 @@ class _EarlyExit(DraftModelProposer):
         batch, limit = self.runner.input_batch, state.steps
         probabilistic = self._draws(sampling_metadata)
         probs: list[tuple[Tensor, Tensor]] = []
+        some_copied = any(proposals)
         for step in range(limit):
             last = step + 1 == limit
-            if self.worth is not None and not self.worth.another_step(state.rows, step, self.lengths.choice):
+            worth = self.worth if step or some_copied else None  # the first step is made, as in v2/counting._turn
+            if worth is not None and not worth.another_step(state.rows, self.lengths.choice):
                 self.counters.ended_early()
                 break
             # Before sampling, which scales logits in place.

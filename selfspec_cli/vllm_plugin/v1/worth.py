@@ -29,8 +29,8 @@ class StepWorth:
             self._counts = confidence.learnt(self._counts, torch.tensor(values), torch.tensor(stood))
         self._stands, self._drafted = {}, {}
 
-    def another_step(self, rows: Tensor, steps: int, choice: Choice | None) -> bool:
-        """Whether the requests in `rows` together may gain what a step is worth, after `steps` of them."""
+    def another_step(self, rows: Tensor, choice: Choice | None) -> bool:
+        """Whether the requests in `rows` together may gain what another step is worth."""
         if choice is None:
             return True
         first = float(confidence.usual(self._counts))

@@ -32,10 +32,11 @@ def count_step(counts, rows, step, K: tl.constexpr):
 
 @triton.jit
 def _turn(progress, inputs, worth, rows, K: tl.constexpr, ROWS: tl.constexpr, MEASURES: tl.constexpr):
-    """Between two steps, after every row has decided: who goes on, and what there is to count."""
+    """Between two steps, after every row has decided: who goes on, and what there is to count. The first step is left
+    out as not worth its time only if some rows copied their drafts: without drafts there would be no verdicts."""
     before, after, step = tl.load(progress.active), tl.load(progress.going), tl.load(progress.step) + 1
     if MEASURES:  # noqa: SIM102 - Triton leaves a branch out only where nothing but a constant decides
-        if after > 0:
+        if (after > 0) & ((step > 0) | (after < before)):
             after = close_unless_worth(worth, inputs, after, rows, ROWS)
     tl.store(progress.step, step)
     tl.store(progress.active, after)

@@ -80,8 +80,8 @@ class Supervisor:
             if process := self.processes.pop(replica.name, None):
                 self._retired[process] = asyncio.ensure_future(self._retire(replica, process))
         new = [replica for replica in self.replicas if replica not in self._tasks]
-        for replica in new if self.starts else ():
-            await self._start(replica)
+        if self.starts:
+            await asyncio.gather(*map(self._start, new))
         hosts = {
             one: urlsplit(one.url).hostname
             for one in self.replicas

@@ -24,6 +24,7 @@ from figure_quality import quality_tables
 from figure_readme import rivals, served, settings
 from figure_sprint import conversations, in_short, milestones
 from figure_views import first_drafts
+from picture_one_line import picture
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record.columns import TABLES, header, meanings
@@ -161,7 +162,7 @@ WRITTEN = (
 
 
 def pages() -> dict[Path, str]:
-    """Every page that has a part that is written here, and what it should be.
+    """Every page that has a part that is written here, the README's picture, and what they should be.
 
     Raises:
         ValueError: a page has lost its markers.
@@ -173,6 +174,7 @@ def pages() -> dict[Path, str]:
         if len(parts) != 5:
             raise ValueError(f"{name}: a part stands between <!-- {marker} --> and <!-- /{marker} -->")
         texts[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"
+    texts[ROOT / "docs" / "one_line.svg"] = picture()
     return texts
 
 

@@ -7,17 +7,17 @@ from typing import Any
 from figure_cells import data_of, ratio, table
 
 FILE = "gpu/one_line_h200.json"
-WORDS = {"coding": "coding tasks", "chat": "chat questions"}
+WORDS = {"coding": "coding tasks", "chat again": "chat questions"}
 PLAIN, RULE, SERVED = "plain", "rule", "one line"
 
 
 def one_line() -> str:
-    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT."""
-    levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
-    clients = sorted({_clients(level) for level in levels})
+    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup and TTFT, each kind
+    of prompts by the last run that had it."""
+    loops = closed_loops()
+    clients = sorted({count for of_clients in loops.values() for count in of_clients})
     rows = []
-    for prompts, name in WORDS.items():
-        of_clients = {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
+    for name, of_clients in loops.items():
         for words, write in (
             (f"{name}: plain vLLM, tok/s in all", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
             ("selfspec over plain", _speedup),
@@ -30,9 +30,18 @@ def one_line() -> str:
     return table(("clients", *map(str, clients)), rows)
 
 
+def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
+    """Return what each arm measured, by the name of the prompts and the number of clients."""
+    levels = [level for level in _served_levels() if level["level"].startswith("closed")]
+    return {
+        name: {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
+        for prompts, name in WORDS.items()
+    }
+
+
 def served() -> str:
     """Write a row per level of the served measurement: speeds of all arms, and the one line's latency over plain's."""
-    levels = data_of(FILE)["served"]["levels"]
+    levels = _served_levels()
     fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
     latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []
@@ -69,6 +78,12 @@ def fixed_lengths() -> str:
         )
     header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths)
     return table((*header, "of the best fixed", "outputs as plain", "plain as itself"), rows)
+
+
+def _served_levels() -> list[dict[str, Any]]:
+    """Return the levels of both served runs; the later one, on another host, has prompts of another name."""
+    again = [level | {"prompts": f"{level['prompts']} again"} for level in data_of(FILE)["served_again"]["levels"]]
+    return [*data_of(FILE)["served"]["levels"], *again]
 
 
 def _clients(level: dict[str, Any]) -> int:

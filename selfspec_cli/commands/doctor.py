@@ -27,8 +27,16 @@ def doctor(out: Output, overrides: Overrides = None) -> None:
         emit({"ok": fine, "checks": [asdict(check) for check in checks]})
     else:
         show(checks)
-        say("A run could work here." if fine else "A run could not work here.", "bold")
+        say(verdict(checks), "bold")
     raise typer.Exit(0 if fine else 1)
+
+
+def verdict(checks: list[Check]) -> str:
+    """The last sentence: whether a run could work, as far as that was checked."""
+    if not doctor_stage.could_run(checks):
+        return "A run could not work here."
+    without_model = any(check.name == "settings" and check.ok is None for check in checks)
+    return "A run could work here" + ("; what depends on the model is not checked." if without_model else ".")
 
 
 def _patches() -> list[tuple[str, bool, str]]:

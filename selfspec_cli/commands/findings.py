@@ -106,18 +106,18 @@ def _columns(finding: Finding) -> dict[str, Any]:
     return book.columns(finding.arm_key, "")
 
 
-def _perplexities(found: list[Finding]) -> Rows:
+def _perplexities(findings: list[Finding]) -> Rows:
     """One row an arm; ΔPPL beside each perplexity, with its interval."""
     lines: dict[str, tuple[Finding, dict[str, Any]]] = {}
-    for one in found:
-        _, columns = lines.get(one.arm_key, (one, {}))
-        greedy = one.found.get(quality.GREEDY, {})
+    for finding in findings:
+        _, columns = lines.get(finding.arm_key, (finding, {}))
+        greedy = finding.found.get(quality.GREEDY, {})
         more = {"same": f"{greedy['identical']}/{greedy['outputs']}"} if "identical" in greedy else {}
         more |= {"accept": f"{greedy['accepted'] / greedy['drafted']:.0%}"} if greedy.get("drafted") else {}
-        lines[one.arm_key] = one, columns | _columns(one) | more
-    for one, columns in lines.values():
+        lines[finding.arm_key] = finding, columns | _columns(finding) | more
+    for finding, columns in lines.values():
         cells = [_value(columns, name, sign=name.startswith("delta")) for name in PERPLEXITIES.values()]
-        yield quality.arm_in_words(one.arm), *cells, columns.get("same", ""), columns.get("accept", "")
+        yield quality.arm_in_words(finding.arm), *cells, columns.get("same", ""), columns.get("accept", "")
 
 
 def _value(columns: dict[str, Any], name: str, *, sign: bool) -> str:
@@ -129,11 +129,11 @@ def _value(columns: dict[str, Any], name: str, *, sign: bool) -> str:
     return text.format(value) + ends
 
 
-def _scores(found: list[Finding]) -> Rows:
+def _scores(findings: list[Finding]) -> Rows:
     """One row an arm and score."""
-    for one in found:
-        for score in one.found["scores"]:
+    for finding in findings:
+        for score in finding.found["scores"]:
             error = "" if score["stderr"] is None else f"{score['stderr']:.4f}"
             same = "" if score["same"] is None else f"{score['same']}/{score['samples']}"
             cells = (score["task"], score["metric"], f"{score['value']:.4f}", error, str(score["samples"]), same)
-            yield quality.arm_in_words(one.arm), *cells, "yes" if score["drafted"] else "no"
+            yield quality.arm_in_words(finding.arm), *cells, "yes" if score["drafted"] else "no"

@@ -191,7 +191,7 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, out: Output) -> None:
     raise typer.Exit(result.exit_code)
 
 
-def _takes_ignore_eos(found: server.Server, path: str) -> bool:
+def _takes_ignore_eos(server_: server.Server, path: str) -> bool:
     """Whether a server answers a request that asks it to go on behind the end of the text; asks it for two tokens.
 
     Raises:
@@ -200,17 +200,17 @@ def _takes_ignore_eos(found: server.Server, path: str) -> bool:
     prompt: dict[str, Any] = {"prompt": "1 2 3"}
     if path == clients.CHAT:
         prompt = {"messages": [{"role": "user", "content": "1 2 3"}]}
-    body = {"model": found.model, "max_tokens": 2, "temperature": 0} | prompt
+    body = {"model": server_.model, "max_tokens": 2, "temperature": 0} | prompt
     for more in ({"ignore_eos": True}, {}):
         try:
-            server.ask(f"{found.url}{path}", body | more)
+            server.ask(f"{server_.url}{path}", body | more)
             return bool(more)
         except OSError as error:
             problem = error
     read = getattr(problem, "read", None)
     answer = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
     raise ConfigError(
-        f"--url {found.url}: {path} answers {problem} {answer}".rstrip()
+        f"--url {server_.url}: {path} answers {problem} {answer}".rstrip()
         + ("" if path == clients.CHAT else "; --chat asks for chats")
     ) from problem
 

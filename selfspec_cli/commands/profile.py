@@ -92,40 +92,41 @@ def _check_nsight(cfg: RunConfig) -> None:
         raise ConfigError("--nsys: there is no nsys here; install NVIDIA Nsight Systems, or leave it out")
 
 
-def show(found: Profile, files: dict[str, str]) -> None:
+def show(profile: Profile, files: dict[str, str]) -> None:
     """Shares of the wall time, and the slowest kernels."""
-    parts = [(name, seconds, PARTS[name]) for name, seconds in found.seconds.items()]
-    parts.append(("sum", sum(found.seconds.values()), "of the wall time"))
+    parts = [(name, seconds, PARTS[name]) for name, seconds in profile.seconds.items()]
+    parts.append(("sum", sum(profile.seconds.values()), "of the wall time"))
     screen.table(
         ("part", "share", "ms a round", "what it is"),
         [
-            (name, f"{spent / found.wall:.1%}", f"{1000 * spent / found.rounds:.3f}", about)
+            (name, f"{spent / profile.wall:.1%}", f"{1000 * spent / profile.rounds:.3f}", about)
             for name, spent, about in parts
         ],
         text=(0, 3),
     )
     screen.table(
-        ("kernel" if found.gpu else "operator", "part", "share", "times a round", "GB/s", "of the memory's rate"),
+        ("kernel" if profile.gpu else "operator", "part", "share", "times a round", "GB/s", "of the memory's rate"),
         [
             (
-                one["name"][:60],
-                one["part"],
-                f"{one['seconds'] / found.wall:.1%}",
-                f"{one['calls'] / found.rounds:.1f}",
-                "" if one["bytes"] is None else f"{one['bytes'] / one['seconds'] / 1e9:.1f}",
-                "" if one["rate"] is None else f"{one['rate']:.0%}",
+                kernel["name"][:60],
+                kernel["part"],
+                f"{kernel['seconds'] / profile.wall:.1%}",
+                f"{kernel['calls'] / profile.rounds:.1f}",
+                "" if kernel["bytes"] is None else f"{kernel['bytes'] / kernel['seconds'] / 1e9:.1f}",
+                "" if kernel["rate"] is None else f"{kernel['rate']:.0%}",
             )
-            for one in found.kernels[:SHOWN]
+            for kernel in profile.kernels[:SHOWN]
         ],
         text=(0, 1),
     )
     say(
-        f"{found.tok_s:.1f} tok/s without the profiler, {found.tok_s_profiled:.1f} with it; {found.rounds} rounds",
+        f"{profile.tok_s:.1f} tok/s without the profiler, {profile.tok_s_profiled:.1f} with it; "
+        f"{profile.rounds} rounds",
         "bold",
     )
-    if abs(found.accounted - 1) > CLOCKS:
-        warn([f"the parts add up to {found.accounted:.1%} of the wall time: the clocks of the processes disagree"])
-    for line in found.unknown:
+    if abs(profile.accounted - 1) > CLOCKS:
+        warn([f"the parts add up to {profile.accounted:.1%} of the wall time: the clocks of the processes disagree"])
+    for line in profile.unknown:
         note(f"not known: {line}")
     screen.show_files(files)
     say("Open the trace in https://ui.perfetto.dev")

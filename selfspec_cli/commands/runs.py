@@ -44,8 +44,8 @@ Ids = Annotated[
 @command("list", epilog="Example: selfspec runs list gate=margin 'speedup>1.5' results_dir=results/mine", **OF_FOLDER)
 def list_points(out: Output, words: Words = None) -> None:
     """The points of a folder, or those that meet every condition."""
-    place, conditions = _place(words or [])
-    rows = query.chosen([tables.row(point) for point in _points(place)], conditions)
+    folder, conditions = _place(words or [])
+    rows = query.chosen([tables.row(point) for point in _points(folder)], conditions)
     if out.as_json:
         return emit({"points": [plain(row) for row in rows]})
     lines = [
@@ -62,18 +62,18 @@ def list_points(out: Output, words: Words = None) -> None:
     ]
     heads = ("id", "time", "arm", "workload", "tok/s", "speedup", "status")
     table(heads, lines, text=(0, 1, 2, 3, 6), styles=["" if row.status == "ok" else "red" for row in rows])
-    say(f"{len(rows)} point(s) in {place}")
+    say(f"{len(rows)} point(s) in {folder}")
 
 
 @command("show", epilog="Example: selfspec runs show c57c5a1cce06", **OF_FOLDER)
 def show(out: Output, ids: Ids) -> None:
     """Everything that is known of points: row, command, configuration, provenance, times of repeats."""
-    place, names = _place(ids)
-    chosen = [_one(_points(place), name) for name in names]
+    folder, names = _place(ids)
+    chosen = [_one(_points(folder), name) for name in names]
     if out.as_json:
         return emit({"points": [_document(point) for point in chosen]})
     for point in chosen:
-        _show(point, place)
+        _show(point, folder)
 
 
 @command("diff", epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0", **OF_FOLDER)
@@ -81,10 +81,10 @@ def diff(out: Output, ids: Ids) -> None:
     """Two points: what differs between them, and whether the difference in speed is more than noise."""
     from selfspec_cli.report import compare, compared
 
-    place, names = _place(ids)
+    folder, names = _place(ids)
     if len(names) != 2:
         raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
-    a, b = (_one(_points(place), name) for name in names)
+    a, b = (_one(_points(folder), name) for name in names)
     pair = compare.of_two(a, b)
     emit(compared.document(pair)) if out.as_json else compared.show(pair, Console())
 
@@ -102,20 +102,20 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete points for good, and make the tables again. Points that were compared with them keep their figures."""
-    place, rest = _place(words)
+    folder, rest = _place(words)
     if not rest:
         raise ConfigError("nothing was named; name points by id, or conditions such as status~memory")
-    rows = _meant(_points(place), rest)
+    rows = _meant(_points(folder), rest)
     names = [row.point for row in rows]
     if not out.dry_run and names and not yes:
         _ask(rows, out.as_json)
-    warnings = [] if out.dry_run or not names else results.delete(place, names)
+    warnings = [] if out.dry_run or not names else results.delete(folder, names)
     warn(warnings)
     if out.as_json:
         return emit({"dry_run": out.dry_run, "deleted": names, "warnings": warnings})
     for row in rows:
         say(f"{row.point}  {label(row)}  {row.status}")
-    say(f"{len(names)} point(s) {'would be' if out.dry_run else 'were'} deleted from {place}")
+    say(f"{len(names)} point(s) {'would be' if out.dry_run else 'were'} deleted from {folder}")
 
 
 @command(
@@ -180,30 +180,30 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
     named = [word.partition("=")[2] for word in words if word.startswith(f"{RESULTS}=")]
     if len(named) > 1:
         raise ConfigError(f"{RESULTS} is given twice")
-    place = Path(named[0] if named else RunConfig().results_dir)
-    archive.expect(place, RESULTS)
-    if not archive.is_folder(place / results.RUNS):
+    folder = Path(named[0] if named else RunConfig().results_dir)
+    archive.expect(folder, RESULTS)
+    if not archive.is_folder(folder / results.RUNS):
         raise ConfigError(
-            f"{place} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
+            f"{folder} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
             f"another folder: {RESULTS}=FOLDER"
         )
-    return place, [word for word in words if not word.startswith(f"{RESULTS}=")]
+    return folder, [word for word in words if not word.startswith(f"{RESULTS}=")]
 
 
-def _points(place: Path) -> list[Point]:
-    points, warnings = results.read(place)
+def _points(folder: Path) -> list[Point]:
+    points, warnings = results.read(folder)
     warn(warnings)
     return points
 
 
 def _one(points: list[Point], name: str) -> Point:
     """The one point whose id begins so; of several of one key the newest."""
-    found = [point for point in points if point.id.startswith(name)]
-    if not found:
+    matching = [point for point in points if point.id.startswith(name)]
+    if not matching:
         raise ConfigError(f"no point's id begins with {name!r}; selfspec runs list shows them")
-    if len({point.key for point in found}) > 1:
-        raise ConfigError(f"{name!r} is not unique: {', '.join(point.id for point in found[:5])}")
-    return found[-1]
+    if len({point.key for point in matching}) > 1:
+        raise ConfigError(f"{name!r} is not unique: {', '.join(point.id for point in matching[:5])}")
+    return matching[-1]
 
 
 def _meant(points: list[Point], words: list[str]) -> list[Record]:
@@ -231,12 +231,12 @@ def _document(point: Point) -> dict[str, Any]:
     }
 
 
-def _show(point: Point, place: Path) -> None:
+def _show(point: Point, folder: Path) -> None:
     from selfspec_cli.report.compare import flat
 
     row = tables.row(point)
     say(f"{label(row)}, {group_title(row)}", "bold")
-    say(f"file: {place / results.RUNS / point.id}.json")
+    say(f"file: {folder / results.RUNS / point.id}.json")
     document = {name: value for name, value in _document(point).items() if value and name != "row"}
     sections = {"figures": {name: value for name, value in plain(row).items() if value is not None}} | document
     sections["command"] = " ".join(point.command or []) or "not kept"

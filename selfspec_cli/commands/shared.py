@@ -31,10 +31,10 @@ def complete(incomplete: str) -> list[tuple[str, str]]:
         before = f"{line[at - 1]}="
     elif at > 1 and line[at - 1] == "=":
         before = f"{line[at - 2]}="
-    found = candidates(before + incomplete)
-    if len(found) == 1 and found[0][0].endswith("=") and "fish" not in os.environ.get("_SELFSPEC_COMPLETE", ""):
-        found.append((f"{found[0][0]}VALUE", found[0][1]))
-    return [(text.removeprefix(before), about) for text, about in found]
+    offered = candidates(before + incomplete)
+    if len(offered) == 1 and offered[0][0].endswith("=") and "fish" not in os.environ.get("_SELFSPEC_COMPLETE", ""):
+        offered.append((f"{offered[0][0]}VALUE", offered[0][1]))
+    return [(text.removeprefix(before), about) for text, about in offered]
 
 
 Overrides = Annotated[

@@ -20,12 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selfspec_cli.config import retired
 from selfspec_cli.config.choices import REGISTRY_GROUPS, conf_dirs
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
-from selfspec_cli.early_exit.contexts import SETTING, own_keys
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 
 _ROOT = "selfspec_run"
 
@@ -175,56 +173,6 @@ def _schemas() -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
 
 
-ANY = object()
-RETIRED: dict[str, Any] = {
-    "head.kl": False,
-    "verification": "full",
-    "verification_from": None,
-    "model.pipeline_parallel_size": 1,
-    "engine.nvtx": False,
-    "read_first": True,
-    "model.exit_layer": ANY,
-    "model.draft_length": ANY,
-    "engine.name": ANY,
-    "tracker.project": ANY,
-    "tracker.entity": ANY,
-    **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
-    "load.e2e_limit": None,
-    "load.category": "category",
-    "workload.path": ANY,
-}
-"""Settings that there were before, by dotted key, with the value at which they asked for nothing; ANY: whatever they
-asked for is written elsewhere in the config, or no part of what is measured."""
-
-
-def _drop(given: Any, key: str, idle: Any) -> None:
-    """Take a retired setting out of a dumped config; raises ValueError where it asks for something."""
-    *above, name = key.split(".")
-    for part in above:
-        given = given.get(part) if isinstance(given, dict) else None
-    if isinstance(given, dict) and given.pop(name, idle) != idle and idle is not ANY:
-        raise ValueError(f"{key} asks for what there is no longer")
-
-
-def _rename(given: dict[str, Any]) -> None:
-    """Write what a dumped config says by other names of a setting by its own name."""
-    kind = (given.get("gate") or {}).get("kind")
-    rule = next((gate for gate in GATES.values() if gate.name == kind), None)
-    for name in THRESHOLD_KEYS[1:]:
-        value = given.pop(name, None)
-        if value is not None and rule is not None and rule.key == name and given.get("threshold") is None:
-            given["threshold"] = value
-    engine = given.get("engine") or {}
-    for name in ("enable_chunked_prefill", "async_scheduling"):
-        value = engine.pop(name, None)
-        if value is not None:
-            engine["extra"] = {name: value} | (engine.get("extra") or {})
-    for name, context in own_keys().items():
-        value = given.pop(name, None)
-        if value is not None:
-            given[SETTING] = f"{context}:{value}"
-
-
 def load_config(path: str | Path) -> RunConfig:
     """Read a config dumped as YAML, or that of a measured point (.json); the result equals the dumped one.
 
@@ -242,9 +190,9 @@ def load_config(path: str | Path) -> RunConfig:
                 f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
                 "point, results/runs/ID.json"
             )
-        for key, idle in RETIRED.items():
-            _drop(given, key, idle)
-        _rename(given)
+        given = retired.in_todays_words(given)
+        if asked := retired.still_asked(given):
+            raise ConfigError(f"{path}: {asked[0]} asks for what there is no longer")
         loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))
     except ConfigError:
         raise

@@ -14,9 +14,11 @@ seen for a while is known less, so widths that may have become better are tried 
 behind hardly ever.
 
 Inside a step the device makes another draft step while the tokens that it is expected to bring are worth its time at
-the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens. The first draft
-step is always made where no request copies its draft from the text: without drafts there are no verdicts, and an engine
-that takes drafts for better than they are would never find out.
+the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens. The speed is the
+one that steps reached, and not the one that is expected: drafts that end by a reached speed bring a greater one, and so
+on to the greatest (W. Dinkelbach, "On nonlinear fractional programming", 1967), while by an expected one that is too
+great nothing is drafted at all. The first draft step is always made where no request copies its draft from the text,
+because without drafts there are no verdicts.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ FIRST_REQUESTS, MOST_REQUESTS, MOST_STEPS = 40.0, 1000.0, 200.0
 steps, if they are more."""
 PROMPT_TOKENS = 256.0
 """Root of the summed squares by which prompts' tokens must differ between steps before their time is believed."""
-MIXED_MEMORY = 64.0
-"""Steps after which what was seen of the share of steps with prompts counts for 1/e."""
+PACE_MEMORY = 64.0
+"""Steps after which what was seen of a batch size's pace counts for 1/e."""
 TIME_HALF_LIFE, ACCEPTANCE_HALF_LIFE = 20.0, 3.0
 """Seconds after which what was seen counts half."""
 MEMORY = 500.0
@@ -215,24 +217,29 @@ class Brought:
 
 
 @dataclass
-class Mixed:
-    """How many of a batch size's steps compute prompts too.
+class Pace:
+    """What a batch size's steps were like lately.
 
-    steps: their share. tokens: what these steps were expected to bring a request each. An answer has one prompt, so
-    prompts come in proportion to tokens.
+    mixed: share of those that compute prompts too. expected: tokens that they were expected to bring a request each.
+    tokens, seconds: what they brought a request and took, without what prompts' tokens take: sums that fade.
     """
 
-    steps: float = 0.0
-    tokens: float = 1.0
+    mixed: float = 0.0
+    expected: float = 1.0
+    tokens: float = 0.0
+    seconds: float = 0.0
 
-    def add(self, mixed: bool, tokens: float) -> None:
+    def add(self, mixed: bool, expected: float, tokens: float, seconds: float) -> None:
         """Take in a step."""
-        self.steps += (mixed - self.steps) / MIXED_MEMORY
-        self.tokens += (tokens - self.tokens) / MIXED_MEMORY
+        self.mixed += (mixed - self.mixed) / PACE_MEMORY
+        self.expected += (expected - self.expected) / PACE_MEMORY
+        self.tokens += tokens - self.tokens / PACE_MEMORY
+        self.seconds += seconds - self.seconds / PACE_MEMORY
 
-    def share(self, tokens: float) -> float:
-        """Of steps that bring a request `tokens` tokens, the share with prompts, which come at random moments."""
-        return 1.0 - (1.0 - min(self.steps, 0.99)) ** (tokens / self.tokens)
+    def mixed_share(self, tokens: float) -> float:
+        """Of steps that bring a request `tokens` tokens, the share with prompts, which come at random moments: an
+        answer has one prompt, so they come in proportion to tokens."""
+        return 1.0 - (1.0 - min(self.mixed, 0.99)) ** (tokens / self.expected)
 
 
 @dataclass(frozen=True)
@@ -288,7 +295,7 @@ class LengthRule:
         self._seen: dict[Kind, Seen] = {}
         self._yields: dict[tuple[int, int, int], Brought] = {}  # by batch size, bucket of contexts and width
         self._nearest: dict[Kind, Kind | None] = {}  # of kinds that were not seen, among those that were
-        self._mixed: dict[int, Mixed] = {}  # by batch size
+        self._pace: dict[int, Pace] = {}  # by batch size
         self._tokens: dict[tuple[int, int], float] = {}  # expected of a request in a step, by batch size and width
         self._prompts = [0.0, 0.0]  # sums of which the time of a token of a prompt is the ratio
         self._held: dict[tuple[int, int], tuple[Choice, int]] = {}  # by batch size and limit, with steps that are left
@@ -311,10 +318,10 @@ class LengthRule:
         self._held[load, most] = choice, steps - 1
         return choice
 
-    def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0) -> None:
-        """A step took `seconds`, on a context as long as that of the last choice. prompt: prompt tokens in it."""
+    def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0, accepted: float = 0.0) -> None:
+        """A step took `seconds`, on a context as long as that of the last choice. prompt: prompt tokens in it.
+        accepted: drafts that stood in it, in the mean of its requests."""
         load, bucket = self._place(requests)
-        self._mixed.setdefault(load, Mixed()).add(prompt > 0, self._tokens.get((load, width), 1.0))
         kind = load, bucket, width, prompt > 0
         if kind not in self._seen:
             self._seen[kind] = Seen(seconds, prompt)
@@ -326,7 +333,13 @@ class LengthRule:
                 (1 - 1 / MEMORY) * total + longer * other
                 for total, other in zip(self._prompts, (seconds - seen.seconds, longer), strict=True)
             ]
-        seen.add(seconds, prompt, self._token_seconds(), self.clock())
+        token = self._token_seconds()
+        seen.add(seconds, prompt, token, self.clock())
+        usual = seen.seconds + token * (prompt - seen.prompt)
+        # A host has hiccups, and what a token of a prompt takes is an estimate.
+        took = max(min(seconds, 2 * usual) - token * prompt, usual / 4)
+        expected = self._tokens.get((load, width), 1.0)
+        self._pace.setdefault(load, Pace()).add(prompt > 0, expected, 1 + accepted, took)
 
     def brought(self, requests: int, width: int, accepted: float) -> None:
         """A verify pass of `width` drafts a request brought `accepted` of them, in the mean of its requests."""
@@ -382,7 +395,9 @@ class LengthRule:
         step = self.times.draft_step(load, context)
         step *= 1.0 if self.times.measured else plain / self.times.verify_pass(load, 0)
         # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
-        value = means[best] * load * step if best or not width else 0.0
+        pace = self._pace.get(load)
+        speed = means[best] if pace is None else pace.tokens / pace.seconds
+        value = speed * load * step if best or not width else 0.0
         choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds)
         if not width:
             return choice, PLAIN_HELD
@@ -395,7 +410,7 @@ class LengthRule:
         bucket = context_bucket(context)
         brought = self._yields.get((load, bucket, width))
         share = 1.0 if brought is None else brought.share(now)
-        mixed = self._mixed.get(load, Mixed()).share(_tokens(survival, width, share))
+        mixed = self._pace.get(load, Pace()).mixed_share(_tokens(survival, width, share))
         seconds = spread = 0.0
         for prompts, part in ((False, 1.0 - mixed), (True, mixed)):
             seen = self._seen.get((load, bucket, width, prompts))

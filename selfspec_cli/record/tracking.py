@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import extras
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
@@ -161,7 +162,7 @@ def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError("tracker=wandb: wandb is not installed; pip install 'selfspec[track]'") from error
+        raise ConfigError(f"tracker=wandb: wandb is not installed: {extras.install('track')}") from error
     tracker = _Wandb(wandb, cfg, run_id)
     try:
         yield tracker

@@ -18,54 +18,54 @@ HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup
 MOST_VALUES = 4  # of a setting that differs, on one side
 
 
-def text(made: Comparison, form: Format) -> str:
+def text(comparison: Comparison, form: Format) -> str:
     """The comparison in one of the formats that are text."""
     if form is Format.json:
-        return json.dumps(document(made), ensure_ascii=False, indent=1, default=str) + "\n"
-    body = [_line(pair) for pair in made.pairs]
+        return json.dumps(document(comparison), ensure_ascii=False, indent=1, default=str) + "\n"
+    body = [_line(pair) for pair in comparison.pairs]
     if form is Format.csv:
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(["workload", *HEAD])
-        writer.writerows([pair.where, *line] for pair, line in zip(made.pairs, body, strict=True))
+        writer.writerows([pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True))
         return buffer.getvalue()
-    parts = static.titled(f"A: {made.a}; B: {made.b}", "", [made.found], form)[2:]
-    for where in dict.fromkeys(pair.where for pair in made.pairs):
-        lines = [line for pair, line in zip(made.pairs, body, strict=True) if pair.where == where]
+    parts = static.titled(f"A: {comparison.a}; B: {comparison.b}", "", [comparison.found], form)[2:]
+    for where in dict.fromkeys(pair.where for pair in comparison.pairs):
+        lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]
         parts += static.titled(where, static.table(HEAD, lines, form), [], form)
-    rows = [[name, *map(_values, values)] for name, values in made.differing.items()]
+    rows = [[name, *map(_values, values)] for name, values in comparison.differing.items()]
     if rows:
         parts += static.titled("What differs", static.table(("setting", "A", "B"), rows, form), [], form)
     return "\n\n".join(parts) + "\n"
 
 
-def show(made: Comparison, console: Console) -> None:
+def show(comparison: Comparison, console: Console) -> None:
     """Print the comparison for people."""
     if not console.is_terminal:
         console = Console(file=console.file, width=260)
-    for where in dict.fromkeys(pair.where for pair in made.pairs):
+    for where in dict.fromkeys(pair.where for pair in comparison.pairs):
         table = Table(title=where, title_justify="left", title_style="bold", header_style="bold", box=None)
         for name in HEAD:
             table.add_column(name, justify="left" if name in ("arm", "B is", "speedups") else "right", no_wrap=True)
-        for pair in made.pairs:
+        for pair in comparison.pairs:
             if pair.where == where:
                 table.add_row(*_line(pair), style={FASTER: "green", SLOWER: "red"}.get(pair.verdict, ""))
         console.print(table)
     table = Table(title="What differs", title_justify="left", title_style="bold", header_style="bold", box=None)
     for name in ("setting", "A", "B"):
         table.add_column(name, overflow="fold")
-    for name, values in made.differing.items():
+    for name, values in comparison.differing.items():
         table.add_row(name, *map(_values, values))
-    console.print(table if made.differing else Text("No setting, version or machine differs.", style="bold"))
-    for side, arms in zip((made.a, made.b), made.alone, strict=True):
+    console.print(table if comparison.differing else Text("No setting, version or machine differs.", style="bold"))
+    for side, arms in zip((comparison.a, comparison.b), comparison.alone, strict=True):
         if arms:
             console.print(
                 Text(f"{len(arms)} arm(s) of {side} alone: {', '.join(arms[:6])}{', ...' if len(arms) > 6 else ''}")
             )
-    console.print(Text(made.found, style="bold"))
+    console.print(Text(comparison.found, style="bold"))
 
 
-def document(made: Comparison) -> dict[str, Any]:
+def document(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON."""
     pairs = [
         {
@@ -84,18 +84,18 @@ def document(made: Comparison) -> dict[str, Any]:
             "b_speedup": pair.b.speedup,
             "speedups": pair.of_speedups,
         }
-        for pair in made.pairs
+        for pair in comparison.pairs
     ]
-    differing = {name: {"a": a, "b": b} for name, (a, b) in made.differing.items()}
+    differing = {name: {"a": a, "b": b} for name, (a, b) in comparison.differing.items()}
     return {
-        "a": made.a,
-        "b": made.b,
-        "found": made.found,
+        "a": comparison.a,
+        "b": comparison.b,
+        "found": comparison.found,
         "pairs": pairs,
         "differing": differing,
-        "only_a": made.alone[0],
-        "only_b": made.alone[1],
-        "warnings": made.warnings,
+        "only_a": comparison.alone[0],
+        "only_b": comparison.alone[1],
+        "warnings": comparison.warnings,
     }
 
 

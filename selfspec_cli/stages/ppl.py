@@ -160,50 +160,52 @@ class _Job:
             with self.open_engine(base.cfg) as engine:
                 text = self._read(engine)
                 scores = self._score_text(engine, text)
-                own = self._generate(engine, base.cfg, text)
-                own_scores = {name: self._score(engine, text, part.outputs) for name, part in own.items()}
+                plain = self._generate(engine, base.cfg, text)
+                plain_scores = {
+                    name: self._score(engine, text, generation.outputs) for name, generation in plain.items()
+                }
         except results.RecordError:
             raise
         except Exception as error:  # nothing can be compared with it
             self.found.failed += [arms.failure(planned, error) for planned in family]
             return
         self._save_text(base, base, text, scores, None)
-        self._save_generated(base, base, own, own_scores, own, own_scores)
-        made: list[_Continuations] = []
+        self._save_generated(base, base, plain, plain_scores, plain, plain_scores)
+        continuations: list[_Continuations] = []
 
         def arm(engine: Engine, planned: Planned) -> None:
             if planned.cfg.method in OWN_DISTRIBUTION:
                 self._save_text(planned, base, text, self._score_text(engine, text), scores)
-            made.append(_Continuations(planned, self._generate(engine, planned.cfg, text)))
+            continuations.append(_Continuations(planned, self._generate(engine, planned.cfg, text)))
 
         self.found.failed += arms.each(rest, self.open_engine, arm, lambda n: self.progress("arms", n, len(rest)))
-        if text.prompts and made:
-            self._compare(base, text, made, own, own_scores)
+        if text.prompts and continuations:
+            self._compare(base, text, continuations, plain, plain_scores)
 
     def _compare(
         self,
         base: Planned,
         text: _Text,
-        made: list[_Continuations],
-        own: dict[str, Generation],
-        own_scores: dict[str, Scores],
+        continuations: list[_Continuations],
+        plain: dict[str, Generation],
+        plain_scores: dict[str, Scores],
     ) -> None:
         """Score on the plain model what the arms generated, and save it."""
-        waiting = list(made)
+        waiting = list(continuations)
         try:
             with self.open_engine(base.cfg) as engine:
                 while waiting:
-                    one = waiting[0]
+                    continuation = waiting[0]
                     theirs = {
-                        name: self._score(engine, text, part.outputs, (own[name].outputs, own_scores[name]))
-                        for name, part in one.parts.items()
+                        name: self._score(engine, text, generation.outputs, (plain[name].outputs, plain_scores[name]))
+                        for name, generation in continuation.parts.items()
                     }
-                    self._save_generated(one.planned, base, one.parts, theirs, own, own_scores)
+                    self._save_generated(continuation.planned, base, continuation.parts, theirs, plain, plain_scores)
                     waiting.pop(0)
         except results.RecordError:
             raise
         except Exception as error:
-            self.found.failed += [arms.failure(one.planned, error) for one in waiting]
+            self.found.failed += [arms.failure(continuation.planned, error) for continuation in waiting]
 
     def _read(self, engine: Engine) -> _Text:
         request = self.request
@@ -240,11 +242,11 @@ class _Job:
             for place in windows.rolling(len(ids), self.request.window, self.request.stride)
         ]
         passages = [Passage(text.ids[number][start:end], scored - start) for number, start, scored, end in places]
-        found = Scores([0.0] * len(text.ids), [0] * len(text.ids))
-        for (number, *_), one in zip(places, scoring.score(engine, passages, self.progress), strict=True):
-            found.nats[number] -= one.log_likelihood
-            found.tokens[number] += one.tokens
-        return found
+        scores = Scores([0.0] * len(text.ids), [0] * len(text.ids))
+        for (number, *_), passage in zip(places, scoring.score(engine, passages, self.progress), strict=True):
+            scores.nats[number] -= passage.log_likelihood
+            scores.tokens[number] += passage.tokens
+        return scores
 
     def _generate(self, engine: Engine, cfg: RunConfig, text: _Text) -> dict[str, Generation]:
         if not text.prompts:
@@ -260,10 +262,10 @@ class _Job:
         engine: Engine,
         text: _Text,
         outputs: Sequence[list[int]],
-        known: tuple[Sequence[list[int]], Scores] | None = None,
+        baseline: tuple[Sequence[list[int]], Scores] | None = None,
     ) -> Scores:
         """Continuations under a plain engine. known: those of the baseline, whose score an equal one has."""
-        same = [known is not None and output == known[0][at] for at, output in enumerate(outputs)]
+        same = [baseline is not None and output == baseline[0][at] for at, output in enumerate(outputs)]
         fresh = iter(
             scoring.score(
                 engine,
@@ -275,7 +277,9 @@ class _Job:
                 self.progress,
             )
         )
-        nats = [known[1].nats[at] if equal and known else -next(fresh).log_likelihood for at, equal in enumerate(same)]
+        nats = [
+            baseline[1].nats[at] if equal and baseline else -next(fresh).log_likelihood for at, equal in enumerate(same)
+        ]
         return Scores(nats, [len(output) for output in outputs])
 
     def _save_text(self, planned: Planned, base: Planned, text: _Text, scores: Scores, baseline: Scores | None) -> None:
@@ -284,8 +288,8 @@ class _Job:
             said += "; its perplexity is infinite, and not recorded"
             self.found.warnings.append(f"{arms.label(planned)}: it {said}")
             return
-        found = {"documents": text.names, "scores": vars(scores), "baseline": baseline and vars(baseline)}
-        self._save(planned, base, quality.TEXT, self.request.of_text(len(text.names)), found)
+        document = {"documents": text.names, "scores": vars(scores), "baseline": baseline and vars(baseline)}
+        self._save(planned, base, quality.TEXT, self.request.of_text(len(text.names)), document)
 
     def _save_generated(
         self,
@@ -293,28 +297,30 @@ class _Job:
         base: Planned,
         parts: dict[str, Generation],
         scores: dict[str, Scores],
-        own: dict[str, Generation],
-        own_scores: dict[str, Scores],
+        plain: dict[str, Generation],
+        plain_scores: dict[str, Scores],
     ) -> None:
         if not parts:
             return
-        found: dict[str, Any] = {}
-        for name, part in parts.items():
-            same = sum(one == other for one, other in zip(part.outputs, own[name].outputs, strict=True))
-            against = None if planned is base else {"baseline": vars(own_scores[name]), "identical": same}
-            accepted = part.verified.accepted if part.verified is not None else None
-            drafts = {"drafted": part.drafted, "accepted": accepted} if planned.cfg.method == "layer_skip" else {}
+        by_sampling: dict[str, Any] = {}
+        for name, generation in parts.items():
+            same = sum(ours == theirs for ours, theirs in zip(generation.outputs, plain[name].outputs, strict=True))
+            against = None if planned is base else {"baseline": vars(plain_scores[name]), "identical": same}
+            accepted = generation.verified.accepted if generation.verified is not None else None
+            drafts = {"drafted": generation.drafted, "accepted": accepted} if planned.cfg.method == "layer_skip" else {}
             if drafts and not accepted:
                 self.found.warnings.append(
                     f"{arms.label(planned)}: no draft was accepted in the {name} continuations; "
                     "that they are the baseline's says nothing about drafting"
                 )
-            found[name] = {"scores": vars(scores[name]), "outputs": len(part.outputs)} | (against or {}) | drafts
-        self._save(planned, base, quality.GENERATED, self.request.of_generated(), found)
+            by_sampling[name] = (
+                {"scores": vars(scores[name]), "outputs": len(generation.outputs)} | (against or {}) | drafts
+            )
+        self._save(planned, base, quality.GENERATED, self.request.of_generated(), by_sampling)
 
     def _save(
-        self, planned: Planned, base: Planned, kind: str, protocol: dict[str, Any], found: dict[str, Any]
+        self, planned: Planned, base: Planned, kind: str, protocol: dict[str, Any], document: dict[str, Any]
     ) -> None:
-        finding = arms.finding(planned, base, kind, self.run_id, protocol, found)
+        finding = arms.finding(planned, base, kind, self.run_id, protocol, document)
         results.save_finding(Path(planned.cfg.results_dir), finding)
         self.found.findings.append(finding)

@@ -227,25 +227,25 @@ def look(replicas: Sequence[Program], front: Program, folder: Path, say: Say) ->
     """Start a replica that has died again. Raises ServerError where the router has ended, or no replica is left."""
     if _dead(front):
         raise ServerError(f"the router ended{_last(front, folder)}")
-    for one in filter(_dead, replicas):
-        assert one.process is not None
-        one.deaths += 1
-        again = one.deaths <= RESTARTS
+    for replica in filter(_dead, replicas):
+        assert replica.process is not None
+        replica.deaths += 1
+        again = replica.deaths <= RESTARTS
         say(
-            f"{one.name}: ended with exit code {one.process.returncode}"
-            + ("; it is started again" if again else f" for the {one.deaths}th time, and is left alone")
+            f"{replica.name}: ended with exit code {replica.process.returncode}"
+            + ("; it is started again" if again else f" for the {replica.deaths}th time, and is left alone")
         )
-        children.end(one.process, signal.SIGKILL, 0)  # what its session has left
-        one.process = None
+        children.end(replica.process, signal.SIGKILL, 0)  # what its session has left
+        replica.process = None
         if again:
-            _start(one, folder, say)
-    if not any(one.process for one in replicas):
+            _start(replica, folder, say)
+    if not any(replica.process for replica in replicas):
         raise ServerError(f"no replica is left; their logs are in {folder}")
 
 
 def end(programs: Sequence[Program]) -> None:
     """End what runs: all are asked at once, and then waited for."""
-    running = [one.process for one in programs if one.process is not None]
+    running = [program.process for program in programs if program.process is not None]
     for process in running:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
@@ -255,37 +255,37 @@ def end(programs: Sequence[Program]) -> None:
         children.end(process, signal.SIGKILL, 0)
 
 
-def _start(one: Program, folder: Path, say: Say) -> None:
-    log = _log(one, folder)
+def _start(program: Program, folder: Path, say: Say) -> None:
+    log = _log(program, folder)
     with open(log, "ab") as out:
-        one.process = children.start(one.command, out, _variables(one.environment))
-    say(f"{one.name}: starting; its log: {log}")
+        program.process = children.start(program.command, out, _variables(program.environment))
+    say(f"{program.name}: starting; its log: {log}")
 
 
-def _variables(own: Mapping[str, str]) -> dict[str, str]:
-    return {"VLLM_NO_USAGE_STATS": "1", **os.environ, **own}
+def _variables(more: Mapping[str, str]) -> dict[str, str]:
+    return {"VLLM_NO_USAGE_STATS": "1", **os.environ, **more}
 
 
-def _log(one: Program, folder: Path) -> Path:
-    return folder / f"{one.name}.log"
+def _log(program: Program, folder: Path) -> Path:
+    return folder / f"{program.name}.log"
 
 
-def _dead(one: Program) -> bool:
-    return one.process is not None and one.process.poll() is not None
+def _dead(program: Program) -> bool:
+    return program.process is not None and program.process.poll() is not None
 
 
-def _last(one: Program, folder: Path) -> str:
-    lines = [line.strip() for line in last_lines(_log(one, folder), 20) if line.strip()]
-    return f": {' / '.join(lines[-2:])[-400:]}; its log: {_log(one, folder)}"
+def _last(program: Program, folder: Path) -> str:
+    lines = [line.strip() for line in last_lines(_log(program, folder), 20) if line.strip()]
+    return f": {' / '.join(lines[-2:])[-400:]}; its log: {_log(program, folder)}"
 
 
-def _until_it_answers(one: Program, beside: Sequence[Program], folder: Path) -> None:
+def _until_it_answers(program: Program, beside: Sequence[Program], folder: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         for other in filter(_dead, beside):
             raise ServerError(f"{other.name} ended before it answered{_last(other, folder)}")
         with suppress(OSError):
-            ask(f"{one.url}/health", seconds=2.0)
+            ask(f"{program.url}/health", seconds=2.0)
             return
         time.sleep(0.25)
-    raise ServerError(f"{one.name} did not answer within {START_SECONDS / 60:.0f} minutes{_last(one, folder)}")
+    raise ServerError(f"{program.name} did not answer within {START_SECONDS / 60:.0f} minutes{_last(program, folder)}")

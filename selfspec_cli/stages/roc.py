@@ -128,24 +128,26 @@ def run(
     return result
 
 
-def judge(found: Exit) -> Judgement:
+def judge(exit_: Exit) -> Judgement:
     """Fit and choose on one half of the requests, evaluate on the other."""
-    costs, (fit, judged) = found.costs, found.log.halves()
+    costs, (fit, judged) = exit_.costs, exit_.log.halves()
     feature = max(fit.features, key=lambda name: curves.auc(fit, name) or 0.0)
     drafted = fit.was_drafted
     calibration = fit_calibration(feature, fit.feature(feature)[drafted], fit.was_accepted[drafted])
     tau = break_even_tau(fit, costs, calibration)
-    lengths = range(1, found.log.k + 1)
+    lengths = range(1, exit_.log.k + 1)
     best = []
     for gate in COMPARED:
         settings = replay.settings_for(fit, [gate], lengths, calibration)
         if gate == "calibrated":
             settings += [Setting(gate, tau, k) for k in lengths]
         if settings:
-            chosen = max((replay.replay(fit, one, costs, calibration) for one in settings), key=lambda o: o.speedup)
+            chosen = max(
+                (replay.replay(fit, setting, costs, calibration) for setting in settings), key=lambda o: o.speedup
+            )
             best.append(replay.replay(judged, chosen.setting, costs, calibration))
-    oracle = replay.oracle(judged, found.log.k, costs)
-    return Judgement(replace(found, outcomes=tuple(best)), judged, calibration, tau, oracle)
+    oracle = replay.oracle(judged, exit_.log.k, costs)
+    return Judgement(replace(exit_, outcomes=tuple(best)), judged, calibration, tau, oracle)
 
 
 def break_even_tau(log: DraftLog, costs: Costs, calibration: Calibration) -> float:
@@ -165,26 +167,26 @@ def break_even_tau(log: DraftLog, costs: Costs, calibration: Calibration) -> flo
     return tau
 
 
-def table(found: Judgement) -> list[curves.AucRow]:
+def table(judgement: Judgement) -> list[curves.AucRow]:
     """One row a gate."""
-    log, fixed = found.judged, found.best["none"].speedup
+    log, fixed = judgement.judged, judgement.best["none"].speedup
     return [
         curves.AucRow(
-            model=found.exit.cfg.model.name,
-            E=found.exit.layer,
-            head=found.exit.head,
+            model=judgement.exit.cfg.model.name,
+            E=judgement.exit.layer,
+            head=judgement.exit.head,
             k=log.k,
             gate=gate,
             drafted=int(log.drafted.sum()),
             accepted=int(log.accepted.sum()),
-            auc=curves.auc(log, gate, found.calibration),
-            auc_at_stake=curves.auc(log, gate, found.calibration, at_stake=True),
+            auc=curves.auc(log, gate, judgement.calibration),
+            auc_at_stake=curves.auc(log, gate, judgement.calibration, at_stake=True),
             threshold=outcome.setting.threshold,
             best_k=outcome.setting.k,
             expected_speedup=outcome.speedup,
             best_fixed_speedup=fixed,
         )
-        for gate, outcome in found.best.items()
+        for gate, outcome in judgement.best.items()
     ]
 
 
@@ -213,23 +215,25 @@ ASKED = {
 }
 
 
-def drawn(found: Sequence[Judgement]) -> list[dict[str, Any]]:
+def drawn(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
     """The ROC curves of every gate, for a figure: of each exit those of all drafted tokens, and of those at stake."""
     panels = []
-    for one in found:
-        log, calibration = one.judged, one.calibration
+    for judgement in judgements:
+        log, calibration = judgement.judged, judgement.calibration
         names = [name for name, gate in GATES.items() if name in log.features or gate.needs_calibration]
         for at_stake, asked in ASKED.items():
             areas = {name: curves.auc(log, name, calibration, at_stake=at_stake) for name in names}
-            known = sorted((name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0))
-            lines = [curves.curve(log, name, calibration, at_stake=at_stake) for name in known]
+            judged_gates = sorted(
+                (name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0)
+            )
+            lines = [curves.curve(log, name, calibration, at_stake=at_stake) for name in judged_gates]
             panels.append(
                 {
-                    "title": _title(one),
+                    "title": _title(judgement),
                     "of": asked,
                     "curves": [
                         {"gate": name, "auc": areas[name], "false": _thinned(false), "true": _thinned(true)}
-                        for name, (false, true) in zip(known, lines, strict=True)
+                        for name, (false, true) in zip(judged_gates, lines, strict=True)
                     ],
                 }
             )
@@ -243,22 +247,22 @@ def _thinned(values: Sequence[float], most: int = 150) -> list[float]:
     return [round(values[place], 5) for place in places]
 
 
-def _document(found: Judgement) -> dict[str, Any]:
+def _document(judgement: Judgement) -> dict[str, Any]:
     """One exit in choice.json."""
     return {
-        "E": found.exit.layer,
-        "head": found.exit.head,
-        "costs": found.exit.costs.to_dict(),
-        "oracle_speedup": found.oracle.speedup,
-        "conditional_acceptance": found.exit.log.conditional_acceptance(),
-        "calibrated_on": found.calibration.feature,
-        "break_even_tau": found.tau,
-        "gates": {name: outcome.to_dict() for name, outcome in found.best.items()},
+        "E": judgement.exit.layer,
+        "head": judgement.exit.head,
+        "costs": judgement.exit.costs.to_dict(),
+        "oracle_speedup": judgement.oracle.speedup,
+        "conditional_acceptance": judgement.exit.log.conditional_acceptance(),
+        "calibrated_on": judgement.calibration.feature,
+        "break_even_tau": judgement.tau,
+        "gates": {name: outcome.to_dict() for name, outcome in judgement.best.items()},
     }
 
 
-def _title(found: Judgement) -> str:
-    log = found.judged
+def _title(judgement: Judgement) -> str:
+    log = judgement.judged
     drafted = int(log.drafted.sum())
     taken = int(log.accepted.sum()) / max(drafted, 1)
-    return f"{found.exit.cfg.model.name} {found.exit.name}, {drafted:,} drafted, {taken:.0%} accepted"
+    return f"{judgement.exit.cfg.model.name} {judgement.exit.name}, {drafted:,} drafted, {taken:.0%} accepted"

@@ -209,7 +209,6 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
     while waiting and context.go_on():
         stack = ExitStack()
         began = time.perf_counter()
-        context.progress.measuring(waiting[0])
         try:
             engine = stack.enter_context(context.open_engine(waiting[0].cfg))
         except Exception as error:

@@ -197,22 +197,24 @@ def pace_warnings(finalists: Sequence[Finalist]) -> list[str]:
     ]
 
 
-def short_of_time(finalists: Sequence[Finalist], wanted: WorkloadConfig, untried: Sequence[str]) -> list[str]:
+def short_of_time(finalists: Sequence[Finalist], workload: WorkloadConfig, untried: Sequence[str]) -> list[str]:
     """What there was no time for: all of the workload, other exits."""
     few = min((one.cfg.workload for one in finalists), key=lambda work: (work.num_prompts, work.output_len))
-    cut, found = [], []
-    if few.num_prompts < wanted.num_prompts:
-        cut.append(f"{few.num_prompts} of the workload's {wanted.num_prompts} requests")
-    if few.output_len < wanted.output_len:
-        cut.append(f"{few.output_len} of the {wanted.output_len} tokens of a request")
+    cut, sentences = [], []
+    if few.num_prompts < workload.num_prompts:
+        cut.append(f"{few.num_prompts} of the workload's {workload.num_prompts} requests")
+    if few.output_len < workload.output_len:
+        cut.append(f"{few.output_len} of the {workload.output_len} tokens of a request")
     if cut:
-        found.append(
+        sentences.append(
             f"there was time for {' and for '.join(cut)}, so the speedups are rough; with more --minutes the "
             "same command goes on"
         )
     if untried:
-        found.append(f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too")
-    return found
+        sentences.append(
+            f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too"
+        )
+    return sentences
 
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
@@ -227,7 +229,7 @@ def survey(
     open_engine: OpenEngine,
     budget: Budget,
     progress: Progress = ignore,
-    known: Sequence[Exit] = (),
+    earlier: Sequence[Exit] = (),
 ) -> tuple[list[Exit], list[RunConfig], list[str]]:
     """Log and time each exit once, in the order given, after those that are `known`; also the exits for which there
     was no time, and those that could not be had, each with the reason.
@@ -235,45 +237,45 @@ def survey(
     Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
     than the best before. Where the first exit of all cannot be had, the others are not tried.
     """
-    found: list[Exit] = list(known)
+    surveyed: list[Exit] = list(earlier)
     worse: dict[tuple[DraftView, str], int] = {}
     late: list[RunConfig] = []
     failed: list[str] = []
-    total = len(known) + len(cfgs)
+    total = len(earlier) + len(cfgs)
     for cfg in cfgs:
         view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
         if worse.get(view, 0) >= 2:
             pass
-        elif found and not _may_survey(found, budget):
+        elif surveyed and not _may_survey(surveyed, budget):
             late.append(cfg)
         else:
             try:
-                one = _surveyed(cfg, folder, open_engine, budget, progress)
+                exit_ = _surveyed(cfg, folder, open_engine, budget, progress)
             except Exception as error:
                 interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
-                if not found:
+                if not surveyed:
                     raise
                 reason = on_one_line(error)[:300]
                 failed.append(f"{exits.name_of(cfg)} was left out: {reason}")
                 progress.failed(exits.name_of(cfg), reason)
                 continue
-            best = max((other.best.speedup for other in found), default=0.0)
-            found.append(one)
-            worse[view] = worse.get(view, 0) + 1 if one.best.speedup < best else 0
-            progress("exits", len(found), total)
-    progress.ended("exits", len(found), total)
-    return found, late, failed
+            best = max((other.best.speedup for other in surveyed), default=0.0)
+            surveyed.append(exit_)
+            worse[view] = worse.get(view, 0) + 1 if exit_.best.speedup < best else 0
+            progress("exits", len(surveyed), total)
+    progress.ended("exits", len(surveyed), total)
+    return surveyed, late, failed
 
 
-def promising(found: Sequence[Exit]) -> list[Exit]:
+def promising(surveyed: Sequence[Exit]) -> list[Exit]:
     """The exits to search on, best first."""
-    ranked = sorted(exits.level(found), key=lambda one: -one.best.speedup)
-    return [one for one in ranked if one.best.speedup >= NEAR * ranked[0].best.speedup][:ENGINES]
+    ranked = sorted(exits.level(surveyed), key=lambda exit_: -exit_.best.speedup)
+    return [exit_ for exit_ in ranked if exit_.best.speedup >= NEAR * ranked[0].best.speedup][:ENGINES]
 
 
-def _may_survey(found: Sequence[Exit], budget: Budget) -> bool:
+def _may_survey(surveyed: Sequence[Exit], budget: Budget) -> bool:
     """Whether another exit can be surveyed in the first half of the time: the other half belongs to the search."""
-    return _survey_left(budget) > max((one.starting + one.seconds) / 2 for one in found)
+    return _survey_left(budget) > max((exit_.starting + exit_.seconds) / 2 for exit_ in surveyed)
 
 
 def _survey_left(budget: Budget) -> float:
@@ -281,11 +283,11 @@ def _survey_left(budget: Budget) -> float:
     return max(budget.left - budget.minutes * 30, 0.0)
 
 
-def _affordable(found: Exit, seconds: float) -> Exit:
+def _affordable(exit_: Exit, seconds: float) -> Exit:
     """Shrink the workload so that one batch of trials plus the final comparison fits into `seconds`."""
-    work = found.cfg.workload
-    pace = batch_seconds(found) / (work.output_len * math.ceil(work.num_prompts / work.batch))
-    return replace(found, cfg=exits.sized(found.cfg, seconds / (2 + SURE_REPEATS), pace))
+    work = exit_.cfg.workload
+    pace = batch_seconds(exit_) / (work.output_len * math.ceil(work.num_prompts / work.batch))
+    return replace(exit_, cfg=exits.sized(exit_.cfg, seconds / (2 + SURE_REPEATS), pace))
 
 
 def _study(cfg: RunConfig) -> str:
@@ -299,8 +301,8 @@ def _surveyed(
     """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the folder
     if an earlier run left them there, unless that one was short of time and this one has twice as much."""
     file = folder / f"drafts-{_study(cfg)}.pt"
-    found = exits.load(cfg, file) if file.is_file() else None
-    if found is None or 2 * (found.seconds_allowed or math.inf) < SHARE * _survey_left(budget):
+    exit_ = exits.load(cfg, file) if file.is_file() else None
+    if exit_ is None or 2 * (exit_.seconds_allowed or math.inf) < SHARE * _survey_left(budget):
         began = budget.spent
         started: list[float] = []  # seconds since then, and what may be spent until logging and timing are over
 
@@ -309,77 +311,77 @@ def _surveyed(
                 started.extend((budget.spent - began, budget.spent + SHARE * _survey_left(budget)))
             return started[1] - budget.spent
 
-        found = exits.survey(cfg, open_engine, RECORDED, left, progress)
-        found = replace(found, starting=started[0], seconds=budget.spent - began)
-        exits.save(found, file)
-    settings = replay.settings_for(found.log, search.gates(found.log.features), range(1, LONGEST + 1))
-    outcomes = (replay.replay(found.log, one, found.costs) for one in settings)
+        exit_ = exits.survey(cfg, open_engine, RECORDED, left, progress)
+        exit_ = replace(exit_, starting=started[0], seconds=budget.spent - began)
+        exits.save(exit_, file)
+    settings = replay.settings_for(exit_.log, search.gates(exit_.log.features), range(1, LONGEST + 1))
+    outcomes = (replay.replay(exit_.log, setting, exit_.costs) for setting in settings)
     ranked = tuple(sorted(outcomes, key=lambda outcome: -outcome.speedup))
-    return replace(found, outcomes=ranked)
+    return replace(exit_, outcomes=ranked)
 
 
 def _searched(
-    found: Sequence[Exit], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress
+    surveyed: Sequence[Exit], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress
 ) -> tuple[list[Finalist], int]:
     """The finalists of the exits that look promising, and the number of trials. Another engine than the first is opened
     only if half of the time is enough for its start, for a batch of trials and for a race."""
-    best, *others = promising(found)
-    chosen = [best, *(one for one in others if budget.left / 2 > one.starting + 2 * batch_seconds(one))]
+    best, *others = promising(surveyed)
+    chosen = [best, *(exit_ for exit_ in others if budget.left / 2 > exit_.starting + 2 * batch_seconds(exit_))]
     finalists: list[Finalist] = []
     trials = 0
-    for number, one in enumerate(chosen):
-        if number and budget.left < one.starting + batch_seconds(one):
+    for number, exit_ in enumerate(chosen):
+        if number and budget.left < exit_.starting + batch_seconds(exit_):
             break
         until = budget.left - budget.left / (len(chosen) - number)
-        with open_engine(one.cfg) as engine:
-            one = _affordable(one, budget.left - until)
-            trials += _search(engine, one, folder, budget, until, progress)
-            finalists += _final(engine, one, folder, budget, until, progress)
+        with open_engine(exit_.cfg) as engine:
+            exit_ = _affordable(exit_, budget.left - until)
+            trials += _search(engine, exit_, folder, budget, until, progress)
+            finalists += _final(engine, exit_, folder, budget, until, progress)
     return finalists, trials
 
 
-def batch_seconds(found: Exit) -> float:
+def batch_seconds(exit_: Exit) -> float:
     """Expected time of a batch of trials, plain decoding with them; a repeat of the final race takes less."""
-    work = found.cfg.workload
-    plain = found.costs.plain * work.output_len * math.ceil(work.num_prompts / work.batch)
+    work = exit_.cfg.workload
+    plain = exit_.costs.plain * work.output_len * math.ceil(work.num_prompts / work.batch)
     # What is tried lies between plain decoding and the best that is expected.
-    return plain * (1 + BATCH / max((1 + found.best.speedup) / 2, 1.0))
+    return plain * (1 + BATCH / max((1 + exit_.best.speedup) / 2, 1.0))
 
 
-def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress) -> int:
+def _search(engine: Engine, exit_: Exit, folder: Path, budget: Budget, until: float, progress: Progress) -> int:
     """Trials on one live engine, in batches that take turns; returns how many this exit's study now has.
 
     until: seconds of the budget that must be left when the final race, too, is over. Another batch starts only if it
     and that race fit, as long as the slowest batch says they take.
     """
-    study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
-    prompts = workload_prompts(found.cfg, engine)
-    slowest = batch_seconds(found)
+    study = search.open_study(folder / "trials.journal", _study(exit_.cfg), exit_.outcomes, exit_.log, exit_.cfg.seed)
+    prompts = workload_prompts(exit_.cfg, engine)
+    slowest = batch_seconds(exit_)
     warmup = 1
     while (done := search.completed(study)) < budget.trials and budget.left - (1 + SURE_REPEATS) * slowest > until:
-        asked = search.ask(study, found.log, min(BATCH, budget.trials - done))
+        settings = search.ask(study, exit_.log, min(BATCH, budget.trials - done))
         before = budget.spent
         plain, *measured = measure.run(
-            engine, found.cfg, prompts, [measure.PLAIN, *asked.values()], repeats=1, warmup=warmup
+            engine, exit_.cfg, prompts, [measure.PLAIN, *settings.values()], repeats=1, warmup=warmup
         )
         slowest, warmup = max(slowest, budget.spent - before), 0
-        search.tell(study, {number: arm.median / plain.median for number, arm in zip(asked, measured, strict=True)})
-        progress(f"trials {found.name}", search.completed(study), budget.trials)
-    progress.ended(f"trials {found.name}", search.completed(study), budget.trials)
+        search.tell(study, {number: arm.median / plain.median for number, arm in zip(settings, measured, strict=True)})
+        progress(f"trials {exit_.name}", search.completed(study), budget.trials)
+    progress.ended(f"trials {exit_.name}", search.completed(study), budget.trials)
     return search.completed(study)
 
 
 def _final(
-    engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress
+    engine: Engine, exit_: Exit, folder: Path, budget: Budget, until: float, progress: Progress
 ) -> list[Finalist]:
     """The best trials, the cost model's own choice and what one would choose by hand once more: `FINAL_REPEATS`, or as
     many as end with `until` seconds of the budget left, but one at least."""
-    study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
-    settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.best.setting, *_plainest(found)]))
-    prompts = workload_prompts(found.cfg, engine)
+    study = search.open_study(folder / "trials.journal", _study(exit_.cfg), exit_.outcomes, exit_.log, exit_.cfg.seed)
+    settings = list(dict.fromkeys([*search.best(study, exit_.log, FINALISTS), exit_.best.setting, *_plainest(exit_)]))
+    prompts = workload_prompts(exit_.cfg, engine)
     plain, *measured = measure.run(
         engine,
-        found.cfg,
+        exit_.cfg,
         prompts,
         [measure.PLAIN, *settings],
         repeats=FINAL_REPEATS,
@@ -387,15 +389,15 @@ def _final(
         progress=progress,
     )
     return [
-        Finalist(tuned.apply(found.cfg, arm.setting), {**arm.to_dict(plain), "plain_tok_s": plain.median})
+        Finalist(tuned.apply(exit_.cfg, arm.setting), {**arm.to_dict(plain), "plain_tok_s": plain.median})
         for arm in measured
     ]
 
 
-def _plainest(found: Exit) -> list[Setting]:
+def _plainest(exit_: Exit) -> list[Setting]:
     """The longest drafts without a gate, unless they are expected to be far behind."""
-    by_hand = [one for one in found.outcomes if one.setting == Setting("none", None, found.log.k)]
-    return [one.setting for one in by_hand if one.speedup >= BY_HAND * found.best.speedup]
+    by_hand = [outcome for outcome in exit_.outcomes if outcome.setting == Setting("none", None, exit_.log.k)]
+    return [outcome.setting for outcome in by_hand if outcome.speedup >= BY_HAND * exit_.best.speedup]
 
 
 def _is_fitted(cfg: RunConfig) -> bool:

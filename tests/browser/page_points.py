@@ -1,5 +1,7 @@
 """Points of a made-up sweep that has something for every figure of the page."""
 
+from dataclasses import replace
+
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.record.point import Measurement, Point, Repeat, compare, point_id
@@ -89,7 +91,17 @@ def sweep_points(batches=(1, 4), thresholds=(4.0, 5.0, 6.0), lengths=(2, 4, 6)):
             made.append(_point(len(made), arm, measured, compared_with=against))
         failed = {"status": "failed", "reason": "out of memory", "repeats": (), "outputs": (), "engine": {}}
         made.append(_point(len(made), draft | {"k": 64, "gate": "none"}, base_measured, **failed))
+    kinds = {"writing": 1.0, "math": 1.4, "coding": 1.8, "a category with a long name": 0.8}
+    for number, speed in ((0, 0.0), (1, 1.0), (2, 1.3)):
+        found = {name: _category(1 + speed * times) for name, times in kinds.items()}
+        made[number] = replace(made[number], engine=made[number].engine | {"categories": found})
     return made
+
+
+def _category(speed):
+    """What `record.categories.measured` finds of one category, at a speed over plain decoding's."""
+    counts = {"requests": 15, "steps": 100, "accepted_at": [int(90 - 60 / speed), 20]}
+    return counts | {"tok_s": [99.0 * speed, 100.0 * speed, 101.0 * speed], "tpot_ms": 10 / speed}
 
 
 def profile(point, seconds):

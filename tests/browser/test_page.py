@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import programs
@@ -236,6 +237,22 @@ def test_titles_of_bars_run_into_nothing(driver, tmp_path, width):
         assert found["titles"] >= 8
         assert (found["outside"], found["on_bars"], found["on_rules"], found["on_titles"]) == (0, 0, 0, 0)
     keep_picture(driver, f"long_names_{width}")
+
+
+@pytest.mark.parametrize("width", [420, 1400])
+def test_categories_have_a_row_each(driver, pages, width):
+    """All of them were drawn in the height of one."""
+    shown(driver, pages["made_up"], width)
+    script = """return [...document.querySelectorAll('#categories .role-axis-label text')]
+      .filter((label) => !/%|x$/.test(label.textContent))
+      .map((label) => [label.textContent, label.getBoundingClientRect().top])"""
+    labels = driver.execute_script(script)
+    assert len(labels) == 2 * 4  # of speedup, and of acceptance
+    tops = sorted(top for _, top in labels)
+    assert all(later - earlier > 15 for earlier, later in pairwise(tops))
+    dots = "[...document.querySelectorAll('#categories .role-mark path')]"
+    colours = driver.execute_script(f"return new Set({dots}.map((dot) => dot.getAttribute('fill'))).size")
+    assert colours >= 2  # one for each arm
 
 
 def test_a_printed_page_is_light_and_has_the_figures_alone(driver, pages):

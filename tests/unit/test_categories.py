@@ -84,7 +84,13 @@ def test_the_report_by_category_has_a_line_for_each_and_one_for_all(folder):
 @pytest.mark.slow
 def test_the_page_draws_each_category_with_its_interval(folder):
     (figure,) = [one for one in figures.of_sources(folder) if one.name == "categories"]
-    assert len(figure.panels) == 2
-    line = figure.panels[0].data[0]
-    assert (line["category"], line["text"]) == ("math", "2.00x, 3.00 tokens a step") and line["low"] < line["high"]
+    (panel,) = figure.panels
+    first = panel.data[0]
+    assert (first["series"], first["category"], first["speedup"], first["accepted"]) == (
+        panel.data[2]["series"],
+        "math",
+        2.0,
+        1.0,
+    )
+    assert first["low"] < first["high"] and len(panel.data) == 6 and len(panel.colours) == 2
     json.dumps(figure.spec())

@@ -122,6 +122,10 @@ def test_settings_newer_than_a_point_have_their_defaults():
     made = compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in (before, after)))
     assert [pair.arm for pair in made.pairs] == ["E=4 k=5 · lens · varH ≤ 5"]
     assert made.differing == {}
+    retired = {"read_first": True, "tau_v": 5.0, "gate": {"kind": "varH"}, "engine": now["engine"] | {"name": "h100"}}
+    renamed = replace(after, config=now | {"threshold": 5.0, "gate": {"kind": "varH"}})
+    both = (replace(before, config=old | retired), renamed)
+    assert compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in both)).differing == {}
     used = replace(before, config=old | {"adaptive_thing": True})
     made = compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in (used, after)))
     assert made.differing == {"adaptive_thing": ([True], [None])}

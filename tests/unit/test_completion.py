@@ -1,6 +1,7 @@
 """KEY=VALUE words complete: what is offered, and the word that bash, zsh and fish make of it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,13 +82,19 @@ def environment(tmp_path):
     return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(tmp_path)}
 
 
+BEGUN = {"gate=mar": "gate=margin", "free_dra": "free_drafts=", "engine=g": "engine=gpu"}
+"""A choice, a key and a preset, and what TAB makes of them."""
+
+
 def typed(shell, environment, begin, name):
-    """What the line becomes when TAB is pressed behind it in an interactive shell; echo shows it."""
+    """What lines become when TAB is pressed behind them in an interactive shell; echo shows it."""
     child = pexpect.spawn(shell[0], shell[1:], env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
     child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{name} selfspec)"; echo re""ady')
     child.expect_exact("ready")
-    child.send("echo sel; selfspec sweep gate=mar\t")
-    child.expect_exact("gate=margin")
+    for begun, whole in BEGUN.items():
+        child.send(f"selfspec sweep {begun}\t")
+        child.expect("sweep " + "\x07?".join(map(re.escape, whole)))  # bash rings where more might follow
+        child.send("\x03")  # Ctrl-C: the line is not run
     child.close(force=True)
 
 
@@ -105,8 +112,10 @@ def test_zsh_completes_a_word(environment):
 @pytest.mark.slow
 @programs.needs("fish")
 def test_fish_completes_a_word(environment):
-    asked = "_SELFSPEC_COMPLETE=source_fish selfspec | source; complete --do-complete 'selfspec sweep gate=mar'"
+    asked = "; complete --do-complete ".join(
+        ["_SELFSPEC_COMPLETE=source_fish selfspec | source", *(f"'selfspec sweep {begun}'" for begun in BEGUN)]
+    )
     done = subprocess.run(
         ["fish", "--no-config", "-c", asked], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["gate=margin"]
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [*BEGUN.values()]

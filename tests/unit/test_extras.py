@@ -132,4 +132,5 @@ def test_an_extra_comes_from_where_the_package_came_from(monkeypatch, origin, co
 
 def test_the_pages_name_a_checkout_because_no_index_has_the_package():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
+    pages += (ROOT / "selfspec_cli").rglob("*.py")
     assert [page.name for page in pages if "install 'selfspec[" in page.read_text(encoding="utf-8")] == []

@@ -118,6 +118,24 @@ def test_the_page_begins_with_the_speedup_by_load_and_its_intervals():
     assert "by_load" not in drawn(*by_batch(1))  # one load is no curve
 
 
+def test_every_figure_begins_with_the_workload_of_the_first():
+    """It began with what was measured first: a small model on two cores."""
+    alone = by_batch(1, workload="alone")
+    made = drawn(*alone, *by_batch(1, workload="two"), *by_batch(1, 8), *by_batch(8, workload="two"))
+    (early,) = [panel.name for panel in made["by_load"].panels[:1]]
+    for name in ("speedup", "identical"):
+        assert early.partition(":")[0] in f"{made[name].panels[0].group} {made[name].panels[0].name}"
+        assert "alone" in f"{made[name].panels[-1].group} {made[name].panels[-1].name}"
+
+
+def test_three_loads_go_before_two_and_the_last_measured_before_older_ones():
+    first = by_batch(1, 4, 8, workload="three")
+    later = [replace(one, time="2027-01-01T00:00:00+0000") for one in by_batch(1, 8, workload="later")]
+    last = [replace(one, time="2028-01-01T00:00:00+0000") for one in by_batch(1, 8, workload="last")]
+    panels = drawn(*first, *later, *last)["by_load"].panels
+    assert [panel.name.split(":")[0] for panel in panels] == ["m, three", "m, last", "m, later"]
+
+
 def test_panels_of_two_workloads_have_two_names():
     """The selector had two entries of one name."""
     made = drawn(*by_batch(1, 8), *by_batch(1, 8, workload="prose"))
@@ -174,6 +192,11 @@ def test_perplexities_that_differ_by_rounding_alone_are_equal_and_no_figure():
     assert [row["text"] for row in panel.data] == ["0.5", "0.5", "0.5"]
 
 
+def test_equal_perplexities_are_no_figure():
+    base = replace(baseline(), perplexity=10.0)
+    assert "perplexity" not in drawn(base, against(base, "2"), against(base, "3", arm=ARM | {"k": 3}))
+
+
 def test_the_frontier_is_what_nothing_dominates():
     assert frontier_of([(0.0, 1.0), (0.0, 1.8), (1.0, 1.5), (1.5, 2.5), (2.0, 2.5)]) == {1, 3}
     base = replace(baseline(), perplexity=10.0)
@@ -181,6 +204,7 @@ def test_the_frontier_is_what_nothing_dominates():
     arm = point("3", ARM | {"arm": "skip"}, lossy, compared_with=compare(lossy, base, reused=False, real_text=True))
     (panel,) = drawn(base, arm)["frontier"].panels
     assert [(row["delta"], row["frontier"]) for row in panel.data] == [(0.0, True), (1.5, True)]
+    assert panel.data[1]["series"].startswith("skip") and panel.data[1]["arm"] != panel.data[1]["series"]
     assert "frontier" not in drawn(base, against(base))
 
 

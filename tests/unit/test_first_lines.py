@@ -18,6 +18,7 @@ import pytest
 from commands import call, model_folder
 from first_lines import COMMANDS, INDEX, README, ROOT, lines, of_kind, overrides, python_blocks
 
+from selfspec_cli.commands.app import app
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.early_exit.defaults import VIEW_KEYS
 from selfspec_cli.record import folder
@@ -56,6 +57,13 @@ def test_selfspecs_own_commands(words, elsewhere, monkeypatch):
         return
     shown = call(name, *rest, *([] if name in NEEDS_POINTS else ["--dry-run"]))
     assert shown.exit_code == 0, shown.output
+
+
+def test_commands_that_sentences_name_exist():
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
+    named = {name for page in (README, INDEX) for name in re.findall(r"`selfspec ([\w-]+)", page.read_text("utf-8"))}
+    assert len(named) > 10 and named <= known
 
 
 @pytest.mark.parametrize("words", of_kind("make", README, INDEX), ids=" ".join)

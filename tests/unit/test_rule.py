@@ -92,7 +92,7 @@ class Simulated:
             judged = ((places < width) & (places <= stood[:, None])).sum(0)
             self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
         self._copy_verdicts()
-        self.rule.stepped(self.requests, width, seconds)
+        self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()) if width else 0.0)
         if width:
             self.rule.brought(self.requests, width, float(stood.mean()))
         self.widths[width] += 1
@@ -245,7 +245,7 @@ class Served(Simulated):
         self._copy_verdicts()
         if width and len(decoding):
             self.rule.brought(self.requests, width, float(decoding.mean()))
-        self.rule.stepped(self.requests, width, seconds, prompt)
+        self.rule.stepped(self.requests, width, seconds, prompt, float(stood.mean()))
         brought = np.minimum(1 + stood, self.missing)
         self.begins = brought == self.missing
         self.missing = np.where(self.begins, self.ANSWER, self.missing - brought)
@@ -348,6 +348,57 @@ def test_a_trial_of_drafts_drafts_although_nothing_was_accepted():
     engine.run(3.0)
     tried = [choice for _ in range(3000) if engine.step() and (choice := engine.rule.choose(8, 4000.0)).width]
     assert tried and all(choice.step_value == 0.0 for choice in tried)
+
+
+class Confident(Simulated):
+    """An engine whose drafts end where what all requests may gain is less than a step is worth, before their first step
+    too. A draft stands as often as its confidence says. width: that all steps have, whole; None: the rule's."""
+
+    def __init__(self, requests: int, acceptance: float, draft: float, width: int | None = None) -> None:
+        super().__init__(requests, acceptance, times=device_times(draft), seed=requests)
+        self.fixed, self.usual = width, acceptance
+
+    def reached(self, seconds: float) -> float:
+        """Run for so long; tokens a second."""
+        until, begun, tokens = self.now + seconds, self.now, 0
+        while self.now < until:
+            tokens += self._drafted_step()
+        return tokens / (self.now - begun)
+
+    def _drafted_step(self) -> int:
+        choice = self.rule.choose(self.requests, lambda: self.requests * self.context)
+        width, value = (choice.width, choice.step_value) if self.fixed is None else (self.fixed, 0.0)
+        rate, steps, stands = self.usual, 0, np.full(self.requests, self.usual)
+        confidence = self.draw.beta(3 * rate, 3 * (1 - rate), (self.requests, self.rule.acceptance.k))
+        while steps < width and stands.sum() >= value:
+            stands, steps = stands * confidence[:, steps], steps + 1
+        seconds = self.seconds(width) - (width - steps) * self.times.draft_step(
+            self.requests, self.requests * self.context
+        )
+        seconds = max(seconds, FLOOR) * math.exp(NOISE * self.draw.standard_normal())
+        self.now += seconds
+        places = np.arange(self.rule.acceptance.k)
+        right = (self.draw.random(confidence.shape) < confidence) & (places < steps)
+        stood = right.cumprod(1).sum(1)
+        judged = ((places < steps) & (places <= stood[:, None])).sum(0)
+        self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
+        self._copy_verdicts()
+        if width:
+            self.rule.brought(self.requests, width, float(stood.mean()))
+        self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()))
+        return self.requests + int(stood.sum())
+
+
+@pytest.mark.parametrize("draft", [0.45e-3, 0.9e-3])
+@pytest.mark.parametrize("acceptance", [0.95, 0.7])
+@pytest.mark.parametrize("requests", [4, 32])
+def test_drafts_that_end_by_the_value_of_a_step_are_nearly_as_fast_as_the_best_fixed_length(
+    requests, acceptance, draft
+):
+    best = max(Confident(requests, acceptance, draft, width).reached(1.0) for width in (0, 2, 3, 4, 6))
+    engine = Confident(requests, acceptance, draft)
+    engine.reached(1.5)
+    assert engine.reached(3.0) > 0.96 * best
 
 
 def test_what_is_planned_and_not_drafted_is_not_believed_in():

@@ -86,6 +86,8 @@ def test_a_pipe_gets_a_line_an_arm_and_no_control_characters(tmp_path):
     lines = done.stderr.splitlines()
     assert lines[0].startswith("4 point(s) on 2 engine(s)")
     assert lines[1] == f"log: results/logs/{log_of(tmp_path).name}"
+    assert lines.index("measuring baseline") > min(at for at, line in enumerate(lines) if line.startswith("starting"))
+    assert lines.count("measuring baseline") == 1
     arms = [line for line in lines if line.startswith("arm ")]
     assert [line.split(":")[0] for line in arms] == [f"arm {number} of 4" for number in (1, 2, 3, 4)]
     assert "tok/s" in arms[0] and "left" in arms[0]

@@ -1,6 +1,7 @@
 """W&B gets a run for each point, without a network: what it wrote is read back from its own files."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from points import RUN, against, baseline, failed
+from points import RUN, against, baseline, drafts, failed
 
-from selfspec_cli import commands
+from selfspec_cli import commands, extras
 from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig, TrackerKind
 from selfspec_cli.record import columns, folder, quality, tables, tracking
@@ -79,7 +80,9 @@ def values(items):
 def test_what_wandb_wrote_is_what_was_measured(place):
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
     base = baseline()
-    points = [base, against(base), failed("2")]
+    arm = against(base)
+    counted = tuple(replace(repeat, verified=drafts(), drafting=None) for repeat in arm.repeats)
+    points = [base, replace(arm, repeats=counted), failed("2")]
     with open_tracker(WANDB, RUN) as tracker:
         for point in points:
             folder.save("results", point)
@@ -128,6 +131,8 @@ def test_what_wandb_wrote_is_what_was_measured(place):
     lines = [dict(zip(document["columns"], line, strict=True)) for line in document["data"]]
     assert [line["tok_s_median"] for line in lines[:2]] == pytest.approx([100.0, 150.0])
     assert lines[1]["delta_ppl"] == 0.0 and lines[2]["tok_s_median"] is None
+    assert (lines[0]["accept_rate"], lines[1]["accept_rate"]) == (None, pytest.approx(row.accept_rate))
+    assert summary["accept_rate"] == row.accept_rate > 0
     assert [line[document["columns"].index("point")] for line in document["data"]] == [point.id for point in points]
     drawn = {file.stem.partition("_")[0] for file in place.glob("wandb/*report*/files/media/images/figures/*.png")}
     assert {"speedup", "latency"} <= drawn
@@ -235,6 +240,12 @@ def test_an_upload_that_cannot_start_is_a_message_and_hides_no_error(stub, monke
     assert tracker.messages == ["W&B: no processes left"]
     with pytest.raises(RuntimeError, match="mine"), open_tracker(WANDB, "run-1"):
         raise RuntimeError("mine")
+
+
+def test_a_tracker_that_is_not_installed_says_how_it_is(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=re.escape(extras.install("track"))), open_tracker(WANDB, "run-1"):
+        pass
 
 
 def test_no_tracker_imports_nothing(monkeypatch):

@@ -1,9 +1,12 @@
 """What commands say to a user's words: the line to type, what would be done, and what is without effect."""
 
+from dataclasses import replace
+
 import pytest
 from commands import call, document, model_folder
 
 from selfspec_cli.commands import serve
+from selfspec_cli.commands.doctor import verdict
 from selfspec_cli.commands.screen import in_words
 from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ModelConfig, RunConfig, WorkloadConfig
@@ -56,6 +59,9 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     assert "are not checked: org/name is not here (selfspec pull model=org/name)" in shown.stderr
     check = doctor._settings(RunConfig(model=ModelConfig(path="org/name")))
     assert check.ok is None and "not checked: org/name is not here" in check.detail
+    assert verdict([check]) == "A run could work here; what depends on the model is not checked."
+    assert verdict([replace(check, ok=True)]) == "A run could work here."
+    assert verdict([check, replace(check, ok=False)]) == "A run could not work here."
 
 
 def test_what_is_here_is_checked_and_nothing_else_said(model):

@@ -1,16 +1,18 @@
 """The figures of a report, each a chart and the data of its panels. Sources in, figures out; none decides anything."""
 
+from collections.abc import Sequence
+
 from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed, under_load
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.figures.colours import coloured
-from selfspec_cli.report.rows import groups
+from selfspec_cli.report.rows import Group, groups
 from selfspec_cli.report.sources import Sources
 
 
 def of_sources(sources: Sources) -> list[Figure]:
     """Every figure that the sources have data for, in the order of a page."""
-    together = groups(sources.rows)
-    by_load = under_load.families(together)
+    by_load = under_load.families(groups(sources.rows))
+    together = _headline_first(groups(sources.rows), by_load)
     figures = [
         *under_load.speedups(by_load),
         *speed.speedups(together, sources.targets),
@@ -20,7 +22,7 @@ def of_sources(sources: Sources) -> list[Figure]:
         *speed.throughput(together),
         *load.curves(sources.rows),
         *load.over_time(sources.points),
-        *load.categories(sources.points),
+        *load.categories(together, sources.points),
         *drafts.frontier(together),
         *quality.perplexities(together),
         *quality.scores(together),
@@ -36,3 +38,14 @@ def of_sources(sources: Sources) -> list[Figure]:
         *exits.step_costs(sources.costs),
     ]
     return coloured(figures, sources.rows)
+
+
+def _headline_first(together: list[Group], families: Sequence[under_load.Family]) -> list[Group]:
+    """Groups in the order of the families by load that they belong to, then the others, the last measured first.
+
+    So every figure of a page begins with the workload of its first figure.
+    """
+    places = {row.point: place for place, family in reversed(list(enumerate(families))) for row in family.rows}
+    ranked = [min(places.get(row.point, len(families)) for row in group.rows) for group in together]
+    order = sorted(range(len(together)), key=lambda at: (ranked[at], at if ranked[at] < len(families) else -at))
+    return [together[at] for at in order]

@@ -17,9 +17,10 @@ from selfspec_cli.record.point import OK
 from selfspec_cli.report.rows import Group, label
 
 ROWS = "rows"
-NAMES, VALUES, LOAD = "NAMES", "COLOURS", "LOAD"
+NAMES, VALUES, LOAD, LETTERS = "NAMES", "COLOURS", "LOAD", "LETTERS"
 """Stand in a chart for what differs by panel: the names that it draws, the colour of each, and the title of its axis of
-load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, and page.js)."""
+load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, and page.js). LETTERS: how many letters a
+line of a legend has room for."""
 PLAIN, LOSSY, RED = "#84909c", "#b7791f", "#d64550"
 RIVALS = ["#958a7c", "#6c7781", "#7f8a80", "#8f8296"]
 SERIES = [
@@ -39,6 +40,7 @@ SERIES = [
 """All colours stand out from a white and from a dark page. Greys: plain decoding and vLLM's own methods."""
 STEP = 36  # pixels for a bar and the text above it
 SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average
+LONGEST_NAME = 120  # letters of a name in a legend of a picture
 LONGEST = 40  # bars of one panel; the rest are in the table
 
 
@@ -82,6 +84,7 @@ def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
     text = json.dumps(spec)
     for word, value in ((NAMES, list(panel.colours)), (VALUES, list(panel.colours.values()))):
         text = text.replace(json.dumps([word]), json.dumps(value))
+    text = text.replace(LETTERS, str(LONGEST_NAME))
     made: dict[str, Any] = json.loads(text.replace(json.dumps(LOAD), json.dumps(panel.axis)))
     return made
 
@@ -120,8 +123,19 @@ def slower(row: Record) -> bool:
 
 def colour(name: str, *, legend: bool = True) -> Any:
     """The colour of what a panel draws: one for each arm, the same on the whole page. name: the field that names it."""
-    shown = alt.Legend(title=None, orient="bottom", columns=1, symbolLimit=16, symbolOpacity=1) if legend else None
+    shown = None
+    if legend:
+        shown = alt.Legend(
+            title=None, orient="bottom", columns=1, symbolLimit=16, symbolOpacity=1, labelExpr=_shortened("datum.label")
+        )
     return alt.Color(f"{name}:N", sort=None, scale=alt.Scale(domain=[NAMES], range=[VALUES]), legend=shown)
+
+
+def _shortened(text: str) -> str:
+    """Expression of a text, without its middle where it is too long: the names of arms differ at their ends."""
+    half = f"floor({LETTERS} / 2) - 1"
+    cut = f"slice({text}, 0, {half}) + ' … ' + slice({text}, length({text}) - {half})"
+    return f"length({text}) > {LETTERS} ? {cut} : {text}"
 
 
 def titles_above() -> Any:
@@ -182,7 +196,23 @@ def lines(x: Any, y: Any, tips: Sequence[Any], size: int) -> Any:
 
 def load_axis() -> Any:
     """The axis of what is asked of an engine at once."""
-    return alt.X("load:O", axis=alt.Axis(title=LOAD, labelAngle=0))
+    scale = alt.Scale(paddingInner=0.75, paddingOuter=0.4)  # the rest of a step is for `beside`
+    return alt.X("load:O", axis=alt.Axis(title=LOAD, labelAngle=0), scale=scale)
+
+
+def beside() -> Any:
+    """Arms stand next to each other at one load, so that no interval hides another."""
+    return alt.XOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[NAMES]))
+
+
+def below() -> Any:
+    """The same in a chart whose rows are categories: arms stand below each other in each of them."""
+    return alt.YOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[NAMES]))
+
+
+def dashes() -> Any:
+    """A line of plain decoding is dashed, as the line of a speedup of 1 is; other lines are whole."""
+    return alt.condition("datum.series === 'baseline'", alt.value([5, 3]), alt.value([1, 0]))
 
 
 def whiskers(x: Any, **more: Any) -> Any:

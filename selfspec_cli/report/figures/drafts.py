@@ -21,6 +21,7 @@ from selfspec_cli.report.figures.base import (
     sig,
     times_axis,
 )
+from selfspec_cli.report.figures.quality import SEEN
 from selfspec_cli.report.rows import Group, label
 
 VARIED = {
@@ -35,7 +36,8 @@ VARIED = {
         "What the longest draft allowed does to acceptance and to speed, all else equal.",
     ),
 }
-SEEN = 0.005  # a difference in perplexity below this is rounding
+UNVERIFIED = "skip: layers left out, not verified"
+_TICKS = "domain('x')[1] > 100 ? [0, 1, 10, 100, 1000, 10000] : [0, 0.1, 0.3, 1, 3, 10, 30, 100]"
 
 
 def against(groups: Iterable[Group], column: str) -> list[Figure]:
@@ -57,7 +59,12 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
             data = [point for name, row in members for point in _both(name, row, getattr(row, column))]
             where = f"{group.title}, {short(members[0][1])}"
             panels.append(of_rows(where, f"gate {gate}" if gate else "all arms", data, [row for _, row in members]))
-    x = alt.X("x:Q", axis=alt.Axis(title=axis, tickCount=6), scale=alt.Scale(zero=False, nice=False, padding=12))
+    whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"} if column == "k" else {}
+    x = alt.X(
+        "x:Q",
+        axis=alt.Axis(title=axis, tickCount=6, **whole),
+        scale=alt.Scale(zero=False, nice=False, padding=12),
+    )
     tips = ["series:N", "x:Q", "value:Q", "low:Q", "high:Q", "point:N"]
 
     def part(what: str, axis_: Any) -> Any:
@@ -132,6 +139,7 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
         best = frontier_of([(row.delta_ppl or 0.0, row.speedup or 0.0) for row in rows])
         data = [
             {
+                "series": UNVERIFIED if row.arm == "skip" else name,
                 "arm": name,
                 "delta": round(row.delta_ppl or 0.0, 3),
                 "speedup": sig(row.speedup),
@@ -143,7 +151,7 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
         panels += on_machine(group, data, rows)
     x = alt.X(
         "delta:Q",
-        axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)", tickCount=6),
+        axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)", values=alt.ExprRef(_TICKS)),
         scale=alt.Scale(type="symlog"),
     )
     y = alt.Y("speedup:Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False))
@@ -154,7 +162,7 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
         .mark_line(interpolate="step-after", strokeDash=[5, 3])
         .encode(x=x, y=y, color=alt.value("#84909c"))
     )
-    dots = rows_chart().mark_circle(size=80, opacity=0.9).encode(x=x, y=y, color=colour("arm"), tooltip=tips)
+    dots = rows_chart().mark_circle(size=80, opacity=0.9).encode(x=x, y=y, color=colour("series"), tooltip=tips)
     chart = (line + dots).properties(width="container", height=300)
     about = (
         "Verified arms are exact and stand at 0. The dashed line is the frontier: no other arm is both faster and less "

@@ -14,8 +14,23 @@ from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK, Point
-from selfspec_cli.report.figures.base import Figure, Panel, figure, lines, of_rows, rows_chart, short, sig
-from selfspec_cli.report.rows import label, latest, task
+from selfspec_cli.report.figures.base import (
+    STEP,
+    Figure,
+    Panel,
+    below,
+    colour,
+    figure,
+    labels,
+    lines,
+    of_rows,
+    on_machine,
+    rows_chart,
+    short,
+    sig,
+    times_axis,
+)
+from selfspec_cli.report.rows import Group, label, latest, task
 
 CURVES = {
     "tok_s_median": "tokens a second",
@@ -101,37 +116,57 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
     return figure("over_time", "Over time", about, chart, panels)
 
 
-def categories(points: Sequence[Point]) -> list[Figure]:
-    """The speedup of each category of prompts with its interval, and the tokens that a step yields."""
+def categories(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
+    """Speedup, with its interval, and acceptance of each category of prompts: a dot an arm."""
     by_point: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in by_category.rows(points):
         if line["speedup"] is not None:
-            shown = {name: sig(line[name]) for name in ("speedup", "low", "high", "tpot_ms", "tok_step")}
-            step = "" if line["tok_step"] is None else f", {line['tok_step']:.2f} tokens a step"
-            words = {"category": line["category"], "text": f"{line['speedup']:.2f}x{step}"}
-            by_point[line["point"]].append(words | shown | {"requests": line["requests"], "point": line["point"]})
+            numbers = {name: sig(line[name]) for name in ("speedup", "low", "high", "tpot_ms", "tok_step")}
+            accepted = sig(line["accepted"][0]) if line["accepted"] else None
+            shown = {"category": line["category"], "accepted": accepted, "requests": line["requests"]}
+            by_point[line["point"]].append(shown | numbers | {"point": line["point"]})
     panels = []
-    for point in points:
-        if data := by_point.get(point.id, []):
-            row = tables.row(point)
-            panels.append(Panel(_where(row), f"{label(row)}, {asked(row)}", data, (point.id,)))
-    y = alt.Y("category:N", sort=None, axis=alt.Axis(title=None, labelLimit=220))
-    x = alt.X("speedup:Q", axis=alt.Axis(title="times the baseline's", tickCount=8), scale=alt.Scale(zero=True))
-    tips = ["category:N", "speedup:Q", "low:Q", "high:Q", "tok_step:Q", "requests:Q", "tpot_ms:Q"]
+    for group in groups:
+        rows = [row for row in group.rows if row.point in by_point]
+        named = zip(labels(rows), rows, strict=True)
+        panels += on_machine(
+            group, [{"series": name} | line for name, row in named for line in by_point[row.point]], rows
+        )
+    y = alt.Y(
+        "category:N",
+        sort=None,
+        axis=alt.Axis(title=None, labelLimit=220),
+        scale=alt.Scale(paddingInner=0.5, paddingOuter=0.25),
+    )
+    tips = [
+        "series:N",
+        "category:N",
+        "speedup:Q",
+        "low:Q",
+        "high:Q",
+        "accepted:Q",
+        "tok_step:Q",
+        "requests:Q",
+        "tpot_ms:Q",
+    ]
+    each = rows_chart().encode(y=y, yOffset=below(), color=colour("series"), tooltip=tips)
+    dots = each.mark_point(filled=True, size=60, opacity=1)
+    ends = each.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q")
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
-    bars = rows_chart().mark_bar(size=13).encode(x=x, y=y, tooltip=tips)
-    ends = rows_chart().mark_rule().encode(x="low:Q", x2="high:Q", y=y)
-    named = rows_chart().transform_calculate(
-        end="isValid(datum.high) ? datum.high : datum.speedup", room="1.4 * datum.end"
+    speedup = alt.X("speedup:Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False))
+    share = alt.Axis(title="steps that kept their first draft", format="%", tickCount=6)
+    kept = dots.transform_filter("isValid(datum.accepted)")
+    parts = (
+        one + ends + dots.encode(x=speedup),
+        kept.encode(x=alt.X("accepted:Q", axis=share, scale=alt.Scale(domain=[0, 1]))),
     )
-    words = named.mark_text(align="left", dx=6).encode(x=alt.X("end:Q"), y=y, text="text:N")
-    room = named.mark_point(opacity=0).encode(x="room:Q", y=y)  # the words end inside the axis
-    chart = (bars + one + ends + words + room).properties(width="container", height=alt.Step(24))
+    chart = alt.vconcat(*(part.properties(width="container", height=alt.Step(STEP)) for part in parts))
     about = (
-        "Tokens a second of a category's requests over the baseline's, with the 95 % interval; the file of prompts has "
-        "the categories, and selfspec report --by category prints them."
+        "Above: tokens a second of a category's requests over the baseline's, with the 95 % interval. Below: the share "
+        "of the steps in which the first draft was accepted. The file of prompts has the categories, and "
+        "`selfspec report --by category` prints them."
     )
-    return figure("categories", "Speedup by category", about, chart, panels)
+    return figure("categories", "Speedup and acceptance by category", about, chart, panels)
 
 
 def _family(row: Record) -> tuple[Any, ...]:

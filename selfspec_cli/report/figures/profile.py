@@ -27,15 +27,15 @@ COLOURS = {
 """One for each part, in the order in which they stand in a bar."""
 
 
-def shares(found: Sequence[Profile]) -> list[Figure]:
+def shares(profiles: Sequence[Profile]) -> list[Figure]:
     """A bar an arm, with the share of each part in the wall time; a panel for each model, workload and machine."""
-    panels: dict[tuple[str, str], list[Profile]] = {}
-    for profile in found:
-        panels.setdefault((profile.device, group_title(tables.of_arm(profile.arm))), []).append(profile)
-    made = []
-    for (device, title), members in panels.items():
+    by_machine: dict[tuple[str, str], list[Profile]] = {}
+    for profile in profiles:
+        by_machine.setdefault((profile.device, group_title(tables.of_arm(profile.arm))), []).append(profile)
+    panels = []
+    for (device, title), members in by_machine.items():
         data: list[dict[str, Any]] = []
-        for profile in sorted(members, key=lambda one: one.arm["arm"] != "baseline")[:LONGEST]:
+        for profile in sorted(members, key=lambda profile: profile.arm["arm"] != "baseline")[:LONGEST]:
             name = label(tables.of_arm(profile.arm))
             number = f"{profile.tok_s:.1f} tok/s"
             for order, part in enumerate(part for part in COLOURS if part in profile.seconds):
@@ -51,7 +51,7 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
                         "text": number if order == 0 else "",
                     }
                 )
-        made.append(Panel(device, title, data))
+        panels.append(Panel(device, title, data))
     colour = alt.Color(
         "part:N",
         sort=list(COLOURS),
@@ -66,4 +66,4 @@ def shares(found: Sequence[Profile]) -> list[Figure]:
         "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
         "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."
     )
-    return figure("profile", "Where the time goes", about, chart, made)
+    return figure("profile", "Where the time goes", about, chart, panels)

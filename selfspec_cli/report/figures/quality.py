@@ -36,6 +36,7 @@ PERPLEXITIES = {
     "delta_ppl_of_sampled": "ΔPPL of its sampled generations under the plain model",
     "ppl": "perplexity of held-out text under the arm's own predictions",
 }
+SEEN = 0.005  # a difference in perplexity below this is rounding
 _SCORE = re.compile(r"(?P<name>\S+ \S+) (?P<value>[-\d.]+)(?: ± (?P<error>[\d.]+))?(?P<drafted> \(drafted\))?")
 """One of `record.quality.score_in_words`, which make the column `scores`."""
 
@@ -52,7 +53,8 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
                 _dot(name, row, getattr(row, column), *pair)
                 for name, row, pair in zip(labels(measured), measured, ends, strict=True)
             ]
-            if len(data) > 1 and any(dot["value"] for dot in data):  # else the table says it
+            values = [dot["value"] for dot in data] + [0.0] * (column != "ppl")
+            if len(data) > 1 and max(values) - min(values) >= SEEN:  # else the table says it
                 panels.append(_panel(group, meaning, measured, data))
     about = (
         "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap "

@@ -18,7 +18,9 @@ from selfspec_cli.report.figures.base import (
     RED,
     Figure,
     Panel,
+    beside,
     colour,
+    dashes,
     figure,
     load_axis,
     measured,
@@ -33,6 +35,7 @@ from selfspec_cli.report.rows import RIVALS, Group, acceptance, label, sampling,
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
+ENOUGH_LOADS = 3  # of a curve that shows where drafting stops to pay
 WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
 
 
@@ -62,7 +65,8 @@ class Family:
 
 
 def families(groups: Iterable[Group]) -> list[Family]:
-    """Families of at least two loads, those with real acceptance first, then those with the most loads and points."""
+    """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
+    last measured."""
     by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     titles: dict[tuple[Any, ...], str] = {}
     for group in groups:
@@ -83,12 +87,12 @@ def families(groups: Iterable[Group]) -> list[Family]:
     families = [
         family for family in families if len({family.load(row) for row in family.rows if row.arm != "baseline"}) > 1
     ]
+    families.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
     return sorted(
         families,
         key=lambda family: (
             any(row.acceptance_length is not None for row in family.rows),
-            -len({family.load(row) for row in family.rows}),
-            -len(family.rows),
+            len({family.load(row) for row in family.rows}) < ENOUGH_LOADS,
         ),
     )
 
@@ -146,20 +150,21 @@ def speedups(families: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
     middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
-    each = rows_chart().encode(x=load_axis(), color=colour("series"))
+    each = rows_chart().encode(x=load_axis(), xOffset=beside(), color=colour("series"))
     line = each.mark_line(strokeWidth=2.5).encode(y=middle)  # of a median: with tooltips it would be of each point
     dots = each.mark_point(filled=True, size=70, opacity=1)
     dots = dots.encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
     losses = rows_chart().transform_filter("datum.slower")
     losses = losses.mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
-    marked = losses.encode(x=load_axis(), y="speedup:Q", tooltip=tips)
+    marked = losses.encode(x=load_axis(), xOffset=beside(), y="speedup:Q", tooltip=tips)
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
-    bars = whiskers(load_axis(), color=colour("series"), tooltip=tips)
+    bars = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips)
     chart = (one + line + bars + dots + marked).properties(width="container", height=320)
     about = (
         "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
         "were not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval "
-        "below 1. Where several runs measured an arm, its line goes through their median."
+        "below 1. Where several runs measured an arm, its line goes through their median. At a load, arms stand in the "
+        "order of the legend."
     )
     return figure("by_load", "Speedup by load", about, chart, panels)
 
@@ -177,10 +182,10 @@ def at_a_glance(family: Family) -> str:
     return f"{name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
 
 
-def users_and_gpus(found: Sequence[Family]) -> list[Figure]:
+def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
     """What one user gets against what one GPU yields: each arm's line goes from few requests to many."""
     panels = []
-    for family in found:
+    for family in families:
         cards = gpus(family.rows[0].device)
         together: dict[tuple[str, float], list[Record]] = defaultdict(list)
         for name, load, row in _series(family, family.rows):
@@ -197,21 +202,22 @@ def users_and_gpus(found: Sequence[Family]) -> list[Figure]:
             for (name, load), rows in together.items()
         ]
         numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
-        for one in data:  # of one line: numbers at every dot run into each other
-            one["number"] = one["load"] if one["series"] == numbered else None
+        for dot in data:  # of one line: numbers at every dot run into each other
+            dot["number"] = dot["load"] if dot["series"] == numbered else None
         panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
     tips = ["series:N", "load:O", "user:Q", "gpu:Q", "point:N"]
     base = rows_chart().encode(x=x, y=y)
-    line = base.mark_line(strokeWidth=2).encode(color=colour("series"), order="load:Q", tooltip=tips)
+    line = base.mark_line(strokeWidth=2)
+    line = line.encode(color=colour("series"), strokeDash=dashes(), order="load:Q", tooltip=tips)
     dots = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour("series"), tooltip=tips)
     number = base.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
     number = number.encode(text="number:N")
     chart = (line + dots + number).properties(width="container", height=340)
     about = (
         "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "
-        "another is better at both. On a CPU the machine takes the GPU's place."
+        "another is better at both. Dashes: plain decoding. On a CPU the machine takes the GPU's place."
     )
     return figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
 
@@ -225,14 +231,14 @@ def user_speed(row: Record) -> float | None:
 
 def gpus(device: str | None) -> int:
     """How many GPUs a machine's name says are in use (`machine.describe`); 1 for one, and for a CPU."""
-    found = re.match(r"(\d+)x ", device or "")
-    return int(found[1]) if found else 1
+    count = re.match(r"(\d+)x ", device or "")
+    return int(count[1]) if count else 1
 
 
-def waits(found: Sequence[Family]) -> list[Figure]:
+def waits(families: Sequence[Family]) -> list[Figure]:
     """Time to first token and time per output token by load: medians, and 99th percentiles."""
     panels = []
-    for family in found:
+    for family in families:
         data = [
             {
                 "series": name,
@@ -252,16 +258,21 @@ def waits(found: Sequence[Family]) -> list[Figure]:
 
     def part(what: str, title: str) -> Any:
         each = rows_chart().transform_filter(f"datum.what == '{what}'")
-        each = each.encode(x=load_axis(), color=colour("series"))
+        each = each.encode(x=load_axis(), xOffset=beside(), color=colour("series"))
         scale = alt.Scale(zero=True)
-        line = each.mark_line(strokeWidth=2).encode(y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale))
+        line = each.mark_line(strokeWidth=2).encode(
+            y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale), strokeDash=dashes()
+        )
         dots = each.mark_point(filled=True, size=60, opacity=1)
         dots = dots.encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
-        tails = whiskers(load_axis(), color=colour("series"), tooltip=tips).transform_filter(
+        tails = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips).transform_filter(
             f"datum.what == '{what}' && isValid(datum.high)"
         )
         return (tails + line + dots).properties(width="container", height=210)
 
     chart = alt.vconcat(*(part(what, title) for what, title in WAITS.items()))
-    about = "Lower is better. The dot is the median over requests, the end of the line above it the 99th percentile."
+    about = (
+        "Lower is better. The dot is the median over requests, the end of the line above it the 99th percentile. "
+        "Dashes: plain decoding."
+    )
     return figure("waits", "What a request waits for, by load", about, chart, panels)

@@ -23,8 +23,9 @@ function chartOf(figure, panel, rows, width) {
   const words = { '["NAMES"]': Object.keys(panel.colours), '["COLOURS"]': Object.values(panel.colours), '"LOAD"': panel.axis };
   let text = JSON.stringify(figure.spec);
   for (const [word, value] of Object.entries(words)) text = text.replaceAll(word, () => JSON.stringify(value));
+  text = text.replaceAll("LETTERS", Math.floor((width - 75) / 7.3)); // of a legend's line
   const spec = { ...JSON.parse(text), datasets: { rows } };
-  const names = new Set(rows.map((row) => row.arm ?? row.gate)).size;
+  const names = new Set(rows.map((row) => row.category ?? row.arm ?? row.gate)).size;
   for (const part of [spec, ...(spec.vconcat ?? [])]) {
     if (part.height?.step) part.height = (part.height.step + (width < 600 ? 14 : 0)) * names; // room for titles of two lines
   }

@@ -41,15 +41,15 @@ class Result:
         return f"{self.value:.4g}" + ("" if same else f" ({self.low:.4g} to {self.high:.4g})")
 
 
-def judged(case: Case, points: Sequence[Point], known: Mapping[str, Point]) -> list[Result]:
+def judged(case: Case, points: Sequence[Point], baselines: Mapping[str, Point]) -> list[Result]:
     """Every result of a case. points: of its arm, one a run; known: all points of the command by id, baselines among
     them."""
     failed = [point for point in points if not point.ok]
     if failed or not points:
         reason = failed[0].reason if failed else "no point was measured"
         return [Result(case.name, "to be measured", RED, note=reason)]
-    found = [_of_bound(case.name, bound, points, known) for bound in case.reach]
-    return found + [_of_invariant(case.name, name, points, known) for name in case.invariants]
+    results = [_of_bound(case.name, bound, points, baselines) for bound in case.reach]
+    return results + [_of_invariant(case.name, name, points, baselines) for name in case.invariants]
 
 
 def worst(outcomes: Iterable[str]) -> str:
@@ -64,11 +64,11 @@ def outcome_of(bound: Bound, low: float, high: float) -> str:
     return GREEN if low >= bound.limit else RED if high < bound.limit else UNSURE
 
 
-def _of_bound(case: str, bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) -> Result:
-    found = _value(bound, points, known)
-    if found is None:
+def _of_bound(case: str, bound: Bound, points: Sequence[Point], baselines: Mapping[str, Point]) -> Result:
+    measured = _value(bound, points, baselines)
+    if measured is None:
         return Result(case, str(bound), UNSURE, note=f"{bound.measure} has no value here")
-    value, interval = found
+    value, interval = measured
     if interval is None:
         return Result(case, str(bound), UNSURE, value, note="one value alone has no interval")
     return Result(case, str(bound), outcome_of(bound, *interval), value, *interval)
@@ -77,7 +77,7 @@ def _of_bound(case: str, bound: Bound, points: Sequence[Point], known: Mapping[s
 Value = tuple[float, tuple[float, float] | None]
 
 
-def _value(bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) -> Value | None:
+def _value(bound: Bound, points: Sequence[Point], baselines: Mapping[str, Point]) -> Value | None:
     """The value of a measure over all runs, and its interval; None where a point has none."""
     if bound.measure in ("speedup", "efficiency") and not bound.of_baseline:
         return _of_speedup(points, bound.measure == "efficiency")
@@ -85,7 +85,7 @@ def _value(bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) ->
     theirs: list[float] | None = [1.0] * len(ours or ())
     if bound.of_baseline:
         against = [point.compared_with.baseline for point in points if point.compared_with]
-        theirs = samples([known[name] for name in against], bound.measure)
+        theirs = samples([baselines[name] for name in against], bound.measure)
     if not ours or not theirs or not median(theirs):
         return None
     if bound.measure == START and bound.of_baseline:
@@ -127,16 +127,16 @@ def _of_speedup(points: Sequence[Point], over_predicted: bool) -> Value | None:
     return median(ours) / median(theirs) / predicted, low_high
 
 
-def _of_invariant(case: str, name: str, points: Sequence[Point], known: Mapping[str, Point]) -> Result:
-    asked, counts = f"{name} none", []
+def _of_invariant(case: str, name: str, points: Sequence[Point], baselines: Mapping[str, Point]) -> Result:
+    wish, counts = f"{name} none", []
     for point in points:
-        found: Mapping[str, Any] = point.engine.get(FOUND) or {}
-        if name in found.get("not_applicable", {}):
-            return Result(case, asked, ABSENT, note=found["not_applicable"][name])
-        if name not in found.get("measured", {}):
-            return Result(case, asked, UNSURE, note="it was not counted")
-        counts.append(int(found["measured"][name]))
-        base = known.get(point.compared_with.baseline) if point.compared_with else None
+        counted: Mapping[str, Any] = point.engine.get(FOUND) or {}
+        if name in counted.get("not_applicable", {}):
+            return Result(case, wish, ABSENT, note=counted["not_applicable"][name])
+        if name not in counted.get("measured", {}):
+            return Result(case, wish, UNSURE, note="it was not counted")
+        counts.append(int(counted["measured"][name]))
+        base = baselines.get(point.compared_with.baseline) if point.compared_with else None
         if name == "sampled_rows" and base is not None:  # greedy in both arms
             counts[-1] += bool(base.arm.get("temperature"))
-    return Result(case, asked, RED if max(counts) else GREEN, float(max(counts)))
+    return Result(case, wish, RED if max(counts) else GREEN, float(max(counts)))

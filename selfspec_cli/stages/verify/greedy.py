@@ -69,10 +69,10 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """For the document, with the choices in words."""
-        found = {name: value for name, value in asdict(self).items() if name != "prefix"}
+        values = {name: value for name, value in asdict(self).items() if name != "prefix"}
         for name, value in (("alone", self.gap), ("together", self.gap_together)):
-            found[f"chosen_{name}"] = None if value is None else "ours" if value < 0 else "plain"
-        return found
+            values[f"chosen_{name}"] = None if value is None else "ours" if value < 0 else "plain"
+        return values
 
 
 def perform(engine: Engine, case: Case, drafting: bool) -> Observed:
@@ -136,9 +136,9 @@ def parting(ours: Sequence[int], plain: Sequence[int]) -> int:
     return next(unequal, min(len(ours), len(plain)))
 
 
-def ask(engine: Engine, found: Sequence[Difference], tolerance: float, most: int = 16) -> None:
+def ask(engine: Engine, differences: Sequence[Difference], tolerance: float, most: int = 16) -> None:
     """Ask the plain engine for the gap at some differences, and judge them; what is not asked stays a fault."""
-    for difference in found[:most]:
+    for difference in differences[:most]:
         fits = len(difference.prefix) + 2 <= engine.max_model_len
         if difference.ours is not None and difference.plain is not None and fits:
             ours, plain = (
@@ -149,9 +149,9 @@ def ask(engine: Engine, found: Sequence[Difference], tolerance: float, most: int
         difference.judge(tolerance)
 
 
-def ask_together(engine: Engine, found: Sequence[Difference], chunk: int, tolerance: float) -> None:
+def ask_together(engine: Engine, differences: Sequence[Difference], chunk: int, tolerance: float) -> None:
     """The same of an engine that takes `chunk` tokens a step. What follows a token fills up its chunk."""
-    for difference in found:
+    for difference in differences:
         fits = len(difference.prefix) + chunk + 1 <= engine.max_model_len
         if difference.ours is None or difference.plain is None or not fits:
             continue
@@ -165,12 +165,12 @@ def ask_together(engine: Engine, found: Sequence[Difference], chunk: int, tolera
         difference.judge(tolerance)
 
 
-def unlike_together(engine: Engine, asked: Sequence[Request], plain: Sequence[Answer]) -> dict[str, int]:
+def unlike_together(engine: Engine, requests: Sequence[Request], plain: Sequence[Answer]) -> dict[str, int]:
     """How many outputs of the plain engine (differ, of compared) another plain one, that takes fewer tokens a step,
     would not choose: at some place another token is likelier. Twelve are looked at, and none whose choice is bound by
     stop tokens or a grammar."""
     compared, differ = 0, 0
-    for request, answer in zip(asked, plain, strict=True):
+    for request, answer in zip(requests, plain, strict=True):
         fits = len(request.prompt) + len(answer.tokens) < engine.max_model_len
         if not answer.tokens or not fits or not set(request.params) <= {"logprobs"} or compared == 12:
             continue

@@ -47,19 +47,23 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
     plain_repeats: dict[str, int] | None = None
     for case in arm.cases:
         ours, plain = arm.observed[case.name], greedy.perform(engine, case, drafting=False)
-        found = greedy.differences(case.requests, ours.answers, plain.answers)
-        greedy.ask(engine, found, tolerance)
-        if found and plain_repeats is None:
+        differences = greedy.differences(case.requests, ours.answers, plain.answers)
+        greedy.ask(engine, differences, tolerance)
+        if differences and plain_repeats is None:
             plain_repeats = _repeat_plain(engine, arm, plain if case.name == "mixed" else None, tolerance)
         compared = sum(request.greedy for request in case.requests)
         unlike = greedy.unlike_scores(case.requests, ours.answers, plain.answers, tolerance)
         noise = plain_repeats or {"differ": 0, "near_ties": 0, "compared": 0}
-        kinds = [one.kind for one in found]
+        kinds = [difference.kind for difference in differences]
         judged, note = verdict.case_row(kinds, compared, unlike, noise, wanted.batch_invariant)
-        rows.append(_case_row(case, ours, plain, compared, found, judged, note or _hollow(case, ours, plain)))
+        rows.append(_case_row(case, ours, plain, compared, differences, judged, note or _hollow(case, ours, plain)))
         rows[-1]["plain_differs"] = judged == verdict.NOT_SHOWN
-        near = [one for one in found if one.gap is not None and abs(one.gap) <= 4 * tolerance]
-        level = found if wanted.batch_invariant else near
+        near = [
+            difference
+            for difference in differences
+            if difference.gap is not None and abs(difference.gap) <= 4 * tolerance
+        ]
+        level = differences if wanted.batch_invariant else near
         if level:
             unsure.append(Unsure(rows[-1], compared, level, case.requests, plain.answers))
     exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
@@ -73,13 +77,13 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "sampling": _judged(engine, arm, sampled),
         "plain_repeats": plain_repeats,
         "drafted": arm.drafted,
-        "accepted": sum(one.counts.accepted for one in arm.observed.values() if one.counts),
+        "accepted": sum(observed.counts.accepted for observed in arm.observed.values() if observed.counts),
     }
     return document, unsure
 
 
 def judge_together(
-    engine: Engine, cfg: RunConfig, wanted: Wanted, found: Sequence[tuple[Arm, dict[str, Any], list[Unsure]]]
+    engine: Engine, cfg: RunConfig, wanted: Wanted, judged: Sequence[tuple[Arm, dict[str, Any], list[Unsure]]]
 ) -> None:
     """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents.
 
@@ -87,18 +91,18 @@ def judge_together(
     batch-invariant for this model, and a difference is no fault of drafting.
     """
     tolerance, k = tolerance_of(cfg, wanted), int(cfg.k or 0)
-    for arm, document, unsure in found:
-        asked = [difference for one in unsure for difference in one.level[:4]][:16]
-        greedy.ask_together(engine, asked, k + 1, tolerance)
+    for arm, document, unsure in judged:
+        doubtful = [difference for case in unsure for difference in case.level[:4]][:16]
+        greedy.ask_together(engine, doubtful, k + 1, tolerance)
         if not wanted.batch_invariant:
             continue
-        for one in unsure:
-            together = greedy.unlike_together(engine, one.requests, one.answers)
-            turned = sum(difference.turned for difference in one.level)
-            one.row["plain_together"] = together
-            note = verdict.not_invariant(len(one.level), turned, one.compared, together, k)
-            if one.row["verdict"] == verdict.FAULT and one.row["note"] is None and note is not None:
-                one.row.update(verdict=verdict.NOT_SHOWN, note=note, plain_differs=True)
+        for case in unsure:
+            together = greedy.unlike_together(engine, case.requests, case.answers)
+            turned = sum(difference.turned for difference in case.level)
+            case.row["plain_together"] = together
+            note = verdict.not_invariant(len(case.level), turned, case.compared, together, k)
+            if case.row["verdict"] == verdict.FAULT and case.row["note"] is None and note is not None:
+                case.row.update(verdict=verdict.NOT_SHOWN, note=note, plain_differs=True)
         if any(row.get("plain_differs") for row in document["cases"]):
             document["own_drafts"] = _own_drafts(arm, exact=False)
 
@@ -141,11 +145,11 @@ def _prove(
     if wanted.brief:
         return proof
     asking.forget_prefixes(engine)
-    asked = arm.proof_requests(wanted.size)
-    found = greedy.differences(asked, arm.proof, asking.answers(engine, asked, batch=4))
-    greedy.ask(engine, found, tolerance)
-    wrong = sum(one.kind == "fault" for one in found)
-    proof["accept_one_more"] = {"caught": wrong > 0, "differ": len(found), "compared": len(asked)}
+    requests = arm.proof_requests(wanted.size)
+    differences = greedy.differences(requests, arm.proof, asking.answers(engine, requests, batch=4))
+    greedy.ask(engine, differences, tolerance)
+    wrong = sum(difference.kind == "fault" for difference in differences)
+    proof["accept_one_more"] = {"caught": wrong > 0, "differ": len(differences), "compared": len(requests)}
     if arm.biased is not None:
         row = sampling.judge("biased", arm.biased, sampled[sampling.QUICK[0]], None)
         proof["biased_sampler"] = {"caught": row["verdict"] == "differs", "p": row.get("p")}
@@ -159,10 +163,10 @@ def _repeat_plain(engine: Engine, arm: Arm, known: Observed | None, tolerance: f
     first = known or greedy.perform(engine, mixed, drafting=False)
     turned = replace(mixed, requests=mixed.requests[::-1], batch=max(1, mixed.batch // 2))
     again = greedy.perform(engine, turned, drafting=False)
-    found = greedy.differences(mixed.requests, again.answers[::-1], first.answers)
-    greedy.ask(engine, found, tolerance)
-    near = sum(one.kind == "near-tie" for one in found)
-    return {"compared": len(mixed.requests), "differ": len(found), "near_ties": near}
+    differences = greedy.differences(mixed.requests, again.answers[::-1], first.answers)
+    greedy.ask(engine, differences, tolerance)
+    near = sum(difference.kind == "near-tie" for difference in differences)
+    return {"compared": len(mixed.requests), "differ": len(differences), "near_ties": near}
 
 
 def _own_drafts(arm: Arm, exact: bool) -> dict[str, Any] | None:

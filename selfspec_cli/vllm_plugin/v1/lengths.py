@@ -52,7 +52,8 @@ class DraftLengths:
         if self.choice is None or last is None or last[1] != running or not all(sampled):
             return
         width = self.choice.width
-        self.rule.stepped(len(running), width, now - last[0])
+        accepted = sum(len(tokens) - 1 for tokens in sampled) / len(running)
+        self.rule.stepped(len(running), width, now - last[0], accepted=accepted)
         if width and verified is not None:
             self._judge(sampled, verified, width)
 

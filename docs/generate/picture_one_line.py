@@ -1,0 +1,138 @@
+"""The README's picture: the one line's speedup over plain vLLM by clients, with the range of its repeats, others in grey."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from figure_one_line import PLAIN, SERVED, closed_loops
+
+WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM, NAMES = 860, 340, 44, 40, 34, 92, 40
+"""In pixels: of the picture, and of what is around its two panels; NAMES: right of a panel, for the names of its lines."""
+STYLE = """
+text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2933; }
+.title { font-weight: 600; font-size: 14px; } .small { fill: #55616e; }
+line, polyline { fill: none; } .grid { stroke: #d9dfe5; } .plain { stroke: #1f2933; stroke-dasharray: 5 3; }
+.other { stroke: #84909c; stroke-width: 1.3; } .ours { stroke: #3b82c4; stroke-width: 2.5; }
+.dot { fill: #3b82c4; } .value { fill: #3b82c4; font-weight: 600; } .name { fill: #6c7781; font-size: 11px; }
+.value, .name { stroke: #ffffff; stroke-width: 3; paint-order: stroke; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6ebf0; } .small, .name { fill: #a3afbb; } .grid { stroke: #333d47; } .plain { stroke: #e6ebf0; }
+  .value { fill: #6aa9e4; } .value, .name { stroke: #0d1117; }
+}
+"""
+Rows = dict[int, dict[str, Any]]
+"""What each arm measured, by the number of clients."""
+
+
+def picture() -> str:
+    """Draw the closed loops of the served measurement, a panel for each kind of prompts, as SVG."""
+    by_prompts: dict[str, Rows] = closed_loops()
+    clients = sorted({count for rows in by_prompts.values() for count in rows})
+    highest = max(max(_range(arms, arm)) for rows in by_prompts.values() for arms in rows.values() for arm in arms)
+    top = math.ceil(2 * highest) / 2
+    width = (WIDTH - LEFT - GAP * (len(by_prompts) - 1)) / len(by_prompts)
+    shapes = [
+        shape
+        for place, (prompts, rows) in enumerate(by_prompts.items())
+        for shape in _panel(prompts, rows, clients, top, LEFT + place * (width + GAP), width - NAMES)
+    ]
+    about = (
+        "Speedup over plain vLLM by clients: blue is selfspec, its line from the least to the greatest ratio of the "
+        "repeats; grey are other settings; dashes are plain vLLM"
+    )
+    body = "\n".join([*shapes, *_legend()])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{about}">\n'
+        f"<style>{STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def _panel(title: str, rows: Rows, clients: Sequence[int], top: float, left: float, width: float) -> list[str]:
+    """The shapes of one panel. top: the greatest speedup of the axis. left, width: in pixels."""
+    step = width / len(clients)
+    floor = HEIGHT - BOTTOM
+
+    def x(count: int) -> float:
+        return left + step * (clients.index(count) + 0.5)
+
+    def y(speedup: float) -> float:
+        return floor - (floor - TOP) * speedup / top
+
+    shapes = [_text(left, TOP - 14, title[0].upper() + title[1:], "title")]
+    for half in range(1, int(2 * top) + 1):
+        kind = "plain" if half == 2 else "grid"
+        shapes += [
+            _line((left, y(half / 2)), (left + width, y(half / 2)), kind),
+            _text(left - 6, y(half / 2) + 4, f"{half / 2:g}x", "small", "end"),
+        ]
+    for count in clients:
+        plain = f"{rows[count][PLAIN]['tok_s']:,.0f}" if count in rows else "–"
+        shapes += [
+            _text(x(count), floor + 18, str(count), anchor="middle"),
+            _text(x(count), floor + 34, plain, "small", "middle"),
+        ]
+    others = dict.fromkeys(arm for arms in rows.values() for arm in arms if arm not in (PLAIN, SERVED))
+    ends = {arm: [(x(count), y(_speedup(arms, arm))) for count, arms in rows.items() if arm in arms] for arm in others}
+    shapes += [_polyline(points, "other") for points in ends.values()]
+    shapes += _names({arm: points[-1] for arm, points in ends.items()})
+    ours = {count: arms for count, arms in rows.items() if SERVED in arms}
+    shapes.append(_polyline([(x(count), y(_speedup(arms, SERVED))) for count, arms in ours.items()], "ours"))
+    for count, arms in ours.items():
+        low, high = _range(arms, SERVED)
+        at, value = x(count), _speedup(arms, SERVED)
+        above = 2 * sum(_speedup(arms, arm) <= value for arm in others if arm in arms) >= len(others.keys() & arms)
+        shapes += [
+            _line((at, y(low)), (at, y(high)), "ours"),
+            f'<circle class="dot" cx="{at:.1f}" cy="{y(value):.1f}" r="4"/>',
+            _text(at, y(high) - 6 if above else y(low) + 16, f"{value:.2f}x", "value", "middle"),
+        ]
+    return shapes
+
+
+def _names(ends: dict[str, tuple[float, float]]) -> list[str]:
+    """The names of lines right of their last points, 12 pixels apart where the points are closer."""
+    shapes, lowest = [], -math.inf
+    for arm, (across, down) in sorted(ends.items(), key=lambda end: end[1][1]):
+        lowest = max(down + 4, lowest + 12)
+        shapes.append(_text(across + 22, lowest, arm, "name"))
+    return shapes
+
+
+def _legend() -> list[str]:
+    """Two lines under the panels: what stands below the axis, and the three kinds of lines."""
+    line = HEIGHT - 14
+    parts = [
+        _text(LEFT, HEIGHT - 36, "Below each axis: clients, and the tokens a second of plain vLLM in all.", "small"),
+        _line((LEFT, line - 4), (LEFT + 24, line - 4), "ours"),
+        _text(LEFT + 30, line, "selfspec, the one line (least to greatest of the repeats)"),
+        _line((LEFT + 370, line - 4), (LEFT + 394, line - 4), "other"),
+        _text(LEFT + 400, line, "other settings, k: fixed draft length"),
+        _line((LEFT + 640, line - 4), (LEFT + 664, line - 4), "plain"),
+    ]
+    return [*parts, _text(LEFT + 670, line, "plain vLLM")]
+
+
+def _speedup(arms: dict[str, Any], arm: str) -> float:
+    return float(arms[arm]["tok_s"] / arms[PLAIN]["tok_s"])
+
+
+def _range(arms: dict[str, Any], arm: str) -> tuple[float, float]:
+    """The least and the greatest ratio of the repeats, as in the README's table."""
+    each = [one / other for one, other in zip(arms[arm]["all"], arms[PLAIN]["all"], strict=True)]
+    return min(each), max(each)
+
+
+def _line(begin: tuple[float, float], end: tuple[float, float], kind: str) -> str:
+    return f'<line class="{kind}" x1="{begin[0]:.1f}" y1="{begin[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}"/>'
+
+
+def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
+    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<text{of_kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,78 @@
+"""Settings of earlier versions in dumped configs: by today's names, without those that asked for nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from selfspec_cli.early_exit.contexts import SETTING, own_keys
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+
+ANY = object()
+RETIRED: dict[str, Any] = {
+    "head.kl": False,
+    "verification": "full",
+    "verification_from": None,
+    "model.pipeline_parallel_size": 1,
+    "engine.nvtx": False,
+    "read_first": True,
+    "model.exit_layer": ANY,
+    "model.draft_length": ANY,
+    "engine.name": ANY,
+    "tracker.project": ANY,
+    "tracker.entity": ANY,
+    **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
+    "load.e2e_limit": None,
+    "load.category": "category",
+    "workload.path": ANY,
+}
+"""Settings that there were before, by dotted key, with the value at which they asked for nothing; ANY: whatever they
+asked for is written elsewhere in the config, or no part of what is measured."""
+
+
+def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """A dumped config by today's names of settings, without retired ones that asked for nothing."""
+    config = copy.deepcopy(dict(dumped))
+    for key, idle in RETIRED.items():
+        holder, name = _holder(config, key)
+        if name in holder and (idle is ANY or holder[name] == idle):
+            del holder[name]
+    _rename(config)
+    return config
+
+
+def still_asked(config: Mapping[str, Any]) -> list[str]:
+    """Retired settings of `in_todays_words` that asked for something, by dotted key."""
+    return [key for key in RETIRED for holder, name in [_holder(config, key)] if name in holder]
+
+
+def _holder(config: Mapping[str, Any], key: str) -> tuple[Any, str]:
+    """The part of a config that a dotted key is in, empty if there is no such part, and the key's name there."""
+    *above, name = key.split(".")
+    holder: Any = config
+    for part in above:
+        holder = holder.get(part)
+        if not isinstance(holder, dict):
+            return {}, name
+    return holder, name
+
+
+def _rename(config: dict[str, Any]) -> None:
+    """Write what a config says by other names of a setting by its own name."""
+    kind = (config.get("gate") or {}).get("kind")
+    rule = next((gate for gate in GATES.values() if gate.name == kind), None)
+    for name in THRESHOLD_KEYS[1:]:
+        value = config.pop(name, None)
+        if value is not None and rule is not None and rule.key == name and config.get("threshold") is None:
+            config["threshold"] = value
+    engine = config.get("engine") or {}
+    for name in ("enable_chunked_prefill", "async_scheduling"):
+        value = engine.pop(name, None)
+        if value is not None:
+            engine["extra"] = {name: value} | (engine.get("extra") or {})
+    for name, context in own_keys().items():
+        value = config.pop(name, None)
+        if value is not None:
+            config[SETTING] = f"{context}:{value}"

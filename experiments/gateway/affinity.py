@@ -39,7 +39,8 @@ async def asked(session: aiohttp.ClientSession, url: str, prompt: str, name: str
 
 async def stayed(url: str, backends: list[soak.Backend], named: bool) -> dict[str, Any]:
     """Run all turns."""
-    run, homes, prompts = uuid.uuid4().hex, {}, dict.fromkeys(range(SESSIONS), "")
+    homes: dict[int, str] = {}
+    run, prompts = uuid.uuid4().hex, dict.fromkeys(range(SESSIONS), "")
     kept, turns, lost = Counter[str](), Counter[str](), 0
     async with aiohttp.ClientSession() as session:
         for turn in range(TURNS):

@@ -96,7 +96,6 @@ def configs(given: argparse.Namespace, scratch: Path, bits: bool = False) -> dic
     name, cpu = Path(given.model).name, given.cpu
     model = ModelConfig(name=name, path=given.model, dtype="float32" if cpu else "bfloat16", max_model_len=1024)
     engine = EngineConfig(
-        name="cpu" if cpu else "h100",
         device="cpu" if cpu else "cuda",
         enforce_eager=cpu,
         max_num_seqs=64,

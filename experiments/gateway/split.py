@@ -122,6 +122,7 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
     def counts() -> dict[str, int]:
         metrics = decode.metrics()
         known = decode.verify_counts(metrics)
+        assert known is not None, "the decoding server drafts"
         of = {name: sum(metrics.get(f"vllm:{metric}", {}).values()) for name, metric in COUNTS.items()}
         return {"rounds": known.rounds, "accepted": known.accepted} | {name: int(one) for name, one in of.items()}
 

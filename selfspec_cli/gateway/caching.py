@@ -139,7 +139,7 @@ class Caching:
         if not request.stream:
             return await client.whole(200, replay.dumps(answer))
         out.ttft = time.monotonic() - request.began
-        await client.last(b"".join(replay.stream(answer, usage)))
+        await client.part(b"".join(replay.stream(answer, usage)), more=False)
 
     async def _share(self, flight: Flight, request: Request, out: Outcome, client: Client) -> None:
         """Follow a call that an equal request began."""

@@ -84,10 +84,6 @@ class Client:
             await self.begin(200, EVENTS)
         await self.hand_on({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def last(self, data: bytes) -> None:
-        """Send the last part of a stream."""
-        await self.part(data, more=False)
-
     async def hand_on(self, message: MutableMapping[str, Any]) -> None:
         """Send an ASGI message of an answer; its head gets the headers of this client."""
         if message["type"] == "http.response.start":
@@ -104,7 +100,7 @@ class Client:
         """Send an answer in one piece."""
         self.headers["content-length"] = str(len(data))
         await self.begin(status, kind)
-        await self.last(data)
+        await self.part(data, more=False)
 
     async def fail(self, error: GatewayError, named: bool = False) -> None:
         """Tell an error: as the answer, or as one event of a stream that has begun. named: events have names there."""
@@ -113,7 +109,8 @@ class Client:
         if not self.begun:
             self.headers.update(error.headers)
             return await self.whole(error.status, error.body())
-        await self.last(written(error.body(), "error" if named else "") + (b"" if named else END_OF_STREAM))
+        last = written(error.body(), "error" if named else "") + (b"" if named else END_OF_STREAM)
+        await self.part(last, more=False)
 
 
 def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> asyncio.Task[str]:

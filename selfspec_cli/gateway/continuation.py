@@ -40,6 +40,8 @@ _STATE = (
     "bad_words",
     "logits_processors",
     "thinking_token_budget",
+    "repetition_detection",
+    "watermarking",
 )
 _SAMPLING = (
     "temperature",
@@ -57,7 +59,9 @@ _SAMPLING = (
     "priority",
     "include_stop_str_in_output",
     "allowed_token_ids",
-    "lora_request",
+    "logprob_token_ids",
+    "return_tokens_as_token_ids",
+    "stream_interval",
     "user",
     "cache_salt",
 )
@@ -77,7 +81,7 @@ def by_ids(request: Request, vllm: bool) -> bool:
     body = request.body
     logged_chat = request.endpoint == CHAT and body.get("logprobs") not in (None, False)
     pictures = request.endpoint == CHAT and not _only_text(body.get("messages"))
-    stateful = any(body.get(name) for name in _STATE)
+    stateful = any(body.get(name) for name in _STATE) or body.get("include_reasoning") is False  # hides its ids
     asked = body.get("return_token_ids")
     return vllm and _single(request) and not (stateful or logged_chat or pictures or asked)
 
@@ -254,8 +258,8 @@ class Answer:
         body["max_tokens"] = None if limit is None else limit - self.before
         if least := self.request.body.get("min_tokens"):
             body["min_tokens"] = max(0, int(least) - self.before)
-        if self.request.body.get("logprobs") is not None:
-            body["logprobs"] = self.request.body["logprobs"]
+        if self.request.endpoint == COMPLETIONS:  # the `false` of a chat would be 0 there, and ask for them
+            body["logprobs"] = self.request.body.get("logprobs")
         return COMPLETIONS, body
 
     def at_limit(self) -> bytes:

@@ -18,7 +18,6 @@ from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.errors import GatewayError, bad_request, invalid
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.replica import State
 
 if TYPE_CHECKING:
     from selfspec_cli.gateway.cache import AnswerCache
@@ -218,5 +217,4 @@ def _shown(one: Any) -> dict[str, Any]:
         "round_work": one.load.work if one.load.known else None,
         "round_tokens": one.load.tokens if one.load.known else None,
         "expected_tpot_ms_alone": None if step is None else 1000 * step * one.load.work / one.load.tokens,
-        "warm": one.state is State.up,
     }

@@ -52,7 +52,7 @@ class Batch:
             return
         taken: set[str] = set()
         for _, request, ready in sorted(self.waiting, key=lambda one: one[0]):
-            idle = [one for one in self.candidates(request) if one.idle() and one.name not in taken]
+            idle = [one for one in self.candidates(request) if not one.running() and one.name not in taken]
             if idle:
                 taken.add(idle[0].name)
                 _let_go(ready, "idle")

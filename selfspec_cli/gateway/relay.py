@@ -167,7 +167,8 @@ class Relay:
             out.prompt_tokens = len(self.answer.prompt_ids) or round(self.request.prompt_tokens)
             out.tokens = len(self.answer.token_ids) or flight.before + flight.events
             self._counted = True
-        done = self.state is State.ended and self.request.stream and not flight.before and self._single()
+        single = self.request.answers == 1 and self.answer.way is Way.first
+        done = self.state is State.ended and self.request.stream and not flight.before and single
         if done and out.tokens and out.tokens > 1 and flight.first is not None:
             out.tpot = (flight.last - flight.first) / (out.tokens - 1)
             tokens = out.tokens if out.tokens >= FEWEST else None
@@ -179,9 +180,6 @@ class Relay:
             price += (prompt * own.price_in + made * own.price_out) / 1e6
         if own.price_hour or own.price_in or own.price_out:
             out.cost = (out.cost or 0.0) + price
-
-    def _single(self) -> bool:
-        return self.request.answers == 1 and self.answer.way is Way.first
 
     # ---- an answer in one piece --------------------------------------------------------------------------------------
 
@@ -290,7 +288,7 @@ class Relay:
         self.state = State.ended
         if self.out.tokens is None and self.answer.token_ids:
             self.out.tokens, self._counted = len(self.answer.token_ids), True
-        await self.client.last(last + self.answer.END)
+        await self.client.part(last + self.answer.END, more=False)
 
 
 def answer_of(raw: bytes) -> dict[str, Any]:

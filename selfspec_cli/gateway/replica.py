@@ -143,10 +143,6 @@ class Replica:
         longer = self.timing.beside
         return bool(self.neighbours) and (longer.count == 0 or longer.seconds > NOISE)
 
-    def idle(self) -> bool:
-        """Whether nothing is there."""
-        return self.running() == 0
-
     def came_up(self) -> None:
         """It takes requests from now on. A server that was started anew has an empty prefix cache."""
         self.state = State.up

@@ -29,6 +29,7 @@ ANSWER_SECONDS = 5.0
 UNLISTED = (400, 404, 405, 501)  # of HTTP: it has no /v1/models
 STOP_SECONDS = 20.0
 WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
+WARM_SECONDS = 20.0  # for which other backends of its host wait for one that warms up
 WARM_TOGETHER = 4  # of them at once: what one more costs is known before many come
 
 
@@ -61,6 +62,7 @@ class Supervisor:
         self.counts: dict[str, Counts] = {}
         self._ended: set[str] = set()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._warming: dict[Replica, asyncio.Task[None]] = {}
         self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
 
     async def open(self) -> None:
@@ -77,11 +79,9 @@ class Supervisor:
             self._tasks.pop(replica).cancel()
             if process := self.processes.pop(replica.name, None):
                 self._retired[process] = asyncio.ensure_future(self._retire(replica, process))
-        for replica in self.replicas:
-            if replica not in self._tasks:
-                if self.starts:
-                    await self._start(replica)
-                self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
+        new = [replica for replica in self.replicas if replica not in self._tasks]
+        if self.starts:
+            await asyncio.gather(*map(self._start, new))
         hosts = {
             one: urlsplit(one.url).hostname
             for one in self.replicas
@@ -89,6 +89,8 @@ class Supervisor:
         }
         for replica, host in hosts.items():
             replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
+        for replica in new:
+            self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
 
     async def close(self) -> None:
         """End the servers that were started here; those that were adopted go on."""
@@ -174,7 +176,10 @@ class Supervisor:
             if replica.state in (State.starting, State.down):
                 await self._learn_models(replica)
                 replica.state = State.warming
-                await self._warm(replica)
+                ahead = [task for one, task in self._warming.items() if one in replica.neighbours]
+                self._warming[replica] = asyncio.ensure_future(self._warm(replica, ahead))
+                await self._warming[replica]
+                del self._warming[replica]
                 replica.came_up()
                 self.say(f"{replica.name}: up, serves {', '.join(replica.models)}")
         except (BackendFailed, ValueError, KeyError, TypeError, IndexError) as error:
@@ -206,11 +211,14 @@ class Supervisor:
         quantised = " quantised" if BACKENDS[replica.settings.kind].changes_weights else ""
         replica.weights = replica.settings.weights or f"{replica.model}{quantised}"
 
-    async def _warm(self, replica: Replica) -> None:
+    async def _warm(self, replica: Replica, ahead: Sequence[asyncio.Task[None]]) -> None:
         """A few short requests: what is compiled or loaded at first use is no user's wait, and the times of the others
-        are the first that are known, so that no user's request has to find them out. vLLM only: others are paid."""
+        are the first that are known, so that no user's request has to find them out. vLLM only: others are paid.
+        ahead: warm-ups on its host that began before; two at once would slow each other down."""
         if not replica.vllm:
             return
+        if ahead:
+            await asyncio.wait(ahead, timeout=WARM_SECONDS)
         words, times = itertools.count(), []
         with suppress(Exception):  # a model for embeddings alone has no completions
             for count, learnt in ((1, False), *((1, True),) * FEW, (WARM_TOGETHER, False), (WARM_TOGETHER, True)):

@@ -32,7 +32,7 @@ PASSED_ON = (429, 500, 502, 503, 504)
 LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
 CONNECT_SECONDS = 5.0
 KEPT_SECONDS = 30.0  # for which a connection that nobody uses is kept
-ERROR_BYTES = 1 << 20
+ERROR_BYTES, ANSWER_BYTES = 1 << 20, 1 << 28  # that are read of an error, and of an answer in one piece
 OWN_HEADERS = {"accept-encoding": "identity", "content-type": "application/json"}
 BATCH_PRIORITY = 10  # of vLLM: smaller goes first, and interactive requests have 0
 
@@ -100,10 +100,10 @@ class Upstream:
             ):
                 if response.status != 200:
                     raise BackendFailed(f"HTTP {response.status}", response.status)
-                return await response.read()
+                return await self.whole(response, seconds)
         except TimeoutError as error:
             raise BackendFailed(f"no answer in {seconds:g} s", 504) from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, BrokenStream) as error:
             raise BackendFailed(_said(error)) from error
 
     @asynccontextmanager
@@ -206,10 +206,12 @@ class Upstream:
 
     async def whole(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
         """All bytes of an answer, in so many seconds; raises BrokenStream."""
-        until, parts = time.monotonic() + seconds, []
+        until, raw = time.monotonic() + seconds, bytearray()
         while part := await self.part(response, max(0.0, until - time.monotonic())):
-            parts.append(part)
-        return b"".join(parts)
+            raw += part
+            if len(raw) > ANSWER_BYTES:
+                raise BrokenStream(f"the answer has more than {ANSWER_BYTES >> 20} MiB")
+        return bytes(raw)
 
 
 async def _note_reuse(session: Any, context: SimpleNamespace, params: Any) -> None:

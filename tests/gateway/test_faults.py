@@ -346,8 +346,8 @@ async def test_a_client_that_does_not_read_is_left_after_a_while(tmp_path):
         assert "read nothing" in row["error"]
 
 
-@pytest.mark.parametrize("send", ["part", "last"])
-async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(send):
+@pytest.mark.parametrize("more", [True, False])
+async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(more):
     never = asyncio.Event()
 
     async def full(message):
@@ -355,7 +355,7 @@ async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(sen
             await never.wait()
 
     client = Client(full, {})
-    sending = asyncio.ensure_future(getattr(client, send)(b"x"))
+    sending = asyncio.ensure_future(client.part(b"x", more))
     assert "read nothing" in await watch(never.wait, client, sending, 0.2)
     with pytest.raises(asyncio.CancelledError):
         await sending

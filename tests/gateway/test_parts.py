@@ -292,7 +292,7 @@ def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others
     assert one.running() == 3
     for number in numbers:
         one.end(number, None)
-    assert one.idle()
+    assert one.running() == 0
     one.looked(one.look(), Load(running=3.0, known=True))
     assert one.running() == 3  # these are others'
 

@@ -9,6 +9,8 @@ from fake import Fake, answer, warms
 from hostile import PROMPT, WANTED
 from running import running
 
+from selfspec_cli.gateway import upstream
+
 
 @pytest.mark.parametrize("status", [201, 204, 206, 301, 304, 307, 401, 403, 408, 429, 500, 503])
 async def test_a_status_that_is_no_answer_is_asked_of_the_next_and_handed_on_by_few(tmp_path, status):
@@ -31,6 +33,31 @@ async def test_what_is_no_answer_is_asked_of_the_next(tmp_path, raw):
         assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
         on.gateway.replicas[1].draining = True
         assert (await on.post(PROMPT))[0] == 502
+
+
+class Endless(Fake):
+    """Sends blanks without end where an answer in one piece is asked for, and at /metrics if `looks`."""
+
+    looks = False
+
+    async def whole(self, request, body):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65536)
+
+    async def tell(self, request):
+        return await (self.whole(request, {}) if self.looks else super().tell(request))
+
+
+async def test_an_answer_without_an_end_fills_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(upstream, "ANSWER_BYTES", 1 << 20)
+    async with running([Endless("a"), Fake("b")], tmp_path) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+        on.gateway.replicas[1].draining = on.fakes["a"].looks = True
+        assert (await on.post(PROMPT))[0] == 502
+        with pytest.raises(upstream.BackendFailed, match="more than 1 MiB"):
+            await on.gateway.upstream.get(on.fakes["a"].url + "/metrics", 60)
 
 
 class Refusing(Fake):

@@ -9,7 +9,7 @@ from aiohttp import web
 from fake import Fake, answer
 from running import running
 
-from selfspec_cli.gateway import control
+from selfspec_cli.gateway import control, supervisor
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
@@ -274,3 +274,24 @@ async def test_the_warm_up_teaches_what_a_token_takes_alone_and_beside_others(tm
     async with running([Fake("a")], tmp_path) as on:
         timing = on.gateway.replicas[0].timing
         assert (timing.ttft.seen, timing.steps.seen) == (FEW, FEW + WARM_TOGETHER)
+
+
+class Warmed(Fake):
+    """Says in `order` when it is asked, and then takes its time."""
+
+    async def complete(self, request):
+        self.order.append(self.name)
+        await asyncio.sleep(self.first)
+        return await super().complete(request)
+
+
+@pytest.mark.parametrize(("seconds", "hung"), [(20.0, 0.0), (0.1, 0.3)])
+async def test_backends_of_one_host_warm_up_one_after_the_other(tmp_path, monkeypatch, seconds, hung):
+    """At once they would slow each other down; but one that hangs is not waited for for long."""
+    monkeypatch.setattr(supervisor, "WARM_SECONDS", seconds)
+    fakes, order = [Warmed("a", first=hung), Warmed("b", first=hung)], []
+    for fake in fakes:
+        fake.order = order
+    async with running(fakes, tmp_path):
+        one_after_the_other = sorted(order) == order or sorted(order, reverse=True) == order
+        assert (one_after_the_other, len(order)) == (not hung, 2 * (1 + FEW + 2 * WARM_TOGETHER))

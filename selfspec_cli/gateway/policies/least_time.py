@@ -2,8 +2,10 @@
 
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
 what a round of drafting costs and brings (`timing`). Of a vLLM server the first times are those of the requests that
-warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once. Later one request
-in EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way.
+warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once, and so is one that
+drafts: what drafts are worth in the text of clients, the requests that warm it up do not say. Later one request in
+EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way; not while it
+would slow down another one of its host.
 
 A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
 that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
@@ -30,7 +32,6 @@ from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import FEW
 
 MARGIN = 0.1
-UNKNOWN = 2.5  # times longer that a step may take beside a busy backend of the host, before that was measured
 STAY = 0.8  # of the time at the backend of a host that is busy, from which another one of that host takes its place
 EXPLORE = 500  # one request in so many goes to the backend that was asked longest ago
 
@@ -39,10 +40,10 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
     """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
     requests than a prediction needs are on their way there."""
     known = {replica.name: replica.predict(request) for replica in replicas}
-    new = [one for one in fewest_first(replicas) if known[one.name] is None and len(one.flights) < FEW]
+    few = [one for one in fewest_first(replicas) if len(one.flights) < FEW]
+    new = [one for one in few if known[one.name] is None or (one.load.drafts and one.begun < FEW)]
     if new:
-        rest = [one for one in replicas if one is not new[0]]
-        return Choice((new[0], *rest), "unknown")
+        return Choice(tuple(sorted(replicas, key=lambda one: one is not new[0])), "unknown")
     estimated = [one for one in replicas if known[one.name] is not None and not _outdone(one, replicas, request)]
     if not estimated:
         return Choice(tuple(fewest_first(replicas)), "fewest")
@@ -59,8 +60,7 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
             return replica is not fastest, own.e2e
         return False, own.e2e + replica.slows(request)
 
-    ordered = sorted(replicas, key=order)
-    return Choice(tuple(ordered), "least_time")
+    return Choice(tuple(sorted(replicas, key=order)), "least_time")
 
 
 def _outdone(replica: Replica, replicas: Sequence[Replica], request: Request) -> bool:
@@ -71,10 +71,6 @@ def _outdone(replica: Replica, replicas: Sequence[Replica], request: Request) ->
     host = [one for one in replicas if one is replica or one in replica.neighbours]
     together = sum(one.usual for one in host)
     busiest = max(host, key=lambda one: one.usual)
-
-    own, there = replica.predict(request), busiest.predict(request)
-    if not replica.timing.beside.count and own and there and UNKNOWN * own.e2e < there.e2e:
-        return False
 
     def seconds(one: Replica) -> float:
         found = one.predict(request, there=together)
@@ -93,8 +89,8 @@ class _LeastTime(Chooser):
         choice = by_time(request, replicas)
         if self.count % EXPLORE == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
-            rest = [one for one in choice.order if one is not oldest]
-            choice = Choice((oldest, *rest), "explore")
+            if not (oldest.slowed() and oldest.beside()):
+                choice = Choice(tuple(sorted(choice.order, key=lambda one: one is not oldest)), "explore")
         self.asked_at[choice.order[0].name] = self.count
         return choice
 

@@ -57,7 +57,7 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
         asked = chat.asked(work.prompts, work.num_prompts, cfg.seed, lambda text: [*map(ord, text)], most)
         texts = ["".join(map(chr, one)) for one in asked]
     elif prompt_files.is_prompt_file(work.prompts):
-        texts = [prompt.text[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
+        texts = [prompt.words[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
     else:
         texts = _windows(cfg)
     bodies: list[dict[str, Any]] = [{"prompt": text} for text in texts]

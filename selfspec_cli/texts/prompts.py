@@ -6,10 +6,10 @@ Prompts have exactly `input_len` tokens, except chat prompts and prompts from a 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.texts import chat, library, prompt_files
@@ -37,8 +37,14 @@ class Tokens(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
 
-    def chat(self, question: str | Sequence[str]) -> list[int]:
-        """Return the token ids of a user's question in the model's chat template, or of user and model in turn."""
+    def chat(
+        self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
+    ) -> list[int]:
+        """Return the token ids of a user's question in the model's chat template, or of user and model in turn.
+
+        Args:
+            tools: functions that the model may call. system: the system message.
+        """
 
 
 class Answering(Tokens, Protocol):
@@ -98,10 +104,11 @@ def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[
 
 def _later_turn(engine: Answering, prompt: Prompt, output_len: int, outputs: Sequence[list[int]]) -> list[int]:
     """Return the token ids of the turn that follows `outputs`, with everything that was said before it."""
-    said = [prompt.text]
+    in_template = prompt.chat and engine.has_template
+    said = [prompt.text if in_template else prompt.words]
     for output, question in zip(outputs, prompt.later, strict=False):
         said += [engine.answer(output), question]
-    ids = engine.chat(said) if prompt.chat and engine.has_template else engine.encode("\n".join(said))
+    ids = prompt.put_into(engine.chat)(said) if in_template else engine.encode("\n".join(said))
     return ids[-(engine.max_model_len - output_len) :]
 
 

@@ -63,12 +63,8 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
         ConfigError: prompt and output are longer than the model allows, the text is too short, or the model has no chat
             template.
     """
+    check_length(cfg, engine)
     work = cfg.workload
-    if work.input_len + work.output_len > engine.max_model_len:
-        raise ConfigError(
-            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
-            f"the model's {engine.max_model_len} tokens"
-        )
     if work.prompts == "random":
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
@@ -83,6 +79,16 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
         )
     except ValueError as error:
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error
+
+
+def check_length(cfg: RunConfig, engine: Tokens) -> None:
+    """Refuse a workload whose prompt and output together are longer than the model allows; raises ConfigError."""
+    work = cfg.workload
+    if work.input_len + work.output_len > engine.max_model_len:
+        raise ConfigError(
+            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
+            f"the model's {engine.max_model_len} tokens"
+        )
 
 
 def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[str]]:

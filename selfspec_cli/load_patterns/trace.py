@@ -89,7 +89,7 @@ def _requests(path: Path) -> Iterator[Request]:
                 continue
             first = request.at if first is None else first
             if request.at - first < last:
-                raise SettingsError(f"workload.prompts={path}: request {number} is earlier than the one before it")
+                raise SettingsError(f"workload.prompts={path}: row {number} is earlier than the one before it")
             last = request.at - first
             yield replace(request, at=last)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -117,9 +117,7 @@ class Trace(LoadPattern):
     """The requests of a trace, at its times or at its times by one factor."""
 
     name = "trace"
-    help = (
-        "requests arrive when a trace says so (workload=trace workload.path=FILE), or by load.rate as fast on average"
-    )
+    help = "requests arrive when a trace says so (workload=trace); load.rate makes it faster or slower"
     settings = TraceSettings
     rank = 3
 

@@ -114,18 +114,20 @@ def encoded(
     """
     encoded_prompts = []
     for prompt in prompts:
-        if prompt.chat and chat is not None:
-            ids, text = prompt.put_into(chat)(prompt.text), prompt.text
-            while len(ids) > most and prompt.tools:
-                prompt = replace(prompt, tools=prompt.tools[:-1])
-                ids = prompt.put_into(chat)(text)
-            while len(ids) > most and len(text) > 1:
-                text = text[: max(1, len(text) - 2 * (len(ids) - most))]
-                ids = prompt.put_into(chat)(text)
-        else:
-            ids = encode(prompt.words)
+        template = chat if prompt.chat else None
+        ids = _ids(prompt, encode, template)
+        while len(ids) > most and prompt.tools:
+            prompt = replace(prompt, tools=prompt.tools[:-1])
+            ids = _ids(prompt, encode, template)
+        while template is not None and len(ids) > most and len(prompt.text) > 1:
+            prompt = replace(prompt, text=prompt.text[: max(1, len(prompt.text) - 2 * (len(ids) - most))])
+            ids = _ids(prompt, encode, template)
         encoded_prompts.append(ids[:most])
     return encoded_prompts
+
+
+def _ids(prompt: Prompt, encode: Callable[[str], list[int]], template: Callable[..., list[int]] | None) -> list[int]:
+    return encode(prompt.words) if template is None else prompt.put_into(template)(prompt.text)
 
 
 def _tool_call(row: Mapping[str, Any], file: Path) -> list[Prompt]:

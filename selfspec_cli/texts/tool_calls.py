@@ -45,7 +45,8 @@ ANY_TYPE = ("any", "")
 
 def is_question(row: Mapping[str, Any]) -> bool:
     """Whether a row is one of BFCL's."""
-    return {"id", "question"} <= row.keys() and isinstance(row["question"], list) and "answer" not in row
+    said = row.get("question")
+    return "id" in row and isinstance(said, list) and bool(said) and all(isinstance(turn, list) for turn in said)
 
 
 def category(row: Mapping[str, Any]) -> str:
@@ -110,7 +111,10 @@ def _said(turn: Sequence[Mapping[str, Any]], role: str) -> str:
 
 
 def _functions_of_class(name: str, row: str, file: Path) -> list[dict[str, Any]]:
-    source = file.parent / "multi_turn_func_doc" / f"{FUNCTION_FILES.get(name, name)}.json"
+    if name not in FUNCTION_FILES:
+        known = ", ".join(FUNCTION_FILES)
+        raise ConfigError(f"workload.prompts={file}: {row} calls functions of {name}; allowed: {known}")
+    source = file.parent / "multi_turn_func_doc" / f"{FUNCTION_FILES[name]}.json"
     try:
         return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:

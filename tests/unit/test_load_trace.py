@@ -61,7 +61,7 @@ def test_a_run_is_limited_by_number_or_time_and_a_rate_keeps_the_proportions(moo
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ([MOONCAKE[2], MOONCAKE[0]], "request 2 is earlier than the one before it"),
+        ([MOONCAKE[2], MOONCAKE[0]], "row 2 is earlier than the one before it"),
         ([MOONCAKE[0] | {"output_length": 0}], "no request of this trace has a prompt and an answer"),
         ([MOONCAKE[0] | {"input_length": "many"}], "cannot be read as timestamp, input_length and output_length"),
     ],

@@ -94,6 +94,9 @@ def test_turns_are_kept_and_functions_of_classes_are_read_from_beside_the_file(t
     file = jsonl(tmp_path / "turns.json", turns)
     with pytest.raises(ConfigError, match=r"multi_turn_miss_func_0 calls functions of TwitterAPI.*posting_api\.json"):
         read(str(file))
+    memory = jsonl(tmp_path / "memory.json", turns | {"involved_classes": ["MemoryAPI"]})
+    with pytest.raises(ConfigError, match="calls functions of MemoryAPI; allowed: GorillaFileSystem, "):
+        read(str(memory))
     (tmp_path / "multi_turn_func_doc").mkdir()
     jsonl(tmp_path / "multi_turn_func_doc" / "posting_api.json", FUNCTION, FUNCTION | {"name": "post"})
     (prompt,) = read(str(file))
@@ -121,6 +124,8 @@ def test_functions_that_do_not_fit_are_left_out_before_the_question_is_cut(tmp_p
     whole = "<one><two>system:Be short.|user:Rain in Oslo?|"
     (ids,) = encoded([prompt], engine.encode, engine.chat, len(whole))
     assert text_of(ids) == whole
+    (ids,) = encoded([prompt], engine.encode, None, len(prompt.words) - 1)
+    assert '"two"' in text_of(ids) and "three" not in text_of(ids) and text_of(ids).endswith("\n\nRain in Oslo?")
 
 
 def test_the_workload_asks_the_file_that_its_path_names(tmp_path):

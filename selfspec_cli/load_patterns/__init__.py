@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from selfspec_cli.load_patterns.bursty import BurstySettings
     from selfspec_cli.load_patterns.closed import ClosedSettings
     from selfspec_cli.load_patterns.poisson import PoissonSettings
+    from selfspec_cli.load_patterns.trace import TraceSettings
 
     @dataclass
-    class PatternSettings(ClosedSettings, AlternatingSettings, PoissonSettings, BurstySettings):
+    class PatternSettings(ClosedSettings, AlternatingSettings, PoissonSettings, BurstySettings, TraceSettings):
         """The settings of every pattern, as far as a type checker knows them."""
 
 else:

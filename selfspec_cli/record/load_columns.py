@@ -20,7 +20,7 @@ FACT = "slo"
 class Loads:
     """What a load test asked of a server, and what it found besides speed and latencies, which every point has."""
 
-    arrivals: str | None = None  # of a load test: closed, poisson or bursty
+    arrivals: str | None = None  # of a load test: closed, poisson, bursty, or trace and the name of its file
     clients: int | None = None  # of a closed loop
     low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
     period: float | None = None  # seconds in which the number of clients goes down and up once

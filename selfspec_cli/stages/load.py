@@ -29,6 +29,7 @@ from selfspec_cli.engine.clients import (
 )
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
+from selfspec_cli.load_patterns.trace import PATTERN, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
@@ -43,7 +44,10 @@ LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it i
 
 
 def asked(cfg: RunConfig) -> RunConfig:
-    """`cfg` as a load test: a closed loop of FEW clients where nothing says how much to ask."""
+    """`cfg` as a load test: the times of a trace if its prompts are one, and a closed loop of FEW clients where nothing
+    says how much to ask."""
+    if is_trace(cfg.workload.prompts):
+        return replace(cfg, load=replace(cfg.load, trace=cfg.workload.prompts))
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
 
 
@@ -93,6 +97,8 @@ class Loader:
         runs: list[tuple[Run, Repeat]] = []
         for number in range(cfg.load.repeats):
             job, used = self.job(cfg, server, prompts, number), server.cpu_seconds()
+            if cfg.load.kind == PATTERN.name and job.arrivals and job.arrivals[-1] > 0:
+                facts["rate"] = (len(job.arrivals) - 1) / job.arrivals[-1]
             run, repeat = self._timed(cfg, server, job, place / f"repeat-{number + 1}", progress)
             if repeat is not None:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
@@ -267,6 +273,7 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "rss_growth_mib": None if now is None or before is None else now - before,
         "samples": str(place),
         "server": server.url if server.process is None else None,
+        "cut_requests": prompts.cut,
     }
     if (kinds := by_category(runs, prompts.categories)) != {}:
         facts["categories"] = kinds
@@ -291,6 +298,8 @@ def warnings(engine: dict[str, Any]) -> list[str]:
     found = []
     if engine.get("interrupted"):
         found.append("it was interrupted, and holds what had ended until then")
+    if cut := engine.get("cut_requests"):
+        found.append(f"{cut} requests of the trace are longer than workload.input_len or output_len, and were cut")
     if failed := engine.get("failed_requests"):
         counted = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
         found.append(f"{failed} requests failed: {counted}")

@@ -9,8 +9,9 @@ from typing import Any
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import CHAT
-from selfspec_cli.texts import chat, library, prompt_files
-from selfspec_cli.texts.prompts import file_prompts, named_texts, workload_prompts
+from selfspec_cli.load_patterns.trace import Request, asked_requests
+from selfspec_cli.texts import chat, library, prompt_files, trace_prompts
+from selfspec_cli.texts.prompts import check_length, file_prompts, named_texts, workload_prompts
 
 CHARACTERS = 4  # of a token, where nobody here knows the server's tokenizer
 
@@ -18,11 +19,13 @@ CHARACTERS = 4  # of a token, where nobody here knows the server's tokenizer
 @dataclass(frozen=True)
 class Prompts:
     """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
-    exact: every prompt has exactly `workload.input_len` tokens."""
+    exact: every prompt has exactly `workload.input_len` tokens. cut: requests of a trace that are longer than
+    `workload.input_len` or `workload.output_len`."""
 
     bodies: list[dict[str, Any]]
     categories: list[str]
     exact: bool
+    cut: int = 0
 
 
 def of_model(cfg: RunConfig) -> Prompts:
@@ -31,7 +34,13 @@ def of_model(cfg: RunConfig) -> Prompts:
     Raises:
         ConfigError: as `workload_prompts`.
     """
-    tokens = workload_prompts(cfg, ModelTokens(cfg))
+    engine = ModelTokens(cfg)
+    if cfg.load.trace is not None:
+        check_length(cfg, engine)
+        asked = asked_requests(cfg.load)
+        tokens = trace_prompts.of_requests(asked, engine.encode, cfg.seed, cfg.workload.input_len)
+        return _of_trace(cfg, asked, [{"prompt": one} for one in tokens])
+    tokens = workload_prompts(cfg, engine)
     bodies = [{"prompt": one} for one in tokens]
     return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
 
@@ -47,6 +56,12 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
         ConfigError: the file cannot be read, the text is too short, or the prompts are random token ids.
     """
     work = cfg.workload
+    if cfg.load.trace is not None:
+        requests = asked_requests(cfg.load)
+        ids = trace_prompts.of_requests(
+            requests, lambda text: [*map(ord, text)], cfg.seed, work.input_len, unit=CHARACTERS
+        )
+        return _of_trace(cfg, requests, _said(["".join(map(chr, one)) for one in ids], path))
     if work.prompts == "random":
         raise ConfigError(
             "workload.prompts=random with --url: token ids need the model; name it with model=..., or "
@@ -57,13 +72,27 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
         asked = chat.asked(work.prompts, work.num_prompts, cfg.seed, lambda text: [*map(ord, text)], most)
         texts = ["".join(map(chr, one)) for one in asked]
     elif prompt_files.is_prompt_file(work.prompts):
-        texts = [prompt.text[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
+        texts = [prompt.words[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
     else:
         texts = _windows(cfg)
-    bodies: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+    return Prompts(_seeded(cfg, _said(texts, path)), _categories(cfg), False)
+
+
+def _said(texts: Sequence[str], path: str) -> list[dict[str, Any]]:
     if path == CHAT:
-        bodies = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-    return Prompts(_seeded(cfg, bodies), _categories(cfg), False)
+        return [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    return [{"prompt": text} for text in texts]
+
+
+def _of_trace(cfg: RunConfig, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> Prompts:
+    """Prompts whose answers have the trace's lengths."""
+    work = cfg.workload
+    limited = [
+        body | {"max_tokens": min(request.output_len, work.output_len)}
+        for request, body in zip(requests, bodies, strict=True)
+    ]
+    cut = sum(one.input_len > work.input_len or one.output_len > work.output_len for one in requests)
+    return Prompts(_seeded(cfg, limited), [], False, cut)
 
 
 def _windows(cfg: RunConfig) -> list[str]:

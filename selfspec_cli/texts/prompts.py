@@ -6,10 +6,10 @@ Prompts have exactly `input_len` tokens, except chat prompts and prompts from a 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.texts import chat, library, prompt_files
@@ -37,8 +37,14 @@ class Tokens(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
 
-    def chat(self, question: str | Sequence[str]) -> list[int]:
-        """Return the token ids of a user's question in the model's chat template, or of user and model in turn."""
+    def chat(
+        self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
+    ) -> list[int]:
+        """Return the token ids of a user's question in the model's chat template, or of user and model in turn.
+
+        Args:
+            tools: functions that the model may call. system: the system message.
+        """
 
 
 class Answering(Tokens, Protocol):
@@ -57,12 +63,8 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
         ConfigError: prompt and output are longer than the model allows, the text is too short, or the model has no chat
             template.
     """
+    check_length(cfg, engine)
     work = cfg.workload
-    if work.input_len + work.output_len > engine.max_model_len:
-        raise ConfigError(
-            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
-            f"the model's {engine.max_model_len} tokens"
-        )
     if work.prompts == "random":
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
@@ -77,6 +79,16 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
         )
     except ValueError as error:
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error
+
+
+def check_length(cfg: RunConfig, engine: Tokens) -> None:
+    """Refuse a workload whose prompt and output together are longer than the model allows; raises ConfigError."""
+    work = cfg.workload
+    if work.input_len + work.output_len > engine.max_model_len:
+        raise ConfigError(
+            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
+            f"the model's {engine.max_model_len} tokens"
+        )
 
 
 def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[str]]:
@@ -98,10 +110,11 @@ def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[
 
 def _later_turn(engine: Answering, prompt: Prompt, output_len: int, outputs: Sequence[list[int]]) -> list[int]:
     """Return the token ids of the turn that follows `outputs`, with everything that was said before it."""
-    said = [prompt.text]
+    in_template = prompt.chat and engine.has_template
+    said = [prompt.text if in_template else prompt.words]
     for output, question in zip(outputs, prompt.later, strict=False):
         said += [engine.answer(output), question]
-    ids = engine.chat(said) if prompt.chat and engine.has_template else engine.encode("\n".join(said))
+    ids = prompt.put_into(engine.chat)(said) if in_template else engine.encode("\n".join(said))
     return ids[-(engine.max_model_len - output_len) :]
 
 

@@ -43,6 +43,8 @@ def test_rows_of_text_are_no_chats_and_a_column_can_be_named(tmp_path):
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "p", "answer": "a"}])
     assert read(file) == [Prompt("p")]
     assert read(file, column="answer") == [Prompt("a")]
+    texts = jsonl(tmp_path / "q.jsonl", [{"id": 1, "question": ["a", "b"]}])
+    assert read(texts) == [Prompt("a", "", True, ("b",))]  # no tool call: its turns are texts
 
 
 def test_parquet(tmp_path):

@@ -88,9 +88,7 @@ class Simulated:
         if width:
             rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
             stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
-            places = np.arange(self.rule.acceptance.k)
-            judged = ((places < width) & (places <= stood[:, None])).sum(0)
-            self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
+            self._count(width, stood)
         self._copy_verdicts()
         self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()) if width else 0.0)
         if width:
@@ -98,6 +96,12 @@ class Simulated:
         self.widths[width] += 1
         self.tried[width] += self._trying
         return width
+
+    def _count(self, drafted: int, stood: np.ndarray) -> None:
+        """Verdicts on `drafted` drafts of each request. stood: how many of a request's did."""
+        places = np.arange(self.rule.acceptance.k)
+        judged = ((places < drafted) & (places <= stood[:, None])).sum(0)
+        self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
 
     def _copy_verdicts(self) -> None:
         if self.now - self._copied > LATE:
@@ -207,7 +211,22 @@ def test_what_is_always_refused_is_tried_again_seldom_after_a_pause():
 # ---- prompts among the decode steps ----------------------------------------------------------------------------------
 
 
-class Served(Simulated):
+class Counting(Simulated):
+    """An engine of which the tokens count that came, and not those that are expected."""
+
+    def reached(self, seconds: float) -> float:
+        """Run for so long; tokens a second."""
+        until, begun, tokens = self.now + seconds, self.now, 0
+        while self.now < until:
+            tokens += self.tokens_of_a_step()
+        return tokens / (self.now - begun)
+
+    def tokens_of_a_step(self) -> int:
+        """Make one step; the tokens that it brought."""
+        raise NotImplementedError
+
+
+class Served(Counting):
     """Clients that ask again as soon as their answer of 128 tokens has ended, so that many steps compute prompts too.
 
     graph: seconds that such a step takes beyond its prompts' tokens. slower: how much longer its draft steps take, by
@@ -222,14 +241,8 @@ class Served(Simulated):
         self.missing = self.draw.integers(1, self.ANSWER, clients)
         self.begins = np.zeros(clients, bool)
 
-    def served(self, seconds: float) -> float:
-        """Run for so long; tokens a second."""
-        until, begun, tokens = self.now + seconds, self.now, 0
-        while self.now < until:
-            tokens += self._served_step()
-        return tokens / (self.now - begun)
-
-    def _served_step(self) -> int:
+    def tokens_of_a_step(self) -> int:
+        """See `Counting`."""
         chosen = self.rule.choose(self.requests, lambda: self.requests * self.context).width
         width = chosen if self.fixed is None else self.fixed
         prompt = int((self.begins * self.draw.integers(self.PROMPT // 2, self.PROMPT * 2, self.requests)).sum())
@@ -239,9 +252,8 @@ class Served(Simulated):
             seconds += (self.slower - 1) * width * self.times.draft_step(self.requests, self.requests * self.context)
         self.now += seconds * math.exp(NOISE * self.draw.standard_normal())
         stood = np.minimum(self.draw.geometric(1 - self.acceptance, self.requests) - 1, width) * ~self.begins
-        decoding, places = stood[~self.begins], np.arange(self.rule.acceptance.k)
-        judged = ((places < width) & (places <= decoding[:, None])).sum(0)
-        self._counted = self._counted + np.stack([judged, (places < decoding[:, None]).sum(0)])
+        decoding = stood[~self.begins]
+        self._count(width, decoding)
         self._copy_verdicts()
         if width and len(decoding):
             self.rule.brought(self.requests, width, float(decoding.mean()))
@@ -260,10 +272,10 @@ def test_a_server_whose_steps_have_prompts_too_is_nearly_as_fast_as_with_the_bes
     clients, acceptance, graph, slower
 ):
     widths = [width for width in (0, 2, 4) if not width or clients * (width + 1) <= LARGEST_VERIFY]
-    fixed = {width: Served(clients, acceptance, graph, slower, width).served(3.0) for width in widths}
+    fixed = {width: Served(clients, acceptance, graph, slower, width).reached(3.0) for width in widths}
     engine = Served(clients, acceptance, graph, slower)
-    engine.served(2.0)
-    speed = engine.served(4.0)
+    engine.reached(2.0)
+    speed = engine.reached(4.0)
     assert speed > 0.97 * max(fixed.values()), (speed, fixed)
 
 
@@ -350,7 +362,7 @@ def test_a_trial_of_drafts_drafts_although_nothing_was_accepted():
     assert tried and all(choice.step_value == 0.0 for choice in tried)
 
 
-class Confident(Simulated):
+class Confident(Counting):
     """An engine whose drafts end where what all requests may gain is less than a step is worth, before their first step
     too. A draft stands as often as its confidence says. width: that all steps have, whole; None: the rule's."""
 
@@ -358,14 +370,8 @@ class Confident(Simulated):
         super().__init__(requests, acceptance, times=device_times(draft), seed=requests)
         self.fixed, self.usual = width, acceptance
 
-    def reached(self, seconds: float) -> float:
-        """Run for so long; tokens a second."""
-        until, begun, tokens = self.now + seconds, self.now, 0
-        while self.now < until:
-            tokens += self._drafted_step()
-        return tokens / (self.now - begun)
-
-    def _drafted_step(self) -> int:
+    def tokens_of_a_step(self) -> int:
+        """See `Counting`."""
         choice = self.rule.choose(self.requests, lambda: self.requests * self.context)
         width, value = (choice.width, choice.step_value) if self.fixed is None else (self.fixed, 0.0)
         rate, steps, stands = self.usual, 0, np.full(self.requests, self.usual)
@@ -377,11 +383,8 @@ class Confident(Simulated):
         )
         seconds = max(seconds, FLOOR) * math.exp(NOISE * self.draw.standard_normal())
         self.now += seconds
-        places = np.arange(self.rule.acceptance.k)
-        right = (self.draw.random(confidence.shape) < confidence) & (places < steps)
-        stood = right.cumprod(1).sum(1)
-        judged = ((places < steps) & (places <= stood[:, None])).sum(0)
-        self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
+        stood = (self.draw.random(confidence.shape) < confidence)[:, :steps].cumprod(1).sum(1)
+        self._count(steps, stood)
         self._copy_verdicts()
         if width:
             self.rule.brought(self.requests, width, float(stood.mean()))

@@ -11,8 +11,9 @@ from selfspec_cli.report.sources import Sources
 
 def of_sources(sources: Sources) -> list[Figure]:
     """Every figure that the sources have data for, in the order of a page."""
-    by_load = under_load.families(groups(sources.rows))
-    together = _headline_first(groups(sources.rows), by_load)
+    together = groups(sources.rows)
+    by_load = under_load.families(together)
+    together = _headline_first(together, by_load)
     figures = [
         *under_load.speedups(by_load),
         *speed.speedups(together, sources.targets),

@@ -178,8 +178,10 @@ class Supervisor:
                 replica.state = State.warming
                 ahead = [task for one, task in self._warming.items() if one in replica.neighbours]
                 self._warming[replica] = asyncio.ensure_future(self._warm(replica, ahead))
-                await self._warming[replica]
-                del self._warming[replica]
+                try:
+                    await self._warming[replica]
+                finally:
+                    del self._warming[replica]
                 replica.came_up()
                 self.say(f"{replica.name}: up, serves {', '.join(replica.models)}")
         except (BackendFailed, ValueError, KeyError, TypeError, IndexError) as error:

@@ -37,7 +37,7 @@ PARTS = (Path("."), Path("packaging/reference_model"))
 """The distributions of this checkout."""
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 INSTALLS = {"serving": "", "bench": "[bench]", "everything": f"[{','.join(sorted({*EXTRAS} - {'cuda', 'dev'}))}]"}
-"""What is written behind the wheel; `everything` is every extra for users without a GPU."""
+"""The extras of each install; `everything` is every extra for users without a GPU."""
 LARGEST_WHEEL = 2_000_000
 """Bytes: the wheel is for servers, and the embedded model is a distribution of its own."""
 CPU = ("model=reference", "engine=cpu", "method=selfspec", "workload=sanity")
@@ -222,8 +222,8 @@ def supported() -> list[str]:
 def beside(python: Path, folder: Path, release: str, wheel: Path) -> list[str]:
     """What pip would install into an environment that has vLLM `release`, with and without an extra for vLLM itself.
 
-    The environment has the metadata of vLLM and of the one package that both need. pip, that of `python`, has no index
-    there, so anything else that it wanted to install or to change would be an error.
+    The environment has only the metadata of vLLM and of the one package that both need. The pip of `python` runs
+    without an index, so it fails if it wants to install or change anything else.
     """
     venv.create(folder, clear=True)
     (place,) = folder.glob("lib/python*/site-packages")

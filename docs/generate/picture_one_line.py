@@ -81,7 +81,7 @@ def _panel(title: str, rows: Rows, clients: Sequence[int], top: float, left: flo
         for arm in (*others, SERVED)
     }
     for arm, points in drawn.items():
-        pairs = [(points[one], points[other]) for one, other in pairwise(clients) if one in points and other in points]
+        pairs = [(points[few], points[more]) for few, more in pairwise(clients) if few in points and more in points]
         shapes += [
             _line(*pair, "ours" if arm == SERVED else "other") for pair in pairs
         ]  # a gap where none was measured

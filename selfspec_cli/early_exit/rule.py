@@ -53,8 +53,8 @@ SPREAD = 0.15
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows what changes."""
 FIRST_REQUESTS, MOST_REQUESTS, MOST_STEPS = 40.0, 1000.0, 200.0
-"""Requests for which the guess counts that all expected tokens come; requests that count after it, or those of so many
-steps, if they are more."""
+"""The first guess, that all expected tokens come, counts like FIRST_REQUESTS requests. Of what requests brought, the
+last MOST_REQUESTS count, or those of the last MOST_STEPS steps, if they are more."""
 PROMPT_TOKENS = 256.0
 """Root of the summed squares by which prompts' tokens must differ between steps before their time is believed."""
 PACE_MEMORY = 64.0
@@ -319,8 +319,12 @@ class LengthRule:
         return choice
 
     def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0, accepted: float = 0.0) -> None:
-        """A step took `seconds`, on a context as long as that of the last choice. prompt: prompt tokens in it.
-        accepted: drafts that stood in it, in the mean of its requests."""
+        """Take in the time of a step. Its context counts as long as that of the last choice.
+
+        Args:
+            prompt: tokens of prompts that the step computed.
+            accepted: drafts that it accepted, in the mean of its requests.
+        """
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0
         if kind not in self._seen:
@@ -394,9 +398,9 @@ class LengthRule:
         plain = kinds[min(kinds)].seconds
         step = self.times.draft_step(load, context)
         step *= 1.0 if self.times.measured else plain / self.times.verify_pass(load, 0)
-        # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
         pace = self._pace.get(load)
         speed = means[best] if pace is None else pace.tokens / pace.seconds
+        # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
         value = speed * load * step if best or not width else 0.0
         choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds)
         if not width:
@@ -453,7 +457,7 @@ class LengthRule:
 
 
 def _left(seconds: float, half_life: float) -> float:
-    """Of what was seen so many seconds ago, the share that still counts."""
+    """The share of an observation that still counts after `seconds`."""
     return 0.5 ** (seconds / half_life)
 
 

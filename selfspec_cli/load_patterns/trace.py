@@ -1,4 +1,4 @@
-"""Requests at the times that a trace names: JSON lines in the form of Mooncake's traces, CSV in that of BurstGPT.
+"""Replays a trace: requests come at the times that a file has, in Mooncake's form (JSON lines) or BurstGPT's (CSV).
 
 Mooncake (kvcache-ai/Mooncake, FAST25-release/traces): `timestamp` in ms, `input_length`, `output_length`, and
 `hash_ids`, one for each 512 tokens of the prompt; equal first ids are equal prefixes. BurstGPT (HPMLL/BurstGPT):
@@ -53,25 +53,26 @@ def is_trace(name: str) -> bool:
 
 
 def asked_requests(load: Any) -> list[Request]:
-    """Return the requests of one run: the first `load.requests`, or those of the first `load.seconds`; at least one.
+    """Return the requests of one run, at least one: the first `load.requests` of the file, or those of its first
+    `load.seconds`.
 
-    With `load.rate` all gaps are stretched or shortened by one factor, so that the mean rate is this one; then a run
-    of `load.seconds` has as many of the first requests as fit in.
+    With `load.rate` one factor changes all gaps, so that this is the mean rate. A run of `load.seconds` then has the
+    first requests that fit in at this rate.
 
     Raises:
         SettingsError: the file cannot be read, or its times do not rise.
     """
     rows = _requests(Path(load.trace).expanduser())
     if load.requests is not None or load.rate is not None:
-        found = list(islice(rows, load.requests or max(1, round(load.rate * load.seconds))))
+        requests = list(islice(rows, load.requests or max(1, round(load.rate * load.seconds))))
     else:
-        found = list(takewhile(lambda request: request.at == 0 or request.at < load.seconds, rows))
-    if not found:
+        requests = list(takewhile(lambda request: request.at == 0 or request.at < load.seconds, rows))
+    if not requests:
         raise SettingsError(f"workload.prompts={load.trace}: no request of this trace has a prompt and an answer")
-    if load.rate is None or not found[-1].at:
-        return found
-    factor = (len(found) - 1) / load.rate / found[-1].at
-    return [replace(request, at=request.at * factor) for request in found]
+    if load.rate is None or not requests[-1].at:
+        return requests
+    factor = (len(requests) - 1) / load.rate / requests[-1].at
+    return [replace(request, at=request.at * factor) for request in requests]
 
 
 def _requests(path: Path) -> Iterator[Request]:

@@ -37,9 +37,9 @@ def of_model(cfg: RunConfig) -> Prompts:
     engine = ModelTokens(cfg)
     if cfg.load.trace is not None:
         check_length(cfg, engine)
-        asked = asked_requests(cfg.load)
-        tokens = trace_prompts.of_requests(asked, engine.encode, cfg.seed, cfg.workload.input_len)
-        return _of_trace(cfg, asked, [{"prompt": one} for one in tokens])
+        requests = asked_requests(cfg.load)
+        prompts = trace_prompts.of_requests(requests, engine.encode, cfg.seed, cfg.workload.input_len)
+        return _of_trace(cfg, requests, [{"prompt": ids} for ids in prompts])
     tokens = workload_prompts(cfg, engine)
     bodies = [{"prompt": one} for one in tokens]
     return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
@@ -58,10 +58,10 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
     work = cfg.workload
     if cfg.load.trace is not None:
         requests = asked_requests(cfg.load)
-        ids = trace_prompts.of_requests(
+        letters = trace_prompts.of_requests(
             requests, lambda text: [*map(ord, text)], cfg.seed, work.input_len, unit=CHARACTERS
         )
-        return _of_trace(cfg, requests, _said(["".join(map(chr, one)) for one in ids], path))
+        return _of_trace(cfg, requests, _bodies(["".join(map(chr, prompt)) for prompt in letters], path))
     if work.prompts == "random":
         raise ConfigError(
             "workload.prompts=random with --url: token ids need the model; name it with model=..., or "
@@ -75,10 +75,10 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
         texts = [prompt.words[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
     else:
         texts = _windows(cfg)
-    return Prompts(_seeded(cfg, _said(texts, path)), _categories(cfg), False)
+    return Prompts(_seeded(cfg, _bodies(texts, path)), _categories(cfg), False)
 
 
-def _said(texts: Sequence[str], path: str) -> list[dict[str, Any]]:
+def _bodies(texts: Sequence[str], path: str) -> list[dict[str, Any]]:
     if path == CHAT:
         return [{"messages": [{"role": "user", "content": text}]} for text in texts]
     return [{"prompt": text} for text in texts]
@@ -91,7 +91,7 @@ def _of_trace(cfg: RunConfig, requests: Sequence[Request], bodies: Sequence[dict
         body | {"max_tokens": min(request.output_len, work.output_len)}
         for request, body in zip(requests, bodies, strict=True)
     ]
-    cut = sum(one.input_len > work.input_len or one.output_len > work.output_len for one in requests)
+    cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
     return Prompts(_seeded(cfg, limited), [], False, cut)
 
 

@@ -112,12 +112,12 @@ def test_each_kind_of_broken_copies_is_named(model_dir, tmp_path, monkeypatch, r
 
 
 def named(lines: list[str]) -> list[str]:
-    """Of warnings those of broken copies: how many tokens of how many drafts were accepted."""
+    """The beginning of each warning of broken copies, which says how many tokens of how many drafts were accepted."""
     return [line.split(" by copies")[0] for line in lines if "seem broken" in line]
 
 
 def look_again(engine: Live) -> None:
-    """The next drafts of copies are judged as those of an engine that has just started."""
+    """Begin to judge copies anew, as at the start of the engine."""
     for logger in engine.llm.llm_engine.logger_manager.stat_loggers:
         if isinstance(logger, metrics.DraftingStatLogger):
             logger._copies[0] = metrics.Copies()

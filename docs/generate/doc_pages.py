@@ -128,8 +128,10 @@ def installs() -> str:
         f"else. Registering the plugin takes {milliseconds:.0f} ms in each process of vLLM."
     ]
     if "commands" in report:
-        ran = ", ".join(f"`selfspec {name}` {run['seconds']} s" for name, run in report["commands"].items())
-        words = " ".join(next(iter(report["commands"].values()))["words"])
+        common = report["commands"]["sweep"]["words"]
+        own = {name: " ".join([name, *run["words"][len(common) :]]) for name, run in report["commands"].items()}
+        ran = ", ".join(f"`selfspec {own[name]}` {run['seconds']} s" for name, run in report["commands"].items())
+        words = " ".join(common)
         more.append(f"From the wheel, in an empty folder, with the words `{words}`, commands took: {ran}.")
     if "beside an unknown vLLM" in report:
         more.append(

@@ -266,5 +266,5 @@ def load(cfg: RunConfig, file: Path) -> Exit:
     import torch
 
     saved: dict[str, Any] = torch.load(file, weights_only=True)
-    spent = {name: saved[name] for name in SPENT if name in saved}  # logs of earlier releases are whole
+    spent = {name: saved[name] for name in SPENT}
     return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]), **spent)

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,8 @@ from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
 MIB = 2**20
+OpenEngine = Callable[..., AbstractContextManager["Engine"]]
+"""Starts an engine for a config, as `open_engine` does."""
 
 
 @dataclass

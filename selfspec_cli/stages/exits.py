@@ -10,7 +10,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import Engine, OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import measure
 from selfspec_cli.texts.prompts import workload_prompts
@@ -34,7 +34,6 @@ from selfspec_cli.whole import written
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
 GLANCE = 16  # tokens of each request that tell the pace, and the fewest that anything is measured on
 SPENT = ("starting", "seconds", "seconds_allowed")  # what a saved exit says of the time that it took
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ out from it. One pass serves all layers and heads.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.equations import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.engine.live import Engine, open_engine
+from selfspec_cli.engine.live import Engine, OpenEngine, open_engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.texts import corpora
 from selfspec_cli.texts.corpora import Corpus
@@ -26,7 +25,6 @@ from selfspec_cli.texts.corpora import Corpus
 WINDOW = 512  # tokens a prompt
 CHUNK = 16  # prompts handed over at once; the progress bar's step
 HELD_OUT_PAIRS = 4096  # for validation, and again for the test
-OpenEngine = Callable[..., AbstractContextManager[Engine]]
 GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it grows with the vocabulary
 
 

@@ -86,11 +86,6 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
         head_files.check_head(cfg, layer, model_facts(cfg))
 
 
-def head_file(cfg: RunConfig, layer: int) -> Path | None:
-    """The fitted head that `cfg` uses at `layer`; raises as `head_files.full_head`."""
-    return head_files.full_head(cfg, layer)
-
-
 def check_model(cfg: RunConfig) -> None:
     """Refuse a model that is not there, and an exit layer or a draft vocabulary that it has not.
 
@@ -230,11 +225,6 @@ def check_device(cfg: RunConfig) -> None:
         )
 
 
-def with_calibration(cfg: RunConfig) -> RunConfig:
-    """`cfg` with what gate `calibrated` reads from its file, as `calibrations.with_calibration`; raises ConfigError."""
-    return calibrations.with_calibration(cfg, exit_layer(cfg))
-
-
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those by
     which a measurement would not say what it seems to."""
@@ -281,7 +271,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
     if cfg.method is not Method.layer_skip or layer is None or cfg.gate.kind == "none":
         return None
     try:
-        file = head_file(cfg, layer)
+        file = head_files.full_head(cfg, layer)
     except ConfigError:  # `check` says what is wrong with the head
         return None
     return None if file is None else (cfg.gate.kind, file)

@@ -17,7 +17,7 @@ from typing import Any
 
 from selfspec_cli.config import memory, paths
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -130,8 +130,7 @@ def run(cfg: RunConfig, chosen: Pull) -> Path:
     place = _fetch(cfg, next(file for file, _ in chosen.files if "/" not in file), chosen.commit).parent
     revision = cfg.model.revision or "main"
     if revision != chosen.commit:  # huggingface_hub, asked for a commit, leaves no note of what it is called
-        with written(place.parents[1] / "refs" / revision) as part:
-            part.write_text(chosen.commit, encoding="utf-8")
+        atomic_write(place.parents[1] / "refs" / revision, chosen.commit)
     return place
 
 

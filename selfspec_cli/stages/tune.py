@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations, tuned
+from selfspec_cli.artifacts import calibrations, head_files, tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
@@ -28,11 +28,12 @@ from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import exits, measure, preflight
-from selfspec_cli.stages.exits import Exit, OpenEngine
+from selfspec_cli.stages import exits, measure
+from selfspec_cli.stages.exits import Exit
 from selfspec_cli.texts.prompts import workload_prompts
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
 LONGEST = 12  # tokens a draft, at most
@@ -165,8 +166,7 @@ def run(
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     untried = [exits.name_of(cfg) for cfg in late]
     result = TuneResult(choice, finalists, expected, budget.spent, str(file), words, untried, failed)
-    with written(folder / "choice.json") as part:
-        part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
+    atomic_write(folder / "choice.json", json.dumps(document(result), indent=2) + "\n")
     return result
 
 
@@ -392,7 +392,7 @@ def _affordable(exit_: Exit, seconds: float) -> Exit:
 
 def _is_fitted(cfg: RunConfig) -> bool:
     try:
-        preflight.head_file(cfg, int(cfg.layer or 0))
+        head_files.full_head(cfg, int(cfg.layer or 0))
     except ConfigError:
         return False
     return True

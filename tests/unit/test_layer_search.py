@@ -6,7 +6,7 @@ import pytest
 
 from selfspec_cli import interrupts
 from selfspec_cli.progress import Progress
-from selfspec_cli.stages.layer_search import search
+from selfspec_cli.stages.views import search
 
 WORTH = {0: 0.9, 1: 0.3, 2: 0.02, 3: 0.05, 4: 0.01, 5: 0.4, 6: 0.07, 7: 0.8}
 """What leaving out a layer costs; together they cost their sum, and two neighbours a little more."""

@@ -25,10 +25,11 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import Tokens, llm_arguments
+from selfspec_cli.engine.arguments import llm_arguments
 from selfspec_cli.engine.processes import how_they_start
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.texts.prompts import Turn
+from selfspec_cli.texts.tokens import Tokens
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 

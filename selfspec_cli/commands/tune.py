@@ -18,7 +18,7 @@ from selfspec_cli.commands.shared import Overrides, command
 def tune(
     out: Output,
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, help="How many minutes it may take.")] = 14,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="After how many minutes nothing new begins.")] = 14,
 ) -> None:
     """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
     from selfspec_cli.stages import tune as tune_stage

@@ -121,7 +121,7 @@ def run(
     plan = exits.distinct(cfgs, longest)
     found = []
     for number, cfg in enumerate(plan):
-        found.append(exits.survey(cfg, open_engine, prompts, progress=progress))
+        found.append(exits.survey(cfg, open_engine, prompts, progress))
         progress("exits", number + 1, len(plan))
     judged = [judge(one) for one in exits.level(found)]
     result = RocResult([row for one in judged for row in table(one)], judged)

@@ -9,7 +9,6 @@ Logs and costs are kept under results/tune/<key>/. The same command goes on from
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from selfspec_cli.artifacts import calibrations, head_files, tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
-from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, WorkloadConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import on_one_line
@@ -35,7 +34,6 @@ from selfspec_cli.stages.exits import Exit
 from selfspec_cli.texts.prompts import workload_prompts
 from selfspec_cli.whole import atomic_write
 
-CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
 LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
 NEAR = 0.95  # exits whose expected speedup is at least this share of the best one's race
@@ -43,15 +41,13 @@ WORTHWHILE = 0.97  # gates whose expected speedup is at least this share of the 
 BY_HAND = 0.9  # the longest drafts without a gate race if at least this share of the best speedup is expected of them
 ENGINES = 2  # exits that race, at most
 FINALISTS, REPEATS = 5, 5  # of each exit: settings, and repeats of each
-SURE_REPEATS = 2  # of these, what the workload is shrunk for
-SHARE = 1 / 3  # of what is left of the first half of the time: what an exit's logging and timing may take
 DRIFT = 0.15  # plain decoding may differ by this share between the finalists' engines before the result says so
 LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, these parts of them are tried as well as the default
 
 
 @dataclass
 class Budget:
-    """How long tuning may take, from the moment this is made. clock: seconds, never going back."""
+    """How long tuning may begin something new, from the moment this is made. clock: seconds, never going back."""
 
     minutes: float
     clock: Callable[[], float] = time.monotonic
@@ -68,7 +64,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds, may be negative."""
-        return self.minutes * 60 - CLOSING - self.spent
+        return self.minutes * 60 - self.spent
 
 
 @dataclass
@@ -105,8 +101,8 @@ class TuneResult:
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
-        few = short_of_time(self.finalists, self.choice.cfg.workload, self.untried)
-        return [*self.failed, *few, *pace_warnings(self.finalists)]
+        late = f"there was no time for {', '.join(self.untried)}; with more --minutes the same command tries them too"
+        return [*self.failed, *([late] if self.untried else []), *pace_warnings(self.finalists)]
 
 
 def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
@@ -155,7 +151,6 @@ def run(
             late, failed = late + later, failed + refused
         finalists = _raced(found, opened, budget, progress)
         choice = max(finalists, key=lambda finalist: finalist.speedup)
-        choice = replace(choice, cfg=replace(choice.cfg, workload=first.workload))
     words = [*model_words, *tuned.overrides(choice.cfg)]
     work = choice.cfg.workload
     about = (
@@ -216,26 +211,6 @@ def pace_warnings(finalists: Sequence[Finalist]) -> list[str]:
     ]
 
 
-def short_of_time(finalists: Sequence[Finalist], workload: WorkloadConfig, untried: Sequence[str]) -> list[str]:
-    """What there was no time for: all of the workload, other exits."""
-    few = min((one.cfg.workload for one in finalists), key=lambda work: (work.num_prompts, work.output_len))
-    cut, sentences = [], []
-    if few.num_prompts < workload.num_prompts:
-        cut.append(f"{few.num_prompts} of the workload's {workload.num_prompts} requests")
-    if few.output_len < workload.output_len:
-        cut.append(f"{few.output_len} of the {workload.output_len} tokens of a request")
-    if cut:
-        sentences.append(
-            f"there was time for {' and for '.join(cut)}, so the speedups are rough; with more --minutes the "
-            "same command goes on"
-        )
-    if untried:
-        sentences.append(
-            f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too"
-        )
-    return sentences
-
-
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
     """An exit with each of `heads` that is fitted for its layer and is not its own."""
     others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind != "lens")
@@ -250,8 +225,9 @@ def survey(
     progress: Progress = ignore,
     earlier: Sequence[Exit] = (),
 ) -> tuple[list[Exit], list[RunConfig], list[str]]:
-    """Log and time each exit once, in the order given, after those that are `known`; also the exits for which there
-    was no time, and those that could not be had, each with the reason.
+    """Log and time each exit once, in the order given, after those of `earlier`; also the exits for which there
+    was no time, and those that could not be had, each with the reason. No exit is begun after half of the time: the
+    other half belongs to the race.
 
     Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
     than the best before. Where the first exit of all cannot be had, the others are not tried.
@@ -263,13 +239,14 @@ def survey(
     total = len(earlier) + len(cfgs)
     for cfg in cfgs:
         view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
+        file = folder / f"drafts-{exits.name_of(cfg)}-{exits.draft_key(cfg)}.pt"
         if worse.get(view, 0) >= 2:
             pass
-        elif surveyed and not _may_survey(surveyed, budget):
+        elif surveyed and budget.spent > budget.minutes * 30 and not file.is_file():
             late.append(cfg)
         else:
             try:
-                exit_ = _surveyed(cfg, folder, open_engine, budget, progress)
+                exit_ = _surveyed(cfg, file, open_engine, progress)
             except Exception as error:
                 interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
                 if not surveyed:
@@ -292,34 +269,13 @@ def promising(surveyed: Sequence[Exit]) -> list[Exit]:
     return [exit_ for exit_ in ranked if exit_.best.speedup >= NEAR * ranked[0].best.speedup][:ENGINES]
 
 
-def _may_survey(surveyed: Sequence[Exit], budget: Budget) -> bool:
-    """Whether another exit can be surveyed in the first half of the time: the other half belongs to the race."""
-    return _survey_left(budget) > max((exit_.starting + exit_.seconds) / 2 for exit_ in surveyed)
-
-
-def _survey_left(budget: Budget) -> float:
-    """Seconds left of the first half of the time."""
-    return max(budget.left - budget.minutes * 30, 0.0)
-
-
-def _surveyed(
-    cfg: RunConfig, folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
-) -> Exit:
-    """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the folder
-    if an earlier run left them there, unless that one was short of time and this one has twice as much."""
-    file = folder / f"drafts-{exits.name_of(cfg)}-{exits.draft_key(cfg)}.pt"
-    exit_ = exits.load(cfg, file) if file.is_file() else None
-    if exit_ is None or 2 * (exit_.seconds_allowed or math.inf) < SHARE * _survey_left(budget):
-        began = budget.spent
-        started: list[float] = []  # seconds since then, and what may be spent until logging and timing are over
-
-        def left() -> float:
-            if not started:
-                started.extend((budget.spent - began, budget.spent + SHARE * _survey_left(budget)))
-            return started[1] - budget.spent
-
-        exit_ = exits.survey(cfg, open_engine, RECORDED, left, progress)
-        exit_ = replace(exit_, starting=started[0], seconds=budget.spent - began)
+def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Progress = ignore) -> Exit:
+    """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the file
+    if an earlier run left them there."""
+    if file.is_file():
+        exit_ = exits.load(cfg, file)
+    else:
+        exit_ = exits.survey(cfg, open_engine, RECORDED, progress)
         exits.save(exit_, file)
     settings = replay.settings_for(exit_.log, _gates(exit_.log.features), range(1, LONGEST + 1))
     outcomes = (replay.replay(exit_.log, setting, exit_.costs) for setting in settings)
@@ -334,17 +290,15 @@ def _gates(logged: Sequence[str]) -> tuple[str, ...]:
 
 
 def _raced(surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress) -> list[Finalist]:
-    """The best settings of the exits that look promising, measured. Another engine than the first is opened only if
-    half of the time is enough for its start and for two repeats of its race."""
-    best, *others = promising(surveyed)
-    chosen = [best, *(exit_ for exit_ in others if budget.left / 2 > exit_.starting + 2 * repeat_seconds(exit_))]
+    """The best settings of the exits that look promising, measured: of the best one at least a repeat of each, of
+    another one only if there is time."""
+    chosen = promising(surveyed)
     finalists: list[Finalist] = []
     for number, exit_ in enumerate(chosen):
-        if number and budget.left < exit_.starting + repeat_seconds(exit_):
+        if number and budget.left <= 0:
             break
         until = budget.left - budget.left / (len(chosen) - number)
         with open_engine(exit_.cfg) as engine:
-            exit_ = _affordable(exit_, budget.left - until)
             plain, *measured = measure.run(
                 engine,
                 exit_.cfg,
@@ -373,21 +327,6 @@ def finalists_of(exit_: Exit) -> list[Setting]:
     expected = {outcome.setting: outcome.speedup for outcome in exit_.outcomes}
     more = [by_hand] if expected.get(by_hand, 0.0) >= BY_HAND * fastest else []
     return list(dict.fromkeys([*list(dict.fromkeys(ranked))[:FINALISTS], *more]))
-
-
-def repeat_seconds(exit_: Exit) -> float:
-    """Expected time of a repeat of the race, plain decoding with it."""
-    work = exit_.cfg.workload
-    plain = exit_.costs.plain * work.output_len * math.ceil(work.num_prompts / work.batch)
-    # What races lies between plain decoding and the best that is expected.
-    return plain * (1 + len(finalists_of(exit_)) / max((1 + exit_.best.speedup) / 2, 1.0))
-
-
-def _affordable(exit_: Exit, seconds: float) -> Exit:
-    """Shrink the workload so that warming up and `SURE_REPEATS` repeats fit into `seconds`."""
-    work = exit_.cfg.workload
-    pace = repeat_seconds(exit_) / (work.output_len * math.ceil(work.num_prompts / work.batch))
-    return replace(exit_, cfg=exits.sized(exit_.cfg, seconds / (1 + SURE_REPEATS), pace))
 
 
 def _is_fitted(cfg: RunConfig) -> bool:

@@ -49,16 +49,9 @@ TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.ti
 
 
 def check_all(cfgs: Iterable[RunConfig]) -> None:
-    """Refuse a command if one of its points could not run; raises as `check`. Points that differ only in what is not
-    looked at here are checked once."""
-    seen = set()
+    """Refuse a command if one of its points could not run; raises as `check`."""
     for cfg in cfgs:
-        parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
-        view = DraftView.of(cfg)
-        looked_at = (*parts, cfg.perplexity_tokens, view, cfg.k, cfg.method, repr(cfg.speculative))
-        if looked_at not in seen:
-            seen.add(looked_at)
-            check(cfg)
+        check(cfg)
 
 
 def check(cfg: RunConfig, *, served: bool = False) -> None:

@@ -52,8 +52,6 @@ class FitResult:
 
     reports: list[dict[str, Any]]
     seconds: float
-    collect_seconds: float
-    solve_seconds: float
     warnings: list[str] = field(default_factory=list)
 
 
@@ -79,13 +77,11 @@ def run(
     start = time.perf_counter()
     plain = replace(cfg, method=Method.baseline)
     with open_engine(plain, **_engine_arguments(cfg, request)) as engine:
-        ready = time.perf_counter()
         warnings = _warnings(engine, request)
         _collect(cfg, engine, request, corpus, progress)
-        collected = time.perf_counter()
         reports = _solve(cfg, engine, request, corpus)
-        solved = time.perf_counter()
-    return FitResult(reports, solved - start, collected - ready, solved - collected, warnings)
+        seconds = time.perf_counter() - start
+    return FitResult(reports, seconds, warnings)
 
 
 def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:

@@ -41,7 +41,6 @@ WORTHWHILE = 0.97  # gates whose expected speedup is at least this share of the 
 BY_HAND = 0.9  # the longest drafts without a gate race if at least this share of the best speedup is expected of them
 ENGINES = 2  # exits that race, at most
 FINALISTS, REPEATS = 5, 5  # of each exit: settings, and repeats of each
-DRIFT = 0.15  # plain decoding may differ by this share between the finalists' engines before the result says so
 LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, these parts of them are tried as well as the default
 
 
@@ -79,11 +78,6 @@ class Finalist:
         """Median over the repeats."""
         return float(self.measured["speedup"])
 
-    @property
-    def plain_tok_s(self) -> float:
-        """Plain decoding on the same engine, measured alternately with it: tokens a second, median."""
-        return float(self.measured["plain_tok_s"])
-
 
 @dataclass
 class TuneResult:
@@ -102,7 +96,7 @@ class TuneResult:
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
         late = f"there was no time for {', '.join(self.untried)}; with more --minutes the same command tries them too"
-        return [*self.failed, *([late] if self.untried else []), *pace_warnings(self.finalists)]
+        return [*self.failed, *([late] if self.untried else [])]
 
 
 def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
@@ -192,22 +186,6 @@ def costly_copies(cfgs: Sequence[RunConfig]) -> list[str]:
     return [
         f"draft_weights={','.join(kinds)}: the CPU dequantises copies, so drafts take as long on them as on the "
         "model's own weights; selfspec views predicts what they save where they are not dequantised"
-    ]
-
-
-def pace_warnings(finalists: Sequence[Finalist]) -> list[str]:
-    """Whether the machine's pace moved from one engine to the next: then the order of their exits is uncertain.
-
-    A finalist is compared with plain decoding on its own engine; that two of those go at one pace is an assumption.
-    """
-    slow, fast = (end(finalists, key=lambda one: one.plain_tok_s) for end in (min, max))
-    change = fast.plain_tok_s / slow.plain_tok_s - 1
-    if change <= DRIFT:
-        return []
-    paces = " and ".join(f"{one.plain_tok_s:.0f} tok/s beside {exits.name_of(one.cfg)}" for one in (slow, fast))
-    return [
-        f"plain decoding reached {paces}: the machine's pace changed by {change:.0%} between their engines, so the "
-        "order of the exits is uncertain; tune again when nothing else runs here"
     ]
 
 

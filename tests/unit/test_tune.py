@@ -196,36 +196,6 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
     assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), threshold=0.2)) == keys[-1]
 
 
-def finalist(layer, plain):
-    return tune.Finalist(RunConfig(layer=layer), {"speedup": 2.0, "plain_tok_s": plain})
-
-
-def test_a_machine_that_changed_its_pace_between_two_exits_is_a_warning():
-    (warning,) = tune.pace_warnings([finalist(4, 210.0), finalist(3, 149.0), finalist(4, 210.0)])
-    assert "149 tok/s beside E3-lens and 210 tok/s beside E4-lens" in warning
-    assert "41%" in warning
-    assert tune.pace_warnings([finalist(3, 100.0), finalist(4, 114.0)]) == []
-
-
-def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch):
-    answer = FakeEngine.answer
-
-    def slowed(self, prompts, output_len):
-        """Twice as slow as before on the last engine, drafting and all."""
-        generation = answer(self, prompts, output_len)
-        generation.seconds *= 2 if len(lab.opened) == 4 else 1
-        return generation
-
-    monkeypatch.setattr(FakeEngine, "answer", slowed)
-    monkeypatch.setattr(tune, "NEAR", 0.0)
-    result = lab.run(chosen=lab.cfgs[1:3])
-    document = tune.document(result)
-    usual = 1 / COSTS.plain
-    assert {round(one["plain_tok_s"], 3) for one in document["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
-    assert len(document["warnings"]) == 1
-    assert "changed by 100%" in document["warnings"][0]
-
-
 def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
     facts = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14)
     assert facts["exits"] == ["E3-lens"]

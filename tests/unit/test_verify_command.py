@@ -117,14 +117,6 @@ def test_a_dry_run_starts_nothing(given):
     assert given["asked"] is None
 
 
-def test_drawn_drafts_are_an_arm_of_their_own(given):
-    plain, drawn = (
-        document(call("verify", "layer=3", "--dry-run", "--json", *words))["key"]
-        for words in ((), ("draft_sample_method=probabilistic",))
-    )
-    assert plain != drawn
-
-
 @pytest.mark.parametrize("plant", ["accept_one_more", "biased_sampler", "all"])
 def test_faults_of_the_verify_pass_can_be_planted_whatever_drafts(plant):
     cfg = RunConfig(method=Method.vllm, speculative={"method": "ngram"})

@@ -93,8 +93,6 @@ def test_a_planted_run_says_nothing_of_the_arm(given, tmp_path):
         (("--plant", "kv_slott"), "did you mean 'kv_slot'"),
         (("--cases", "mixt"), "did you mean 'mixed'"),
         (("method=skip",), "does not verify its drafts"),
-        (("method=baseline",), "drafts nothing"),
-        (("--batch-invariant",), "CUDA only"),
         (
             ("method=vllm", "speculative=ngram", "--plant", "kv_slot"),
             "method=layer_skip; allowed here: accept_one_more, biased_sampler, all",

@@ -60,17 +60,11 @@ def wanted(names: Sequence[str], shards: Sequence[str] | None, remote_code: bool
         remote_code: whether the model's own Python code is run.
 
     Raises:
-        ConfigError: there are no weights that vLLM reads, or not all that the index names.
+        ConfigError: there are no weights that vLLM reads.
     """
     top = [name for name in names if "/" not in name]
     if shards:
         weights = [name for name in top if name in set(shards)]
-        absent = sorted(set(shards) - set(weights))
-        if absent:
-            raise ConfigError(
-                f"the repository is not whole: its {INDEX} names {len(absent)} file(s) that it does not "
-                f"hold: {', '.join(absent[:3])}"
-            )
     else:
         kinds = ([name for name in top if name.endswith(kind)] for kind in WEIGHTS)
         weights = next((found for found in kinds if found), [])

@@ -159,8 +159,8 @@ def gateway(
     options: Mapping[str, Any] | None = None,
     checkout: Path | None = None,
 ) -> Iterator[str]:
-    """The address of a gateway in front of these servers (addresses by name), once all of them take requests. folder: of
-    its logs. checkout: of this repository, whose gateway it is; otherwise this one's."""
+    """The address of a gateway, once all of its backends take requests. servers: addresses by name. folder: of logs.
+    checkout: of this repository, whose gateway it is; otherwise this one's."""
     port = free_port()
     settings = {
         "port": port,

@@ -42,6 +42,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import overhead
 import step_engine
 from backends import EARLY, add_model_arguments, configs, gateway, opened, sleeping
 
@@ -71,8 +72,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--simulated", nargs="+", choices=tuple(step_engine.ARMS), help="servers that sleep")
     parser.add_argument("--slower", type=float, default=2.0, help="with --simulated: times as long as an H200")
     parser.add_argument("--before", type=Path, help="another checkout, whose least_time is measured in turn with ours")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", type=Path, help="write the page's table from this file, and measure nothing")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.out is None and given.table is None:
+        parser.error("--out FILE is missing")
     if given.simulated:
         given.rates = [share * most(given) for share in given.rates or SHARES]
     given.rates = given.rates or [1, 2, 3, 4]
@@ -208,18 +212,42 @@ def beside(answers: dict[tuple[int, str], list[Answer]]) -> dict[str, Any]:
 
         row: dict[str, Any] = {}
         for share in (50, 99):
-            better = min(kinds, key=lambda kind: at(kind, turns, share))  # noqa: B023
-            drawn = [draw.choice(turns, len(turns)) for _ in range(RESAMPLES)]
-            more = [at(POLICIES[0], chosen, share) - at(better, chosen, share) for chosen in drawn]
-            above = at(POLICIES[0], turns, share) - at(better, turns, share)
+            alone = {kind: at(kind, turns, share) for kind in kinds}
+            better = min(kinds, key=lambda kind: alone[kind])
+            more = []
+            for _ in range(RESAMPLES):
+                chosen = draw.choice(turns, len(turns)).tolist()
+                more.append(at(POLICIES[0], chosen, share) - at(better, chosen, share))
+            low, high = np.percentile(more, (2.5, 97.5))
             row[f"p{share}"] = {
                 "better": better,
-                "above_ms": round(above, 1),
-                "low": round(float(np.percentile(more, 2.5)), 1),
-                "high": round(float(np.percentile(more, 97.5)), 1),
+                "above_ms": round(at(POLICIES[0], turns, share) - alone[better], 1),
+                "low": round(float(low), 1),
+                "high": round(float(high), 1),
             }
         found[f"{rate:g}"] = row
     return found
+
+
+def write_table(file: Path) -> None:
+    """Put what servers that sleep were asked into the page, between its two markers."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    kinds, most = found["all_turns"]["kinds"], found["settings"]["rates"][-1] / SHARES[-1]
+    lines = [
+        "| load | requests/s | " + " | ".join(name.replace("least_time", "`least_time`") for name in kinds) + " | "
+        "`least_time` less the better alone: median | p99 | of which to plain |",
+        "|---" * (len(kinds) + 5) + "|",
+    ]
+    for rate, row in found["beside"].items():
+        cells = [f"{100 * float(rate) / most:.0f} %", f"{float(rate):.1f}"]
+        for kind in kinds.values():
+            one = kind["rates"][rate]
+            cells.append(f"{one['e2e_p50_ms']:,.0f}, {one['e2e_p99_ms']:,.0f}")
+        cells += [f"{one['above_ms']:+.0f} ({one['low']:+.0f} to {one['high']:+.0f})" for one in row.values()]
+        ours = kinds["least_time"]["rates"][rate]
+        cells.append(f"{ours['by_backend'].get('plain', 0)} of {ours['requests']}")
+        lines.append(f"| {' | '.join(cells)} |")
+    overhead.into_page("simulated", lines)
 
 
 Kinds = list[tuple[str, str, dict[str, Any]]]
@@ -278,10 +306,13 @@ def simulate(given: argparse.Namespace, logs: Path, head: dict[str, Any]) -> int
 
 def main() -> int:
     given = arguments()
+    if given.table:
+        write_table(given.table)
+        return 0
     logs = given.out.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
     said = [word for word in sys.argv[1:] if word not in ("--out", "--before", str(given.out), str(given.before))]
-    words = {name: value for name, value in vars(given).items() if name not in ("out", "before")}
+    words = {name: value for name, value in vars(given).items() if name not in ("out", "before", "table")}
     head = {"command": " ".join(["python experiments/gateway/rising_load.py", *said]), "settings": words}
     head["versions"] = machine.versions()
     if given.simulated:

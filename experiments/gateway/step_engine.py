@@ -143,7 +143,7 @@ DRAFT_SHARE = 0.3  # of a plain step, for a step of the draft model: only its pr
 def published(kind: str) -> tuple[list[tuple[float, float]], int, float]:
     """(seconds of a step by requests, drafts of a round, tokens of a round) of a kind in `PUBLISHED`, short prompts."""
     points, k, tokens = [], 0, 1.0
-    for line in lzma.open(PUBLISHED, "rt"):
+    for line in lzma.decompress(PUBLISHED.read_bytes()).splitlines():
         row = json.loads(line)["data"]
         arm = row.get("arm") or {}
         if arm.get("arm") == ARMS[kind] and arm.get("workload") == "decode" and not arm.get("runner"):

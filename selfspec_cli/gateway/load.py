@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 _NAMES = {
@@ -18,6 +19,7 @@ _NAMES = {
     "vllm:selfspec_expected_step_seconds": "step",
 }
 STATES = ("draft_cost", "draft_length", "step")
+MOST = 1e15  # that anything may be counted
 ROUNDS = 100  # of drafting, over which the tokens that a round brings are a mean
 _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
 
@@ -27,11 +29,15 @@ Counts = dict[str, float]
 
 
 def read(text: str) -> Counts:
-    """The counts of Prometheus's text format: the sum over the engines of a server, of STATES the largest."""
+    """The counts of Prometheus's text format: the sum over the engines of a server, of STATES the largest. What is no
+    count is left out."""
     found: Counts = {}
     for name, value in _LINE.findall(text):
-        key, number = _NAMES[name], float(value)
-        found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
+        key, number = _NAMES[name], -1.0
+        with suppress(ValueError):
+            number = float(value)
+        if 0 <= number < MOST:
+            found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
     return found
 
 

@@ -149,8 +149,8 @@ class Replica:
         return bool(self.neighbours) and (longer.count == 0 or longer.seconds > NOISE)
 
     def came_up(self) -> None:
-        """It takes requests from now on. A server that was started anew has an empty prefix cache. What drafts brought in
-        the text that warmed it up says nothing of the text of clients."""
+        """It takes requests from now on. A server that was started anew has an empty prefix cache, and what drafts
+        brought in the text that warmed it up says nothing of the text of clients."""
         self.state = State.up
         self.load = replace(self.load, rounds=0.0)
         self.breaker.reset()

@@ -43,10 +43,10 @@ class Ask:
 
 @dataclass
 class Server:
-    """One simulated backend: with n requests a plain step takes step + slope * n seconds, and extra by the time, or what
-    is on the curve of `points` (requests, seconds of a token). rate: tokens prefilled a second. says: whether it tells
-    what its next step will take. drafts: k and acceptance. work: what a round costs, in plain steps. engine: in place of
-    all these."""
+    """One simulated backend: with n requests a plain step takes step + slope * n seconds, and extra by the time, or
+    what is on the curve of `points` (requests, seconds of a token). rate: tokens prefilled a second. says: whether it
+    tells what its next step will take. drafts: k and acceptance. work: what a round costs, in plain steps. engine: in
+    place of all these."""
 
     name: str
     step: float = 0.02

@@ -275,6 +275,8 @@ def test_what_a_server_says_of_itself():
     anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, one.load)
     assert anew.tokens == 1.0
     assert not between(None, read("nothing\n"), Load()).known
+    for wrong in ("NaN", "-7", "1e999", "abc", ""):  # is no count, and none that a request could fail of
+        assert read(f"vllm:num_requests_running {wrong}\nvllm:num_requests_waiting 2\n") == {"waiting": 2}
 
 
 def test_what_a_server_expects_of_its_next_step_is_learnt():

@@ -72,10 +72,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--simulated", nargs="+", choices=tuple(step_engine.ARMS), help="servers that sleep")
     parser.add_argument("--slower", type=float, default=2.0, help="with --simulated: times as long as an H200")
     parser.add_argument("--before", type=Path, help="another checkout, whose least_time is measured in turn with ours")
-    parser.add_argument("--table", type=Path, help="write the page's table from this file, and measure nothing")
+    parser.add_argument("--page", type=Path, help="write the page's table from this file, and measure nothing")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if given.out is None and given.table is None:
+    if given.out is None and given.page is None:
         parser.error("--out FILE is missing")
     if given.simulated:
         given.rates = [share * most(given) for share in given.rates or SHARES]
@@ -306,13 +306,13 @@ def simulate(given: argparse.Namespace, logs: Path, head: dict[str, Any]) -> int
 
 def main() -> int:
     given = arguments()
-    if given.table:
-        write_table(given.table)
+    if given.page:
+        write_table(given.page)
         return 0
     logs = given.out.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
     said = [word for word in sys.argv[1:] if word not in ("--out", "--before", str(given.out), str(given.before))]
-    words = {name: value for name, value in vars(given).items() if name not in ("out", "before", "table")}
+    words = {name: value for name, value in vars(given).items() if name not in ("out", "before", "page")}
     head = {"command": " ".join(["python experiments/gateway/rising_load.py", *said]), "settings": words}
     head["versions"] = machine.versions()
     if given.simulated:

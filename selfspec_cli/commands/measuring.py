@@ -99,15 +99,14 @@ def unless_nothing_typed(
 
 
 def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Configs that were checked, with their calibrations, as this machine can run them; says where that is eagerly.
+    """Configs that were checked, as this machine can run them; says where that is eagerly.
 
     Raises:
         ConfigError: one could not run.
     """
     preflight.check_all(cfgs)
-    asked = [preflight.with_calibration(cfg) for cfg in cfgs]
-    runs = preflight.for_this_machine(asked)
-    warn([NO_COMPILER] if runs != asked else [])
+    runs = preflight.for_this_machine(cfgs)
+    warn([NO_COMPILER] if runs != list(cfgs) else [])
     return runs
 
 

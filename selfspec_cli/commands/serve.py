@@ -75,7 +75,7 @@ def _serve(
         ServerError: of several servers, see `replicas.serve`.
     """
     preflight.check(cfg, served=True)
-    cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
+    cfg = preflight.for_this_machine([cfg])[0]
     # Where the engine chooses what drafts it warns of that itself; the config has other drafts.
     warn(preflight.warnings([replace(cfg, method=Method.baseline) if one_line else cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)

@@ -7,7 +7,6 @@ One line per room:
     errors.py        the one error for settings, and the nearest right spelling
     registry.py      objects by name: a folder's modules and other packages' entry points; no torch
     gates/           the gates, one object in one module each: rule, statistic, device expression, help, colour
-    calibration.py   the calibrated gate's map; calibrating.py fits it
     draft_log.py     the record of real drafts: every statistic and every verdict
     replay.py        what a gate would have made of a log
     roc.py           how well each statistic tells drafts that stand from drafts that fall

@@ -149,7 +149,6 @@ def _settings(cfg: RunConfig) -> Check:
     """What `selfspec serve` would refuse before it starts an engine."""
     try:
         preflight.check(cfg, served=True)
-        preflight.with_calibration(cfg)
     except (ConfigError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     if unknown := preflight.not_checked([cfg]):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.artifacts import calibrations, head_files
+from selfspec_cli.artifacts import head_files
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import (
     config_document,
@@ -230,22 +230,15 @@ def check_device(cfg: RunConfig) -> None:
         )
 
 
-def with_calibration(cfg: RunConfig) -> RunConfig:
-    """`cfg` with what gate `calibrated` reads from its file, as `calibrations.with_calibration`; raises ConfigError."""
-    return calibrations.with_calibration(cfg, exit_layer(cfg))
-
-
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those by
     which a measurement would not say what it seems to."""
     cfgs = list(cfgs)
     found: dict[tuple[object, ...], list[str]] = {}
     for cfg in cfgs:
-        gate = cfg.gate
-        key = (id(cfg.model), gate.kind, gate.calibration, cfg.threshold, cfg.vocab)
+        key = (id(cfg.model), cfg.gate.kind, cfg.threshold, cfg.vocab)
         if cfg.method is Method.layer_skip and key not in found:
-            used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
-            found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
+            found[key] = warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)
     gates = [warning for lines in found.values() for warning in lines]
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]

@@ -22,8 +22,7 @@ FIRST = 6  # trials that the cost model names
 
 
 def gates(features: Sequence[str]) -> tuple[str, ...]:
-    """Gates that tuning considers: none, and each of the statistics that are logged. One that needs a calibration is a
-    monotone map of another: it decides nothing that the other cannot."""
+    """Gates that tuning considers: none, and each of the statistics that are logged."""
     return ("none", *features)
 
 

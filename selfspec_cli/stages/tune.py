@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations, tuned
+from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
@@ -153,7 +153,7 @@ def run(
 def document(result: TuneResult) -> dict[str, Any]:
     """The result as JSON."""
     finalists = [
-        {"E": finalist.cfg.layer, "head": calibrations.exit_name(finalist.cfg), **finalist.measured}
+        {"E": finalist.cfg.layer, "head": exits.exit_name(finalist.cfg), **finalist.measured}
         for finalist in result.finalists
     ]
     return {

@@ -116,7 +116,7 @@ def refuse_gate(settings: ResolvedSettings) -> None:
     from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     if current_platform.is_cuda():
-        require_device(GATES[settings.gate.kind].rule(settings.threshold, settings.calibration))
+        require_device(GATES[settings.gate.kind].rule(settings.threshold))
 
 
 def refuse_engine(args: EngineArgs) -> None:

@@ -71,16 +71,14 @@ class EarlyExitWorker:
     model_runner: Any
     vllm_config: Any
 
-    def early_exit_set_gate(
-        self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
-    ) -> None:
-        """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration, and for
+    def early_exit_set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate between two rounds. Raises SettingsError for a bad gate or threshold, and for
         `auto` on an engine that was started with another one: it has no graphs for the widths."""
         drafter: Any = self._early_exit_drafter()
         measured = getattr(getattr(drafter, "settings", None), "chooses_width", False)
         if kind == AUTO and not measured:
             raise SettingsError(f"gate {AUTO!r} has to be the gate that an engine is started with")
-        drafter.gate.set(kind, threshold, calibration)
+        drafter.gate.set(kind, threshold)
         if measured:
             drafter.set_chooses_width(kind == AUTO)
 

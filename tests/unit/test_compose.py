@@ -118,7 +118,6 @@ def test_points_that_measure_the_same_are_one():
         (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "margin, maxp"),
         (["gate=margin", "tau_v=0.2"], "by gate 'margin', which takes tau or threshold;", "gates that use tau_v: varH"),
         (["gate=maxp,margin", "tau_v=4"], "tau_v=4 is not used by gate 'maxp'", "varH"),
-        (["gate=maxp", "gate.calibration=file.json"], "is not used by gate 'maxp'", "gate.calibration: calibrated"),
         (
             ["gate=none,maxp", "tau=0.2", "threshold=0.5"],
             "tau=0.2 and threshold=0.5: both are threshold",

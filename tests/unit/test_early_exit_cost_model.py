@@ -69,7 +69,6 @@ def test_one_object_prices_a_round_for_replay_for_heads_and_for_bytes():
     assert family.at(layers, head).round(k) == 9.0 + k * (0.4 + 0.25 * layers + head)
     # What a step takes besides its layers may come out of noise as negative; a step is never a gain.
     assert replace(family, draft=-3.0).at(layers, head).round(k) == 9.0 + k * head
-    assert measured.break_even(1.7) == 1.7 * (1.0 + 0.25) / 7.0
 
 
 def test_step_times_come_back_from_their_own_rounds():
@@ -136,7 +135,6 @@ def test_a_verify_step_is_never_taken_to_shrink():
         lambda: costs(plain=float("nan")),
         lambda: costs(head=-1),
         lambda: costs().round(-1),
-        lambda: costs().break_even(0),
     ],
 )
 def test_nonsense_is_refused(call):

@@ -110,17 +110,12 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
 
 
 def test_the_threshold_in_force():
-    maxp, varh, calibrated = (GateConfig(name) for name in ("maxp", "varH", "calibrated"))
+    maxp, varh = GateConfig("maxp"), GateConfig("varH")
     assert gate_threshold(DraftSettings(threshold=0.3)) is None
     assert gate_threshold(DraftSettings(gate=maxp)) == GATES["maxp"].default
     assert gate_threshold(DraftSettings(gate=maxp, threshold=0.1)) == 0.1
     assert gate_threshold(DraftSettings(gate=varh, threshold=2.0)) == 2.0
     assert gate_threshold(DraftSettings(gate=varh, threshold=0.0)) == 0.0
-    # Without a number from the user the file of a calibration says it; a map in the settings is no such file.
-    assert gate_threshold(DraftSettings(gate=calibrated)) is None
-    assert gate_threshold(DraftSettings(gate=calibrated, threshold=0.25)) == 0.25
-    assert gate_threshold(DraftSettings(gate=GateConfig("calibrated", MAP))) == GATES["calibrated"].default
-    assert gate_threshold(DraftSettings(gate=GateConfig("maxp", "a file"))) == GATES["maxp"].default
 
 
 def test_two_names_of_one_setting_may_agree():
@@ -150,7 +145,6 @@ def test_every_key_that_a_speculative_config_gets():
         "layer_skip": 3,
         "num_speculative_tokens": 5,
         "gate": "maxp",
-        "calibration": None,
         "threshold": 0.25,
         "head_path": "a",
         "draft_weights": "int4",
@@ -249,14 +243,6 @@ def test_copies_from_a_file():
         (
             {"threshold": 2.0, "gate": {"kind": "maxp"}},
             "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1",
-        ),
-        (
-            {"gate": {"kind": "calibrated"}},
-            "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts",
-        ),
-        (
-            {"gate": {"kind": "maxp", "calibration": MAP}},
-            "calibration is given but gate 'maxp' does not use it; gates that do: calibrated",
         ),
     ],
 )

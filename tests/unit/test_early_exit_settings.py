@@ -11,8 +11,6 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import DraftSettings, GateConfig, HeadConfig
 
-CALIBRATION = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
-
 
 def test_defaults_are_half_the_layers_and_five_tokens():
     assert ResolvedSettings.from_user({}, 12) == ResolvedSettings(layer=6, k=5)
@@ -48,8 +46,7 @@ def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
 
 def test_a_gate_without_threshold_gets_its_default():
     for name, rule in GATES.items():
-        spec = {"gate": name, "calibration": CALIBRATION if name == "calibrated" else None}
-        assert ResolvedSettings.from_user(spec, 4).threshold == rule.default
+        assert ResolvedSettings.from_user({"gate": name}, 4).threshold == rule.default
 
 
 def test_passthrough_keys_belong_to_vllm():
@@ -62,7 +59,7 @@ def test_passthrough_keys_belong_to_vllm():
     ("spec", "words"),
     [
         ({"method": "layerskip"}, ["'layerskip'", "did you mean 'layer_skip'?"]),
-        ({"gate": "varh"}, ["gate 'varh'", "none, adaedl, auto, calibrated", "did you mean 'varH'?"]),
+        ({"gate": "varh"}, ["gate 'varh'", "none, adaedl, auto, entropy", "did you mean 'varH'?"]),
         ({"gate": 3}, ["gate 3"]),
         ({"draft_weights": "fp9"}, ["draft_weights 'fp9'", "allowed: shared, ", "did you mean 'fp8'?"]),
         ({"draft_weights": 8}, ["draft_weights 8", "allowed: shared, "]),
@@ -82,20 +79,16 @@ def test_bad_input_is_refused_by_name(spec, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("gate", [name for name in GATES if name != "calibrated"])
+@pytest.mark.parametrize("gate", GATES)
 def test_default_thresholds_are_not_extreme(gate):
     assert warnings_for(DraftSettings(gate=GateConfig(gate), threshold=GATES[gate].default), vocab_size=4096) == []
 
 
-def test_bounds_follow_the_vocabulary_and_the_calibration():
+def test_bounds_follow_the_vocabulary():
     entropy = DraftSettings(gate=GateConfig("entropy"), threshold=9.0)
     assert warnings_for(entropy, vocab_size=128_256) == []
     assert "never closes" in warnings_for(entropy, vocab_size=4096)[0]
     assert warnings_for(DraftSettings(gate=GateConfig("adaedl"), threshold=0.0)) == []  # the bound goes below 0
-    gate = GateConfig("calibrated", CALIBRATION)
-    low, high = (DraftSettings(gate=gate, threshold=t) for t in (0.1, 0.95))
-    assert "never closes" in warnings_for(low)[0]
-    assert "never opens" in warnings_for(high)[0]
 
 
 def test_what_a_command_checks_before_it_starts_does_not_import_torch():

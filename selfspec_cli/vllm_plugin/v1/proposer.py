@@ -83,7 +83,7 @@ class _EarlyExit(DraftModelProposer):
         assert settings is not None
         set_strict(settings.strict)
         self.settings = settings
-        self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
+        self.gate = LiveGate(settings.gate.kind, settings.threshold)
         self.lengths = DraftLengths(settings, int(vllm_config.model_config.hf_text_config.num_hidden_layers))
         self.worth = StepWorth() if settings.measures else None
         self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts

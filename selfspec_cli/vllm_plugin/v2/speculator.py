@@ -108,7 +108,7 @@ class EarlyExitSpeculator(DraftLoop):
             *self._free(requests),
             settings.measures,
         )
-        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
+        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold)
         self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)

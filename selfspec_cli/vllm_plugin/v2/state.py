@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
@@ -204,13 +202,13 @@ class DraftState:
 class DeviceGate(LiveGate):
     """A `LiveGate` whose rule lies in device memory, where a captured draft loop reads it at every step."""
 
-    def __init__(self, state: DraftState, kind: str, threshold: float | None, calibration: Calibration | None) -> None:
+    def __init__(self, state: DraftState, kind: str, threshold: float | None) -> None:
         self._state = state
-        super().__init__(kind, threshold, calibration)
+        super().__init__(kind, threshold)
 
-    def set(self, kind: str, threshold: float | None, calibration: Mapping[str, Any] | None = None) -> None:
+    def set(self, kind: str, threshold: float | None) -> None:
         """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
-        super().set(kind, threshold, calibration)
+        super().set(kind, threshold)
         rule = self.rule
         sign, limit = 1.0 if rule.direction == "at_least" else -1.0, self.limit(None)
         self._state.gate_feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))

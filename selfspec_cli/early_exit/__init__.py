@@ -25,8 +25,7 @@ One line per room:
     legacy.py        safe import of older .pt heads
     fingerprint.py   a short stable name for a model
     equations.py     streaming least squares, in closed form
-    fitting.py       heads fitted by it
-    evaluation.py    agreement with the full model on held-out data; choice of the ridge
+    fitting.py       heads fitted by it; agreement with the full model on held-out data; choice of the ridge
     rule.py          how much to draft before each step, by measured times and acceptance; no torch
     confidence.py    how far a draft's own confidence can be trusted, learnt from verdicts
     defaults.py      what drafts where a user names nothing; no torch

@@ -24,16 +24,15 @@ fused_step/       all decoder layers of a draft step as one kernel: models.py sa
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
                   experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
-                  kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py and marlin.py for integers,
-                  one_token.py what those share, compiled_ahead.py compiles them; rounding.py rounds tokens for them,
-                  fused.py has norms and activations do so; sharded.py splits a head over ranks, adapters.py leaves
-                  adapters out, renewed.py follows weights that are replaced, step_bytes.py counts what is read
+                  kernels for some of them, lowbit_one_token.py and lowbit_few_tokens.py for integers,
+                  compiled_ahead.py compiles them; rounding.py rounds tokens for them, fused.py has norms and
+                  activations do so; sharded.py splits a head over ranks, renewed.py follows weights that are
+                  replaced, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
-                  lengths.py: how long each is drafted for; worth.py: whether another draft step is worth its time;
-                  free_drafts.py: drafts that cost no pass; sampling.py: how it samples; processors.py: min_p,
+                  lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: min_p,
                   logit_bias and custom processors together with drafts; thinking.py: thinking budgets over drafts
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 live_gate.py      the gate of a running engine

@@ -110,17 +110,6 @@ class EarlyExitWorker:
         known = checked_table(text, settings.k)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
 
-    def early_exit_set_read_first(self, on: bool) -> None:
-        """Read tokens before the next step is launched, where drafting hides that, or never (`read_first`), from the
-        next step on. Raises SettingsError for what is no truth value, and where steps have one order only, as on the
-        CPU."""
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "set_read_first"):
-            raise SettingsError("this engine reads and launches in one order only")
-        if not isinstance(on, bool):
-            raise SettingsError(f"read_first = {on!r} is not allowed; allowed: true and false")
-        drafter.set_read_first(on)
-
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
         """Draft with other layers, weights or context from the next round on, on an eager engine.
 

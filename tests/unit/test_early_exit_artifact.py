@@ -115,21 +115,12 @@ def test_every_truncation_is_refused(saved):
         saved.write_bytes(whole[:length])
         with pytest.raises(HeadError, match="truncated"):
             load_head(saved)
-    saved.write_bytes(whole[:-1])
-    with pytest.raises(HeadError, match=f"it has {len(whole) - 1} bytes, and its header says {len(whole)}$"):
-        load_head(saved)
 
 
 def test_a_file_of_tensors_alone_is_no_head(tmp_path):
     save_file({"weight": W}, tmp_path / "weights.safetensors")
     with pytest.raises(HeadError, match="is a safetensors file but no exit head; its format is None"):
         load_head(tmp_path / "weights.safetensors")
-
-
-def test_a_header_that_safetensors_does_not_take_is_refused(saved):
-    saved.write_bytes(saved.read_bytes().replace(b'"F32"', b'"F99"', 1))
-    with pytest.raises(HeadError, match=f"head {saved} is truncated or corrupt: "):
-        load_head(saved)
 
 
 def test_a_file_whose_tensors_were_exchanged_is_named(saved):

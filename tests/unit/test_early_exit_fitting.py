@@ -9,8 +9,7 @@ from exit_heads import lens_head
 
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.errors import HeadError
-from selfspec_cli.early_exit.evaluation import agreement, choose_ridge, draft_ids
-from selfspec_cli.early_exit.fitting import fit_head, translator_target
+from selfspec_cli.early_exit.fitting import agreement, choose_ridge, draft_ids, fit_head, translator_target
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec
 

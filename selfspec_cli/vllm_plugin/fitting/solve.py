@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.equations import FitReport
-from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.early_exit.fitting import tokens_a_round
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.head_scale import HeadScale

@@ -32,20 +32,18 @@ from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
-from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
-from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
+from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
 from selfspec_cli.vllm_plugin.v1.processors import add_biases, biases, mask_unlikely, not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.v1.sampling import GREEDY, draw
-from selfspec_cli.vllm_plugin.v1.worth import StepWorth
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
     DraftModelProposer,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
+from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable

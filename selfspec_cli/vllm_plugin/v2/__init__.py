@@ -18,7 +18,6 @@ kernels.py            the end of a draft step: token, gate statistics, gate, nex
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
 worth.py              whether another step is worth its time: confidence, how far it can be trusted, the loop's end.
 counting.py           what the loop counts on the device, and the turn from one step to the next.
-on_device.py          plain functions of arithmetic as device code, so that a rule is written once.
 chosen_tokens.py      the log-probabilities of chosen tokens, by rows of the verify pass.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.

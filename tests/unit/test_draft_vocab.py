@@ -229,24 +229,6 @@ def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):
     check(cfg, 2, 7, 7)  # the lens is of every model
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"\xff" * 200,
-        lambda data: data[:-1],
-        lambda data: data[:40],
-        lambda data: b"",
-        lambda data: data + b"x",
-    ],
-)
-def test_a_damaged_file_is_refused_without_torch(cfg, damage):
-    fitted(cfg)
-    path = head_folder(cfg) / "layer3_lsq.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(HeadError, match="truncated"):
-        check(replace(cfg, head=HeadConfig(path=str(path))))
-
-
 def test_a_file_is_called_what_it_holds(cfg, tmp_path):
     """A row of head.path=x_lsq.safetensors once said "lens"."""
     fitted(cfg, "lsq", target="argmax")

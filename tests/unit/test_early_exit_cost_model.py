@@ -142,38 +142,6 @@ def test_nonsense_is_refused(call):
         call()
 
 
-def test_what_is_not_given_costs_nothing():
-    assert Costs(1.0, 2.0, 3.0).to_dict() == {
-        "plain": 1.0,
-        "draft": 2.0,
-        "verify": 3.0,
-        "verify_token": 0.0,
-        "start": 0.0,
-        "per_layer": 0.0,
-        "layers": 0,
-        "head": 0.0,
-    }
-
-
-def test_of_lengths_that_are_as_fast_the_shortest_is_best():
-    free = Costs(plain=10, draft=0, verify=10)
-    assert free.best_k({0: 1.0, 1: 1.0, 2: 1.0}) == (0, 1.0)
-    assert free.best_k({3: 2.0, 2: 2.0, 1: 1.0}) == (2, 2.0)
-
-
-def test_costs_of_a_millisecond_are_found_as_well():
-    """Nothing in a fit depends on the unit, where most costs are far below 1."""
-    true = Costs(plain=8e-3, draft=4e-4, verify=9e-3, per_layer=2.5e-4)
-    rounds = [(layer, k, true.at(layer, 3e-4).round(k)) for layer, k in ((2, 2), (2, 6), (12, 6))]
-    assert cm.fit_step_times(8e-3, rounds, head=3e-4).to_dict() == pytest.approx(true.to_dict())
-    small = Costs(plain=7e-3, draft=1e-3, verify=7.2e-3, verify_token=2.5e-4)
-    fitted = cm.fit_costs([(k, small.round(k), k * small.draft, 1) for k in (2, 6)], small.plain)
-    assert fitted.to_dict() == pytest.approx(small.to_dict())
-    untold = cm.fit_costs([(k, small.round(k), None, 1) for k in (2, 6)], small.plain)
-    assert (untold.draft, untold.verify) == pytest.approx((1.25e-3, 7.2e-3))
-    assert cm.efficiency(0.2, 0.5) == 0.4
-
-
 @pytest.mark.parametrize("own", [None, 0.05])
 def test_a_line_through_noise_leaves_something_for_the_verify_pass(own):
     """The longer round took so much longer that the line through both would cost nothing, or less, without drafts."""

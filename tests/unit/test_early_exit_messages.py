@@ -35,6 +35,11 @@ def said(call, *arguments):
             {"layer_skp": 3},
             f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?",
         ),
+        (
+            {"method": "layerskip"},
+            "method 'layerskip' is not known; allowed: layer_skip, skip; did you mean 'layer_skip'?",
+        ),
+        ({"head_path": 3}, "head_path = 3 must be text, a path or words"),
         ({"layer_skip": 12}, "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)"),
         (
             {"layer_skip": True},
@@ -62,6 +67,10 @@ def said(call, *arguments):
         (
             {"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
             "threshold = 0.5 and tau = 0.5 and tau_v = 1.0 mean the same setting; give one",
+        ),
+        (
+            {"gate": 3},
+            "gate 3 is not known; allowed: none, adaedl, auto, entropy, margin, maxp, survival, varH",
         ),
         (
             {"lsq_head_path": "a", "head_path": "b"},

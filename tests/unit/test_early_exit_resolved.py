@@ -1,11 +1,15 @@
 """What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.length_table import LengthTable
-from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table
+from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table, warnings_for
 from selfspec_cli.early_exit.settings import (
     DraftSettings,
     GateConfig,
@@ -18,7 +22,6 @@ from selfspec_cli.early_exit.view import DraftView
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"
 VLLMS = ("draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
-MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 
 
 def read(layers=24, **spec):
@@ -279,3 +282,67 @@ def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_i
     assert said(read, layer_skip=3, head="translator", head_path=str(file)) == (
         f"head = 'translator' and head_path = {str(file)!r}, which holds lsq: leave head out"
     )
+
+
+# ---- what nobody gives ------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_half_the_layers_and_five_tokens():
+    assert ResolvedSettings.from_user({}, 12) == ResolvedSettings(layer=6, k=5)
+
+
+def test_every_key_is_read():
+    spec = {
+        "method": "layer_skip",
+        "layer_skip": 3,
+        "num_speculative_tokens": 7,
+        "lsq_head_path": "heads/a.safetensors",
+        "gate": "maxp",
+        "tau": 0.25,
+    }
+    head = HeadConfig(path="heads/a.safetensors")
+    expected = ResolvedSettings(layer=3, k=7, head=head, gate=GateConfig("maxp"), threshold=0.25)
+    assert ResolvedSettings.from_user(spec, 12) == expected
+
+
+def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
+    assert ResolvedSettings.from_user({"draft_weights": None}, 4).draft_weights == "shared"
+    settings = ResolvedSettings.from_user({"draft_weights": "fp8"}, 4)
+    assert settings.draft_weights == "fp8"
+    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(SettingsError, match="draft_weights 'int3'"):
+        ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int3"})
+
+
+def test_a_gate_without_threshold_gets_its_default():
+    for name, rule in GATES.items():
+        assert ResolvedSettings.from_user({"gate": name}, 4).threshold == rule.default
+
+
+def test_passthrough_keys_belong_to_vllm():
+    ResolvedSettings.from_user({"max_model_len": 128}, 4, passthrough={"max_model_len"})
+    with pytest.raises(SettingsError, match="max_model_len"):
+        ResolvedSettings.from_user({"max_model_len": 128}, 4)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_default_thresholds_are_not_extreme(gate):
+    assert warnings_for(DraftSettings(gate=GateConfig(gate), threshold=GATES[gate].default), vocab_size=4096) == []
+
+
+def test_bounds_follow_the_vocabulary():
+    entropy = DraftSettings(gate=GateConfig("entropy"), threshold=9.0)
+    assert warnings_for(entropy, vocab_size=128_256) == []
+    assert "never closes" in warnings_for(entropy, vocab_size=4096)[0]
+    assert warnings_for(DraftSettings(gate=GateConfig("adaedl"), threshold=0.0)) == []  # the bound goes below 0
+
+
+def test_what_a_command_checks_before_it_starts_does_not_import_torch():
+    code = (
+        "import sys, selfspec_cli.early_exit.settings; from selfspec_cli.early_exit.gates import features; "
+        "from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights; "
+        "assert len(features()) > 5; assert {'shared', 'fp8'} <= set(DRAFT_WEIGHTS); "
+        "assert all(kind.help for kind in DRAFT_WEIGHTS.values()); require_draft_weights('fp8', WeightFacts('cpu')); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

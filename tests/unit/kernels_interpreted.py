@@ -33,7 +33,7 @@ ROWS, K, VOCAB, MAX_LEN = 5, 3, 2100, 64  # two blocks of logits: the interprete
 
 
 def new_state(rows: int = ROWS, k: int = K, most: int = MAX_LEN, **more: Any) -> DraftState:
-    """most: tokens of a request's context; more: what `DraftState.around` takes besides."""
+    """most: tokens of a request's context; more: what `DraftState` takes besides."""
     buffers = SimpleNamespace(
         input_ids=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(rows, dtype=torch.int64),
@@ -42,7 +42,7 @@ def new_state(rows: int = ROWS, k: int = K, most: int = MAX_LEN, **more: Any) ->
     )
     mapping, places = torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64)
     tokens = torch.zeros(rows, k, dtype=torch.int64)
-    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), most, **more)
+    return DraftState(buffers, mapping, places, tokens, torch.tensor(0), most, **more)
 
 
 def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, steps: int = K) -> None:

@@ -284,7 +284,7 @@ def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_i
     )
 
 
-# ---- what nobody gives ------------------------------------------------------------------------------------------------
+# ---- what nobody gives -----------------------------------------------------------------------------------------------
 
 
 def test_defaults_are_half_the_layers_and_five_tokens():

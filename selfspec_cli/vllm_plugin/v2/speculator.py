@@ -97,7 +97,7 @@ class EarlyExitSpeculator(DraftLoop):
         assert settings is not None
         set_strict(settings.strict)
         self.settings = settings
-        self.state = DraftState.around(
+        self.state = DraftState(
             self.input_buffers,
             self.idx_mapping,
             self.sample_src_positions,

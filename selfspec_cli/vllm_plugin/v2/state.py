@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,6 @@ SOON = 0.05
 """Seconds between two copies of the counters to the host where the rule that chooses draft lengths learns from them."""
 
 
-@dataclass
 class DraftState:
     """Persistent tensors of the draft loop. A row is a place in the batch; a request is vLLM's slot for one.
 
@@ -47,38 +45,8 @@ class DraftState:
     step_cost: of the round in hand, as `rule.Choice` has them.
     """
 
-    buffers: InputBuffers
-    idx_mapping: Tensor
-    requests: Tensor
-    sample_positions: Tensor
-    draft_tokens: Tensor
-    lengths: Tensor
-    statistics: Tensor
-    row_steps: Tensor
-    row_limits: Tensor
-    left_out: Tensor
-    step: Tensor
-    limit: Tensor
-    round_limit: Tensor
-    active: Tensor
-    going: Tensor
-    gate_feature: Tensor
-    gate_rule: Tensor
-    counts: Tensor
-    max_model_len: int
-    features: tuple[str, ...]
-    budget: DraftBudget
-    matches: Matches
-    worth: Worth
-    free: Free | None = None
-    measures: bool = False
-    step_value: float = 0.0
-    step_cost: float = 1.0
-    _copy: LateCopy | None = None
-
-    @classmethod
-    def around(
-        cls,
+    def __init__(
+        self,
         buffers: InputBuffers,
         idx_mapping: Tensor,
         sample_positions: Tensor,
@@ -89,8 +57,8 @@ class DraftState:
         free: Free | None = None,
         text: Tensor | None = None,
         measures: bool = False,
-    ) -> DraftState:
-        """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
+    ) -> None:
+        """Around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
 
         table: limits by load; None: k for all. free: None without free drafts; text: the tokens of all requests, for
         these. measures: whether the value of a step ends a round.
@@ -101,33 +69,33 @@ class DraftState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls(
-            buffers=buffers,
-            idx_mapping=idx_mapping,
-            requests=zeros(rows, dtype=torch.int64).fill_(-1),
-            sample_positions=sample_positions,
-            draft_tokens=draft_tokens,
-            lengths=zeros(rows),
-            statistics=zeros(rows, k, len(features), dtype=torch.float32),
-            row_steps=zeros(rows),
-            row_limits=zeros(rows, dtype=torch.float32).fill_(math.nan),
-            left_out=zeros(rows),
-            step=step,
-            limit=zeros(1).fill_(k if free is None else free.k),
-            round_limit=zeros(1),
-            active=zeros(1),
-            going=zeros(1),
-            gate_feature=zeros(1).fill_(-1),
-            gate_rule=zeros(2, dtype=torch.float32),
-            counts=zeros(len(COUNTED) + k + 1 + k + 2 * k + rows + 1, dtype=torch.int64),
-            max_model_len=max_model_len,
-            features=features,
-            budget=DraftBudget.of(table or LengthTable.fixed(k), rows, device),
-            matches=Matches.of(rows, text if free is not None else None, device),
-            worth=Worth.of(rows, device),
-            free=free,
-            measures=measures,
-        )
+        self.buffers = buffers
+        self.idx_mapping = idx_mapping
+        self.requests = zeros(rows, dtype=torch.int64).fill_(-1)
+        self.sample_positions = sample_positions
+        self.draft_tokens = draft_tokens
+        self.lengths = zeros(rows)
+        self.statistics = zeros(rows, k, len(features), dtype=torch.float32)
+        self.row_steps = zeros(rows)
+        self.row_limits = zeros(rows, dtype=torch.float32).fill_(math.nan)
+        self.left_out = zeros(rows)
+        self.step = step
+        self.limit = zeros(1).fill_(k if free is None else free.k)
+        self.round_limit = zeros(1)
+        self.active = zeros(1)
+        self.going = zeros(1)
+        self.gate_feature = zeros(1).fill_(-1)
+        self.gate_rule = zeros(2, dtype=torch.float32)
+        self.counts = zeros(len(COUNTED) + k + 1 + k + 2 * k + rows + 1, dtype=torch.int64)
+        self.max_model_len = max_model_len
+        self.features = features
+        self.budget = DraftBudget.of(table or LengthTable.fixed(k), rows, device)
+        self.matches = Matches.of(rows, text if free is not None else None, device)
+        self.worth = Worth.of(rows, device)
+        self.free = free
+        self.measures = measures
+        self.step_value, self.step_cost = 0.0, 1.0
+        self._copy: LateCopy | None = None
 
     def inputs(self) -> RoundInputs:
         """The rows' tensors as kernels take them."""

@@ -5,9 +5,9 @@ patches.py        which names of vLLM are replaced, and why (data); compat.py re
 subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; how an engine gets them;
                   overrides.py makes a subclass
 vllm_names.py     every name of vLLM that is imported (data)
-releases/         the table of supported releases, and a module for each that says what differs in it; seams.py is all
-                  that is used of vLLM, and admission.py looks for it in a release that nobody has tried, by its source
-                  (source.py); versions.py says which one is installed
+releases/         the table of supported releases, with what differs in each; seams.py is all that is used of vLLM, and
+                  admission.py looks for it in a release that nobody has tried, by its source (source.py); versions.py
+                  says which one is installed
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 target_facts.py   the configured target and this machine, for the choice of what drafts (early_exit/defaults.py)
 rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)

@@ -17,8 +17,6 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from selfspec_cli.early_exit.counters import REASONS, DraftCounters
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.length_table import Cell
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.vllm_plugin.observe import late_copy
 from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, NAN_LOGITS, News, attach, flat
@@ -90,21 +88,6 @@ def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
     counters.allowed(0, [])
     assert counters.in_force == 0
     assert set(counters.off) == set(REASONS)
-
-
-@pytest.mark.parametrize(
-    ("cell", "own", "reason"),
-    [
-        (Cell(1, 0, 4), NOTHING, None),
-        (Cell(1, 0, 4), RequestSettings(2), None),
-        (Cell(1, 0, 4), RequestSettings(0), "request"),
-        (Cell(8, 0, 0), NOTHING, "load"),
-        (Cell(8, 0, 0), RequestSettings(0), "load"),
-        (Cell(1, 4096, 0), NOTHING, "context"),
-    ],
-)
-def test_what_switches_drafting_off(cell, own, reason):
-    assert switched_off_by(cell, own) == reason
 
 
 class Event:

@@ -7,7 +7,7 @@ answer, not a detail.
 
 from __future__ import annotations
 
-from selfspec_cli.vllm_plugin.releases.release import Release
+from selfspec_cli.vllm_plugin.releases import Release
 
 V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"

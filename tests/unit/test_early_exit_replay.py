@@ -56,12 +56,6 @@ def test_lengths_are_those_of_the_loop(gate):
         assert draft_lengths(log, setting).tolist() == want
 
 
-def test_a_short_draft_replays_no_longer_than_it_was():
-    log = make()
-    short = replace(log, drafted=torch.full_like(log.drafted, 2), accepted=log.accepted.clamp_max(2))
-    assert draft_lengths(short, Setting("none", None, K)).tolist() == [2] * len(log.drafted)
-
-
 def test_nan_closes_the_gate():
     log = make(3)
     log.statistics[1, 0] = torch.nan
@@ -76,17 +70,6 @@ def test_the_outcome_counts_and_prices():
     assert (outcome.rounds, outcome.drafted, outcome.accepted) == (200, 600, accepted)
     assert outcome.speedup == pytest.approx((200 + accepted) * 7.0 / (200 * 7.2 + 600 * 1.25))
     assert outcome.speedup == pytest.approx((200 + accepted) / 200 * COSTS.plain / COSTS.round(3))
-
-
-def test_settings_for_spans_gates_and_lengths():
-    log = make()
-    found = settings_for(log, ["none", "maxp"], (1, 2))
-    assert [setting for setting in found if setting.gate == "none"] == [
-        Setting("none", None, 1),
-        Setting("none", None, 2),
-    ]
-    # One step leaves a gate nothing to decide.
-    assert {(setting.gate, setting.k) for setting in found} == {("none", 1), ("none", 2), ("maxp", 2)}
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,6 @@ def test_of_two_kinds_that_a_name_begins_with_the_longer_is_meant(monkeypatch):
     assert HeadSpec.from_name("lens_bias") == HeadSpec("lens_bias")
 
 
-def test_why_another_packages_head_cannot_be_used_is_said(monkeypatch):
-    monkeypatch.setitem(HEADS.broken, "mine", "head 'mine' of a package cannot be used: it has no name")
-    with pytest.raises(SettingsError, match=r"^head 'mine' of a package cannot be used: it has no name$"):
-        HeadSpec.from_name("mine")
-
-
 def test_rows_that_somebody_else_keeps_are_given_up():
     head = lsq_head(torch.zeros(3, 4), torch.zeros(3), torch.tensor([1, 4, 5]))
     head.drop_rows()
@@ -143,20 +137,6 @@ def test_targets_without_variance_have_nothing_to_explain():
 
     assert math.isnan(report(0.0, 0.0).explained)
     assert report(1.0, 4.0).explained == 0.75
-
-
-def test_a_low_rank_fit_reports_the_condition_of_the_whole():
-    states = torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
-    equations = NormalEquations(6, 5)
-    equations.update(states, states @ torch.randn(6, 5, generator=torch.Generator().manual_seed(2)))
-    assert equations.solve_low_rank(2)[-1].condition == equations.solve(0.0)[-1].condition > 1
-
-
-def test_what_is_not_finite_is_called_state_or_target():
-    states, targets = torch.randn(4, 6), torch.randn(4, 5)
-    targets[2, 1] = torch.nan
-    with pytest.raises(FitError, match=r"^target of token 2 "):
-        NormalEquations(6, 5).update(states, targets)
 
 
 def test_a_ridge_that_is_lost_in_rounding_does_not_help_a_singular_matrix():

@@ -23,8 +23,8 @@ fused_step/       all decoder layers of a draft step as one kernel: models.py sa
                   layout.py lays out its weights, launch.py compiles it
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
-                  experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
-                  kernels for some of them, lowbit_one_token.py and lowbit_few_tokens.py for integers,
+                  experts.py those of experts; fp8.py and lowbit.py the kernels for some of them,
+                  lowbit_one_token.py and lowbit_few_tokens.py for integers,
                   compiled_ahead.py compiles them; rounding.py rounds tokens for them, fused.py has norms and
                   activations do so; sharded.py splits a head over ranks, renewed.py follows weights that are
                   replaced, step_bytes.py counts what is read
@@ -37,12 +37,11 @@ v1/               proposer.py: the draft loop on the V1 model runner (CPU); roun
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
-fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
-                  timing.py times them there; moments.py looks at what linear layers see, and makes copies for it
+fitting/          collect.py takes hidden states off forward passes, solve.py solves, tests and times heads in the
+                  worker; moments.py looks at what linear layers see, and makes copies for it
 observe/          annotate.py names what a profiler shows, profiler.py starts one; gpu_meter.py says how busy a GPU was;
                   watch.py counts what must not happen while drafting;
-                  metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there,
-                  late_copy.py off the device
+                  metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; no other module imports them
 wrap.py           how a fault, or what counts, comes and goes on a live engine

@@ -17,10 +17,10 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from selfspec_cli.early_exit.counters import REASONS, DraftCounters
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin.observe import late_copy
-from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, NAN_LOGITS, News, attach, flat
 from selfspec_cli.vllm_plugin.strict import LOGGER, set_strict
+from selfspec_cli.vllm_plugin.v2 import state
+from selfspec_cli.vllm_plugin.v2.state import LateCopy
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 
@@ -105,7 +105,7 @@ class Event:
 
 def test_a_late_copy_never_waits_and_is_made_once_in_a_while(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(late_copy.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(state.time, "monotonic", lambda: clock[0])
     source = torch.tensor([1, 2])
     copy = LateCopy(source, every=0.5)
     copy._done = Event()
@@ -140,7 +140,7 @@ def test_a_copy_may_begin_inside_of_inference_mode_and_go_on_outside_or_the_othe
 
 def our_metrics() -> set[str]:
     """Names of the metrics that the plugin makes, from its source."""
-    source = (Path(late_copy.__file__).parent / "metrics.py").read_text(encoding="utf-8")
+    source = (INFRA.parent / "selfspec_cli/vllm_plugin/observe/metrics.py").read_text(encoding="utf-8")
     plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
     labelled = re.findall(r'_labelled\(\s*(?:"\w+"|[A-Z]+),\s*"(\w+)"', source)
     gauges = re.findall(r'_gauge\("(\w+)"', source)

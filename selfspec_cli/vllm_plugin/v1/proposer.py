@@ -41,7 +41,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     DraftModelProposer,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
+from selfspec_cli.vllm_plugin.weights.copied import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 

@@ -25,12 +25,12 @@ matches.py            free drafts: the longest match of a request's last tokens 
 
 Around the round, on the host:
 
-widths.py, sizes.py   how many draft slots the scheduler plans in a step (early_exit/rule.py), and the graphs for them.
+widths.py, sizes.py   how many draft slots the scheduler plans in a step (early_exit/rule.py), and the graphs for them;
+                      what a step tells the speculator before its first kernel.
 step_times.py         what steps take on the device, measured on the captured graphs at the start.
 graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
 drafting_disabled.py  steps after the first one without drafts run without the speculator.
 step_order.py         whether a step's tokens are read before the next step is launched.
-requests.py           new requests, made known to the speculator before its first kernel reads them.
 
 A gate, a threshold, a draft length or a table can change between two rounds without a recapture: all of them are
 numbers in device memory. What a graph fixes is shapes: batch size, k, the layers that draft, and a verify pass's width.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,6 @@ from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.observe.late_copy import EVERY, LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Matches, Progress, RoundInputs, Worth
 
@@ -21,10 +21,35 @@ if TYPE_CHECKING:
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
 """The first of `DraftState.counts`, in the kernels' order."""
-
-
+EVERY = 0.5
+"""Seconds between two copies. One is a single small transfer in the stream of the work that counts."""
 SOON = 0.05
 """Seconds between two copies of the counters to the host where the rule that chooses draft lengths learns from them."""
+
+
+class LateCopy:
+    """A tensor's values as they were a moment ago, on the host, without the host ever waiting for the device."""
+
+    def __init__(self, source: Tensor, every: float = EVERY) -> None:
+        self._source, self._every = source, every
+        on_gpu = source.is_cuda
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None
+        self._under_way, self._next = False, -float("inf")
+
+    def read(self) -> list[int] | None:
+        """The values of a copy that has arrived since the last call, None if none has; begins the next one."""
+        values = None
+        if self._under_way and (self._done is None or self._done.query()):
+            values, self._under_way = self._host.tolist(), False
+        now = time.monotonic()
+        if not self._under_way and now >= self._next:
+            with torch.inference_mode():  # the first read may come from inside of it and others from outside
+                self._host.copy_(self._source, non_blocking=True)
+            if self._done is not None:
+                self._done.record()
+            self._under_way, self._next = True, now + self._every
+        return values
 
 
 class DraftState:

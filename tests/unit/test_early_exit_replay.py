@@ -7,6 +7,7 @@ from all_statistics import all_statistics
 
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.replay import (
     Outcome,
@@ -120,6 +121,8 @@ def test_settings_for_reads_the_statistics_that_a_log_has():
     log = make(8)
     fewer = replace(log, features=("adaedl", "entropy"), statistics=log.statistics[:, :, :2])
     assert {setting.gate for setting in settings_for(fewer, ["margin", "entropy"], [2])} == {"entropy"}
+    with pytest.raises(SettingsError, match="logged statistic 'margin' is not known; allowed: adaedl, entropy"):
+        fewer.feature("margin")
     margins = settings_for(log, ["margin", "none"], [2, 1])
     assert margins == [
         *(Setting("margin", limit, 2) for limit in thresholds(log, "margin")),

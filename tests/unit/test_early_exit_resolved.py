@@ -233,11 +233,6 @@ def test_of_what_does_not_go_together(spec, text):
     assert said(read, **spec) == text
 
 
-def test_copies_from_a_file():
-    settings = read(draft_weights="int4", draft_weights_path="w")
-    assert (settings.draft_weights, settings.draft_weights_path) == ("int4", "w")
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -285,24 +280,6 @@ def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_i
 
 
 # ---- what nobody gives -----------------------------------------------------------------------------------------------
-
-
-def test_defaults_are_half_the_layers_and_five_tokens():
-    assert ResolvedSettings.from_user({}, 12) == ResolvedSettings(layer=6, k=5)
-
-
-def test_every_key_is_read():
-    spec = {
-        "method": "layer_skip",
-        "layer_skip": 3,
-        "num_speculative_tokens": 7,
-        "lsq_head_path": "heads/a.safetensors",
-        "gate": "maxp",
-        "tau": 0.25,
-    }
-    head = HeadConfig(path="heads/a.safetensors")
-    expected = ResolvedSettings(layer=3, k=7, head=head, gate=GateConfig("maxp"), threshold=0.25)
-    assert ResolvedSettings.from_user(spec, 12) == expected
 
 
 def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():

@@ -65,6 +65,12 @@ def test_of_two_kinds_that_a_name_begins_with_the_longer_is_meant(monkeypatch):
     assert HeadSpec.from_name("lens_bias") == HeadSpec("lens_bias")
 
 
+def test_why_another_packages_head_cannot_be_used_is_said(monkeypatch):
+    monkeypatch.setitem(HEADS.broken, "mine", "head 'mine' of a package cannot be used: it has no name")
+    with pytest.raises(SettingsError, match=r"^head 'mine' of a package cannot be used: it has no name$"):
+        HeadSpec.from_name("mine")
+
+
 def test_rows_that_somebody_else_keeps_are_given_up():
     head = lsq_head(torch.zeros(3, 4), torch.zeros(3), torch.tensor([1, 4, 5]))
     head.drop_rows()

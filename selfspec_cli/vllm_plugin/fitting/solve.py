@@ -127,9 +127,9 @@ def _metadata(
     tag: str | None,
 ) -> dict[str, Any]:
     """The fields of `HeadMetadata` that are not the model's name nor the data's."""
-    statistics = {} if report is None else report.to_dict()
+    fit = {} if report is None else report.to_dict()
     own = ("agreement", "tested_on", *(field.name for field in fields(HeadScale)))
-    statistics |= {name: summary[name] for name in own if name in summary}
+    fit |= {name: summary[name] for name in own if name in summary}
     return {
         "kind": spec.kind,
         "layer": layer,
@@ -141,7 +141,7 @@ def _metadata(
         "target": spec.target,
         "pairs": None if report is None else report.pairs,
         "ridge": None if report is None else report.ridge,
-        "fit": statistics,
+        "fit": fit,
     }
 
 

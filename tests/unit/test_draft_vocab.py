@@ -140,15 +140,6 @@ def test_a_list_may_begin_with_a_blank_line(tmp_path):
     assert draft_vocab.read_ids(tmp_path / "list", VOCAB).tolist() == [1, 8]
 
 
-def test_counts_are_whole_numbers_and_make_their_folder(tmp_path):
-    counts = draft_vocab.count_tokens([[1, 1, 8], [8, 9, 40]], VOCAB)
-    assert counts.tolist() == [0, 2, 0, 0, 0, 0, 0, 0, 2]
-    assert counts.dtype == torch.int64
-    for _ in range(2):  # again over what is there
-        path = draft_vocab.save_counts(tmp_path / "new" / "heads", counts, "a text")
-    assert [file.name for file in path.parent.iterdir()] == [draft_vocab.COUNTS_FILE]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

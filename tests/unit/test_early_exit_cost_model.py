@@ -99,11 +99,6 @@ def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
     assert found.draft == pytest.approx(MEASURED.draft + MEASURED.verify_token)
 
 
-def test_a_verify_step_is_never_taken_to_shrink():
-    found = cm.fit_costs([(1, 8.0, 1.0, 1), (4, 10.0, 4.0, 1)], 7.0)
-    assert found.verify_token == 0
-
-
 @pytest.mark.parametrize(
     "call",
     [

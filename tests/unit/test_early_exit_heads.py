@@ -97,9 +97,7 @@ def test_a_rank_15_translator_at_hidden_5120_has_150_thousand_parameters():
         bytes_per_step("len", 8, 8)
 
 
-def test_most_frequent_ids():
-    assert most_frequent_ids(torch.tensor([5, 1, 7, 5, 0]), 3).tolist() == [0, 2, 3]
-    assert most_frequent_ids(torch.zeros(5), 2).tolist() == [0, 1]
+def test_more_tokens_than_there_are_or_none_are_refused():
     for size in (0, 6):
         with pytest.raises(HeadError, match="1 to 5"):
             most_frequent_ids(torch.ones(5), size)

@@ -15,7 +15,7 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from selfspec_cli.early_exit.counters import REASONS, DraftCounters
+from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, NAN_LOGITS, News, attach, flat
 from selfspec_cli.vllm_plugin.strict import LOGGER, set_strict
@@ -77,17 +77,6 @@ def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(m
         assert logger.filter(record), "a client's request never ends an engine"
     finally:
         set_strict(False)
-
-
-def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
-    counters = DraftCounters(4)
-    counters.allowed(4, [(0, "load"), (2, None), (0, "load"), (0, "request")])
-    assert (counters.off["load"], counters.off["request"], counters.in_force) == (2, 1, 2)
-    counters.allowed(1, [(4, None)])  # a live engine whose draft length was set to one token
-    assert counters.in_force == 1
-    counters.allowed(0, [])
-    assert counters.in_force == 0
-    assert set(counters.off) == set(REASONS)
 
 
 class Event:

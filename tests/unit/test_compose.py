@@ -605,6 +605,7 @@ def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp
     old["engine"] |= {"name": "h100", "enable_chunked_prefill": None, "async_scheduling": None}
     old["model"] |= {"exit_layer": 8, "draft_length": None}
     old |= {"tau": None, "tau_v": 4.0, "draft_window": None, "read_first": True}
+    old["gate"]["calibration"] = None
     old["launcher"] |= {"tries": 2, "address": None, "cluster": "slurm", "partition": None, "minutes": 240}
     old["tracker"] |= {"project": "mine", "entity": None}
     old["load"] |= {"e2e_limit": None, "category": "category"}

@@ -14,7 +14,6 @@ from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, war
 from selfspec_cli.commands.shared import Overrides, command
 from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record import folder as results_folder
@@ -46,7 +45,7 @@ def check(
     ] = None,
 ) -> None:
     """Performance check: is the speed still what FILE asks for? Exit code 0: green; 1: red, or not measurable, which
-    the last line says; 2: bad input, or its micro check was not green yet."""
+    the last line says; 2: bad input."""
     asked = check_file.with_words(check_file.read(file), overrides or [])
     cfgs = _configs(asked, file, plant)
     folder = Path(plan.results_dir(cfgs))
@@ -94,10 +93,9 @@ def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Outpu
     """What would be measured, and what each case asks for."""
     points = plan.plan(cfgs, results_folder.heads(folder), again=True)
     limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
-    facts = {"refused": stage.refusal(asked, folder, Keys().device(cfgs[0]))} | limits
     if not out.as_json:
         screen.show_plan(points)
-    out.answer(screen.plan_document(points) | facts, lambda: screen.show_facts(facts))
+    out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
 
 
 def show(document: dict[str, Any]) -> None:

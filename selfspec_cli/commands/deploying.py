@@ -29,7 +29,8 @@ def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[
     """
     try:
         pays = speedup is None or speedup > 1
-        cfg = cfg if pays else baseline_of(cfg)
+        if not pays:
+            cfg = baseline_of(cfg)
         made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
         spec, config = deployment.save(cfg, made, command)
     except (ConfigError, OSError) as error:

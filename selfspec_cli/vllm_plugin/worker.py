@@ -71,16 +71,14 @@ class EarlyExitWorker:
     model_runner: Any
     vllm_config: Any
 
-    def early_exit_set_gate(
-        self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
-    ) -> None:
-        """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration, and for
+    def early_exit_set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate between two rounds. Raises SettingsError for a bad gate or threshold, and for
         `auto` on an engine that was started with another one: it has no graphs for the widths."""
         drafter: Any = self._early_exit_drafter()
         measured = getattr(getattr(drafter, "settings", None), "chooses_width", False)
         if kind == AUTO and not measured:
             raise SettingsError(f"gate {AUTO!r} has to be the gate that an engine is started with")
-        drafter.gate.set(kind, threshold, calibration)
+        drafter.gate.set(kind, threshold)
         if measured:
             drafter.set_chooses_width(kind == AUTO)
 
@@ -111,17 +109,6 @@ class EarlyExitWorker:
         settings = drafter.settings
         known = checked_table(text, settings.k)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
-
-    def early_exit_set_read_first(self, on: bool) -> None:
-        """Read tokens before the next step is launched, where drafting hides that, or never (`read_first`), from the
-        next step on. Raises SettingsError for what is no truth value, and where steps have one order only, as on the
-        CPU."""
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "set_read_first"):
-            raise SettingsError("this engine reads and launches in one order only")
-        if not isinstance(on, bool):
-            raise SettingsError(f"read_first = {on!r} is not allowed; allowed: true and false")
-        drafter.set_read_first(on)
 
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
         """Draft with other layers, weights or context from the next round on, on an eager engine.

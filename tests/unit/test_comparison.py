@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
-from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.early_exit.fitting import tokens_a_round
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "selfspec_cli"
 
 # Words that other files may know: what nothing is chosen by, the one gate that maps another's statistic, and a value of
 # other settings, too.
-NEUTRAL = {"none", "calibrated", "shared", "lens", "full", "auto"}
+NEUTRAL = {"none", "shared", "lens", "full", "auto"}
 REGISTRIES = {
     "gates": (GATES, "GATE", "early_exit/gates"),
     "heads": (HEADS, "HEAD", "early_exit/heads"),

@@ -303,7 +303,7 @@ def test_long_names_are_whole_where_the_output_is_no_terminal():
         SET,
         draft_weights="fp8",
         vocab="32768",
-        gate="calibrated",
+        gate="survival",
         threshold=0.123,
         ttft_ms=1.0,
         itl_ms=1.0,
@@ -502,8 +502,8 @@ def test_what_roc_and_heads_left_is_in_the_page(results):
 
 
 def test_every_gate_is_labelled_with_its_direction():
-    labels = [rows.gate_label(replace(ARM, gate=name, threshold=0.5)) for name in ("margin", "entropy", "calibrated")]
-    assert labels == ["margin ≥ 0.5", "entropy ≤ 0.5", "calibrated ≥ 0.5"]
+    labels = [rows.gate_label(replace(ARM, gate=name, threshold=0.5)) for name in ("margin", "entropy", "survival")]
+    assert labels == ["margin ≥ 0.5", "entropy ≤ 0.5", "survival ≥ 0.5"]
 
 
 def test_a_label_names_what_is_not_the_default():

@@ -33,7 +33,7 @@ class FakeEngine:
     def __init__(self, cfg):
         self.cfg, self.gates = cfg, []
 
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         self.gates.append((kind, threshold))
 
 

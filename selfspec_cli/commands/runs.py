@@ -109,10 +109,10 @@ def delete(
     names = [row.point for row in rows]
     if not out.dry_run and names and not yes:
         _ask(rows, out.as_json)
-    warnings = [] if out.dry_run or not names else results.delete(folder, names)
-    warn(warnings)
+    if names and not out.dry_run:
+        results.delete(folder, names)
     if out.as_json:
-        return emit({"dry_run": out.dry_run, "deleted": names, "warnings": warnings})
+        return emit({"dry_run": out.dry_run, "deleted": names})
     for row in rows:
         say(f"{row.point}  {label(row)}  {row.status}")
     say(f"{len(names)} point(s) {'would be' if out.dry_run else 'were'} deleted from {folder}")

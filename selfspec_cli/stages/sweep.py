@@ -143,8 +143,8 @@ def run(
         RecordError: a point could not be written.
     """
     folder = Path(results_dir(cfgs))
-    with interrupts.deferred(), results.sweep_lock(folder):
-        warnings = [*results.prepare(folder), *submitit.collect(folder)]
+    with interrupts.deferred(), results.writing(folder):
+        warnings = submitit.collect(folder)
         more = {"again": again, "reuse_baseline": reuse_baseline, "retry_failed": retry_failed}
         todo = plan(cfgs, results.heads(folder), **more)
         progress.planned(todo)

@@ -40,7 +40,7 @@ live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
                   timing.py times them there; moments.py looks at what linear layers see, and makes copies for it
-observe/          annotate.py names what a profiler shows, profiler.py starts one; gpu_meter.py says how busy a GPU was;
+observe/          profiler.py names what a profiler shows, and starts one; gpu_meter.py says how busy a GPU was;
                   watch.py counts what must not happen while drafting;
                   metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there,
                   late_copy.py off the device

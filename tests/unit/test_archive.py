@@ -26,6 +26,7 @@ def results(tmp_path, monkeypatch):
     for made in (base, against(base), failed("2", number=2)):
         folder.save("mine", made)
     folder.save_finding("mine", finding())
+    folder.export("mine")
     assert archive.pack(Path("mine"), Path("mine.jsonl.xz")) == 4
     return Path("mine.jsonl.xz")
 
@@ -76,7 +77,7 @@ def test_nothing_is_written_into_an_archive(results):
     for attempt in (
         lambda: folder.save(results, baseline("5")),
         lambda: folder.save_finding(results, finding()),
-        lambda: folder.prepare(results),
+        lambda: folder.writing(results).__enter__(),
         lambda: folder.export(results),
         lambda: folder.delete(results, ["x"]),
     ):

@@ -99,7 +99,7 @@ def test_delete_asks_first_and_makes_the_tables_again(place):
 
 
 def test_nothing_is_deleted_while_another_command_writes(place):
-    with folder.sweep_lock(place):
+    with folder.writing(place):
         result = call("runs", "delete", "status~memory", "--yes")
     assert result.exit_code == 2 and "another selfspec command" in result.stderr
     assert len(list((place / "runs").glob("*.json"))) == 4

@@ -217,7 +217,7 @@ def test_an_interrupt_passes_through_and_keeps_the_rows(lab):
 
 
 def test_a_results_folder_in_use_is_refused(lab):
-    with folder.sweep_lock(lab.folder), pytest.raises(ConfigError, match="pid"):
+    with folder.writing(lab.folder), pytest.raises(ConfigError, match="pid"):
         lab.run(VARH_SWEEP)
     assert lab.engines == []
 

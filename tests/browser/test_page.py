@@ -138,7 +138,7 @@ def test_a_row_opens_what_is_kept_of_it(driver, pages):
     shown(driver, pages["made_up"])
     driver.execute_script("document.querySelectorAll('#all td.open button')[1].click()")
     opened = driver.execute_script("return document.querySelector('#all .opened').textContent")
-    for text in ("selfspec sweep", "runs/", "git revision", "Configuration", "tokens a second", "Raw times"):
+    for text in ("selfspec sweep", "runs/", "git revision", "Configuration", "Tokens a second of each repeat"):
         assert text in opened
     button = "document.querySelectorAll('#all td.open button')[1]"
     assert driver.execute_script(f"return {button}.getAttribute('aria-expanded')") == "true"

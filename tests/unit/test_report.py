@@ -382,41 +382,20 @@ def test_the_page_makes_no_request_and_escapes(results, tmp_path):
 
 def test_a_row_opens_everything_that_is_kept_of_it(results):
     found = sources.read(results)
-    shown = details.details(found, "events")
+    shown = details.details(found)
 
     def section(made, title):
         (parts,) = [parts for name, *parts in made if name == title]
-        return [shown["pool"][part] if isinstance(part, int) else part for part in parts]
+        return [shown["pool"][part] for part in parts]
 
     arm = shown["rows"][1]
     assert section(arm, "Command") == ["selfspec sweep"]
     assert section(arm, "Configuration") == [[["k", "5"]]]
     assert section(arm, "Provenance")[0][0] == ["point", f"runs/{found.points[1].id}.json"]
     assert section(arm, "Compared with")[0][0] == ["baseline", found.points[0].id]
-    _, *repeats = section(arm, "Raw times")
-    assert len(repeats) == 3 and repeats[0]["title"] == "repeat 1: 150.0 tokens a second, 0.026667 s"
-    assert repeats[0]["text"] == "request 1: 4 tokens, arrived at 0.00 ms, outputs after 6.67 6.67 6.67 6.67 ms"
-    assert section(shown["rows"][2], "Raw times") == ["were not kept"]  # it failed
-    shown = details.details(found, "repeats")
-    assert section(shown["rows"][1], "Raw times")[1].startswith("repeat 1: 150.0 tokens a second")
-    shown = details.details(found, "none")
-    assert section(shown["rows"][1], "Raw times") == ["only in the point's file"]
-
-
-@pytest.mark.slow
-def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monkeypatch):
-    found = sources.read(results)
-    drawn = figures.of_sources(found)
-    whole = page.html(found, drawn)
-    monkeypatch.setattr(page, "LIMIT", len(whole) - 1)
-    shorter = page.html(found, drawn)
-    assert len(shorter) < len(whole)
-    monkeypatch.setattr(page, "LIMIT", 1)
-    least = page.html(found, drawn)
-    (text,) = re.findall(r'id="packed-data">([^<]+)<', least)
-    data = json.loads(gzip.decompress(base64.b64decode(text)))
-    assert data["details"]["level"] == "none"
-    assert len(data["table"]["points"]) == 3
+    speeds = "Tokens a second of each repeat"
+    assert section(arm, speeds) == ["150.0, 160.0, 140.0"]
+    assert section(shown["rows"][2], speeds) == ["not kept"]  # it failed
 
 
 @pytest.mark.slow
@@ -429,7 +408,6 @@ def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypat
     few = page.limited(many, 2)
     assert [panel.name for panel in few.panels] == ["3", "4"] and "2 of 5 panels" in few.about
     assert page.limited(whole, 5) is whole
-    # Panels go after raw times, and only where a page is too long with all of them.
     monkeypatch.setattr(page, "MOST_PANELS", (5, 2))
     assert "2 of 5 panels" not in page.html(found, [many])
     monkeypatch.setattr(page, "LIMIT", 1)

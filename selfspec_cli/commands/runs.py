@@ -1,4 +1,4 @@
-"""`selfspec runs`: list, filter, show, compare, delete and export the points of a results folder."""
+"""`selfspec runs`: list, filter, show, delete and export the points of a results folder."""
 
 import json
 import sys
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.help import RunsCommands
@@ -22,9 +20,7 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import group_title, label, times
 from selfspec_cli.stages import preflight
 
-app = typer.Typer(
-    cls=RunsCommands, no_args_is_help=True, help="List, filter, show, compare, delete and export measured points."
-)
+app = typer.Typer(cls=RunsCommands, no_args_is_help=True, help="List, filter, show, delete and export measured points.")
 
 RESULTS = "results_dir"
 OF_FOLDER: dict[str, Any] = {"settings": False, "dry_run": False}  # of a command that reads a folder
@@ -73,20 +69,11 @@ def show(out: Output, ids: Ids) -> None:
     if out.as_json:
         return emit({"points": [_document(point) for point in chosen]})
     for point in chosen:
-        _show(point, folder)
-
-
-@command("diff", epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0", **OF_FOLDER)
-def diff(out: Output, ids: Ids) -> None:
-    """Two points: what differs between them, and whether the difference in speed is more than noise."""
-    from selfspec_cli.report import compare, compared
-
-    folder, names = _place(ids)
-    if len(names) != 2:
-        raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
-    a, b = (_one(_points(folder), name) for name in names)
-    pair = compare.of_two(a, b)
-    emit(compared.document(pair)) if out.as_json else compared.show(pair, Console())
+        row = tables.row(point)
+        say(f"{label(row)}, {group_title(row)}", "bold")
+        say(f"file: {folder / results.RUNS / point.id}.json")
+        say(f"command: {' '.join(point.command or []) or 'not kept'}")
+        print(json.dumps(_document(point), indent=1, ensure_ascii=False, default=str))
 
 
 @command(
@@ -137,7 +124,7 @@ def export(
     out.answer(facts, lambda: show_facts(facts))
 
 
-for one in (list_points, show, diff, delete, export):
+for one in (list_points, show, delete, export):
     app.command(**one.typer)(one)
 
 
@@ -229,26 +216,3 @@ def _document(point: Point) -> dict[str, Any]:
         "compared_with": point.compared_with and asdict(point.compared_with),
         "repeats": [{"seconds": repeat.seconds, "tok_s": repeat.tok_s} for repeat in point.repeats],
     }
-
-
-def _show(point: Point, folder: Path) -> None:
-    from selfspec_cli.report.compare import flat
-
-    row = tables.row(point)
-    say(f"{label(row)}, {group_title(row)}", "bold")
-    say(f"file: {folder / results.RUNS / point.id}.json")
-    document = {name: value for name, value in _document(point).items() if value and name != "row"}
-    sections = {"figures": {name: value for name, value in plain(row).items() if value is not None}} | document
-    sections["command"] = " ".join(point.command or []) or "not kept"
-    for name, section in sections.items():
-        say(f"\n{name}", "bold")
-        if isinstance(section, dict):
-            for key, value in flat(section):
-                Console(soft_wrap=True).print(
-                    Text(f"  {key:<32} {json.dumps(value) if isinstance(value, list) else value}")
-                )
-        elif isinstance(section, list):
-            for number, one in enumerate(section, start=1):
-                say(f"  {number}: {one['tok_s']:,.1f} tokens a second, {one['seconds']:.3f} s")
-        else:
-            say(f"  {section}")

@@ -108,31 +108,13 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     archive.refuse(results)
     runs = Path(results) / RUNS
     target = runs / f"{point.id}.json"
-    part = runs / f".{point.id}.{os.getpid()}.part"
     with explained(target):
-        runs.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(to_json(point))
-                file.flush()
-                os.fsync(file.fileno())
-            _give_name(part, target)
-            _sync(runs)
-        finally:
-            part.unlink(missing_ok=True)
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        with written(target) as part:
+            part.write_text(to_json(point), encoding="utf-8")
+        _sync(runs)
     return target
-
-
-def _give_name(part: Path, target: Path) -> None:
-    """Let a file appear under its name, whole and only if nothing has that name."""
-    try:
-        os.link(part, target)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if target.exists():  # a file system without hard links; `writing` keeps others of ours away
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
-        part.rename(target)
 
 
 def _sync(folder: Path) -> None:

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
 from selfspec_cli.report import static
@@ -114,17 +110,5 @@ def text(sources: Sources, form: Format) -> str:
         return buffer.getvalue()
     parts: list[str] = []
     for matrix in matrices(sources):
-        parts += static.titled(matrix.title, static.table(matrix.head, matrix.body, form), matrix.notes, form)
-    return "\n\n".join([*parts, ABOUT if form is Format.md else f"% {ABOUT}"]) + "\n"
-
-
-def show(sources: Sources, console: Console) -> None:
-    """Print the tables; raises ConfigError."""
-    for matrix in matrices(sources):
-        table = Table(title=matrix.title, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for number, name in enumerate(matrix.head):
-            table.add_column(name, justify="right" if number else "left")
-        for cells in matrix.body:
-            table.add_row(*cells)
-        console.print(table, *(Text(f"  {note}") for note in matrix.notes), "", sep="\n")
-    console.print(Text(ABOUT, style="dim"))
+        parts += [f"### {matrix.title}", static.table(matrix.head, matrix.body), *matrix.notes]
+    return "\n\n".join([*parts, ABOUT]) + "\n"

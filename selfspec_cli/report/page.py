@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import __version__
+from selfspec_cli.record.targets import less_is_better
 from selfspec_cli.report import details
 from selfspec_cli.report.export import config
 from selfspec_cli.report.figures.base import Figure, Panel
@@ -132,7 +133,7 @@ def targets(sources: Sources) -> list[dict[str, str]]:
         for name, (low, high) in target.values.items():
             measured = [value for row in rows if (value := getattr(row, name)) is not None]
             reached = any(target.reached(row, name) for row in rows)
-            best = (min if target.is_less_better(name) else max)(measured) if measured else None
+            best = (min if less_is_better(name) else max)(measured) if measured else None
             shown.append(
                 {
                     "experiment": target.experiment,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +25,8 @@ class Sources:
     """Everything that a page shows.
 
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
-    of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
-    from: what `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
+    of each point, where there is more than one. heads, curves: by the name of the place that they are from: what
+    `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
     verdicts of `selfspec check`, the oldest first. gateway: its section.
     """
 
@@ -39,8 +37,6 @@ class Sources:
     places: list[str] = field(default_factory=list)
     heads: dict[str, list[HeadRow]] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    areas: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    costs: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -108,11 +104,9 @@ def _no_points(root: Path) -> str:
     if archive.inside(root) is None:
         return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
     held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
-    groups = Counter(f"{above}/" if (above := name.rpartition("/")[0]) else name for name in held)
-    words = [name if count == 1 else f"{name} ({count} files)" for name, count in groups.most_common()]
-    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    more = f" and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
     return (
-        f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
+        f"{root} holds no points to report, but these other results: {', '.join(held[:MOST_NAMED])}{more}. "
         f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'"
     )
 
@@ -122,17 +116,10 @@ def _beside(sources: Sources, root: Path) -> None:
     alone = archive.is_folder(root / folder.RUNS)
     for file in archive.files(root, "heads.json") if alone else archive.below(root, "heads.json"):
         if (document := _document(file, sources.warnings)) is not None:
-            name = _name(file, root)
-            sources.heads[name] = load(document)
-            sources.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
-    for file in archive.below(root / "roc" if alone else root, "auc.csv"):
-        name = _name(file, root)
-        sources.areas[name] = list(csv.DictReader(archive.read_text(file).splitlines()))
-        if (document := _document(file.with_name("choice.json"), sources.warnings)) is not None:
-            exits = document.get("exits") or []
-            sources.costs |= {f"{name} E={exit_['E']}": exit_["costs"] for exit_ in exits if "costs" in exit_}
-        if (document := _document(file.with_name("curves.json"), sources.warnings)) is not None:
-            sources.curves[name] = document["panels"]
+            sources.heads[_name(file, root)] = load(document)
+    for file in archive.below(root / "roc" if alone else root, "curves.json"):
+        if (document := _document(file, sources.warnings)) is not None:
+            sources.curves[_name(file, root)] = document["panels"]
 
 
 def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from points import against, baseline
-from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
@@ -74,9 +73,6 @@ def test_the_report_by_category_has_a_line_for_each_and_one_for_all(folder):
     lines = list(csv.DictReader(io.StringIO(by_category.text(folder, Format.csv))))
     assert len(lines) == 9 and {line["arm"] for line in lines} > {"baseline"}
     assert len(json.loads(by_category.text(folder, Format.json))) == 9
-    shown = Console(file=io.StringIO(), width=200)
-    by_category.show(folder, shown)
-    assert "translation" in shown.file.getvalue()
     with pytest.raises(ConfigError, match="no point has categories"):
         by_category.matrices(sources.of_points([baseline()]))
 

@@ -1,5 +1,4 @@
 import csv
-import errno
 import multiprocessing
 import os
 import random
@@ -65,14 +64,6 @@ def test_a_point_is_never_written_twice(tmp_path):
         folder.save(tmp_path, replace(BASE, seconds=9.0))
     assert file.read_bytes() == before
     assert names(tmp_path) == [file.name]
-
-
-def test_a_file_system_without_hard_links_will_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder.os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
-    folder.save(tmp_path, BASE)
-    with pytest.raises(RecordError, match="never written twice"):
-        folder.save(tmp_path, BASE)
-    assert folder.read(tmp_path)[0] == [BASE]
 
 
 def test_the_tables_are_made_from_the_points_whatever_was_there(tmp_path):

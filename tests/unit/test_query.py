@@ -59,7 +59,7 @@ def test_list_and_show(place):
     assert "1 point(s)" in listed.stdout and "varH ≤ 5" in listed.stdout and "1.50x" in listed.stdout
     shown = call("runs", "show", "1111")
     assert shown.exit_code == 0, shown.output
-    for text in ("selfspec sweep", "speedup", "150.0 tokens a second", "git", "revision"):
+    for text in ("selfspec sweep", "speedup", 'tok_s": 150.0', "git", "revision"):
         assert text in shown.stdout
     (one,) = document(call("runs", "show", "1111", "--json"))["points"]
     assert one["row"]["speedup"] == 1.5 and len(one["repeats"]) == 3
@@ -76,11 +76,10 @@ def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
     assert "holds no runs/" in call("runs", "list", "results_dir=empty").stderr
 
 
-def test_diff_says_what_differs_and_whether_it_is_noise(place):
-    result = call("runs", "diff", "1111", "3333")
+def test_two_points_are_compared_by_their_ids(place):
+    result = call("report", "--compare", "1111", "3333")
     assert "slower" in result.stdout and "No setting, version or machine differs" in result.stdout
-    assert "failed" in call("runs", "diff", "1111", "2222").stderr
-    assert "name the two" in call("runs", "diff", "1111").stderr
+    assert "no arm in common" in call("report", "--compare", "1111", "2222").stderr  # which failed
 
 
 def test_delete_asks_first_and_makes_the_tables_again(place):

@@ -59,7 +59,6 @@ def html(sources: Sources, figures: list[Figure]) -> str:
         "facts": details.provenance(sources.points),
         "counts": {"points": len(sources.points), "failed": sum(not point.ok for point in sources.points)},
         "warnings": sources.warnings,
-        "gateway": sources.gateway,
         "checks": checks(sources),
         "code": code(),
         "options": _options,

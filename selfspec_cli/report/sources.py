@@ -14,7 +14,6 @@ from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
-from selfspec_cli.report import gateway
 from selfspec_cli.stages.check import history
 
 MOST_NAMED = 12  # other results of an archive without points
@@ -27,7 +26,7 @@ class Sources:
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
     of each point, where there is more than one. heads, curves: by the name of the place that they are from: what
     `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
-    verdicts of `selfspec check`, the oldest first. gateway: its section.
+    verdicts of `selfspec check`, the oldest first.
     """
 
     points: list[Point]
@@ -40,7 +39,6 @@ class Sources:
     profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
-    gateway: dict[str, Any] | None = None
 
 
 def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
@@ -92,7 +90,6 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     sources.places = [places[point.id] for point in sources.points]
     sources.warnings, sources.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
-    sources.gateway = gateway.section(Path(root))
     keys = {row.key for row in sources.rows}
     sources.profiles = [profile for profile in profiled.values() if not where or profile.key in keys]
     _beside(sources, Path(root))

@@ -8,7 +8,7 @@ from points import ARM, BASELINE, against, point
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import settings_key
-from selfspec_cli.record import latency, tables
+from selfspec_cli.record import tables
 from selfspec_cli.record.latency import Limits, RequestTimes, goodput
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Measurement, Repeat, from_json, to_json
@@ -113,11 +113,3 @@ def test_figures_of_load_by_clients_and_by_category():
     assert {one["category"]: one["speedup"] for one in by_category.data} == {"code": 2.0, "chat": 1.0}
     for name in ("load", "categories"):
         json.dumps(made[name].spec())
-
-
-def test_percentiles_are_numpys_over_all_requests():
-    some = [request(0, 0.001 * number, 1.0) for number in range(1, 101)]
-    found = latency.summary(some)
-    assert found["ttft_ms"] == pytest.approx(50.5)
-    assert found["ttft_p90_ms"] == pytest.approx(90.1)
-    assert found["ttft_p99_ms"] == pytest.approx(99.01)

@@ -137,20 +137,15 @@ def test_the_newest_profile_of_a_key_is_shown_and_other_files_are_left_alone(tmp
 
 
 @pytest.mark.slow
-def test_the_page_has_a_bar_for_each_profile(tmp_path):
-    folder.save(tmp_path, baseline())
+def test_a_profile_is_a_bar_and_a_picture_also_without_points(tmp_path):
     folder.save_profile(tmp_path, made(), b"")
+    (picture,) = make.pictures(tmp_path, tmp_path / "pictures")
+    assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
+    folder.save(tmp_path, baseline())
     (figure,) = [one for one in figures.of_sources(sources.read(tmp_path)) if one.name == "profile"]
     (panel,) = figure.panels
     assert sum(row["share"] for row in panel.data) == pytest.approx(1.0)
     assert [row["text"] for row in panel.data if row["text"]] == ["12.0 tok/s"]
-
-
-@pytest.mark.slow
-def test_a_tracker_gets_the_picture_of_a_profile_from_a_folder_without_points(tmp_path):
-    folder.save_profile(tmp_path / "results", made(), b"")
-    (picture,) = make.pictures(tmp_path / "results", tmp_path / "pictures")
-    assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_shares_and_kernels_are_shown(capsys):

@@ -291,28 +291,17 @@ def test_no_arm_is_called_the_fastest_where_intervals_overlap():
     assert "its whole interval is below 1, so it is slower than the baseline" in slower and "holds 1" not in slower
 
 
+def test_skip_is_never_the_fastest_verified_arm():
+    fast = replace(ARM, arm="skip", speedup=9.0)
+    assert "1.50x" in rows.headline([BASE, ARM, fast])
+    assert "No verified arm" in rows.headline([BASE, fast, FAILED])
+
+
 def test_without_intervals_nothing_is_called_the_fastest():
     bare = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)]
     headline = rows.headline([BASE, *bare])
     assert headline.startswith("Greatest speedup measured: 1.50x the baseline")
     assert headline.endswith("no interval, because repeats were not kept.")
-
-
-def test_long_names_are_whole_where_the_output_is_no_terminal():
-    arm = replace(
-        SET,
-        draft_weights="fp8",
-        vocab="32768",
-        gate="calibrated",
-        threshold=0.123,
-        ttft_ms=1.0,
-        itl_ms=1.0,
-        ppl=10.0,
-        delta_ppl=0.0,
-        mean_accepted_len=3.0,
-        drafted_per_round=3.0,
-    )
-    assert "…" not in printed([BASE, arm])
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
@@ -333,12 +322,6 @@ def test_a_terminal_gets_whole_columns_and_the_names_of_those_that_do_not_fit(wi
     shown_or_named = header + (left_out[1] if left_out else "")
     assert all(name in shown_or_named for name in ("accept", "tok/step", "drafts", "TTFT", "TPOT", "ITL", "same"))
     assert (left_out is None) is (width >= 140)
-
-
-def test_skip_is_never_the_fastest_verified_arm():
-    fast = replace(ARM, arm="skip", speedup=9.0)
-    assert "1.50x" in rows.headline([BASE, ARM, fast])
-    assert "No verified arm" in rows.headline([BASE, fast, FAILED])
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from points import against, baseline, failed, point
 from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder, head_rows, tables
+from selfspec_cli.record import documents, folder, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.head_rows import HeadRow
 from selfspec_cli.record.targets import Target
@@ -444,7 +444,7 @@ def test_what_roc_and_heads_left_is_in_the_page(results):
     place.mkdir(parents=True)
     curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
     (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
-    head_rows.save([HeadRow("m", 3, "lens", "full", 0.6)], {"step_times": {"T": 0.007}}, results)
+    documents.save_rows("heads", HeadRow, [HeadRow("m", 3, "lens", "full", 0.6)], {"step_times": {"T": 0.007}}, results)
     made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
     assert [panel.data[0]["value"] for panel in made["heads"].panels] == [0.6]

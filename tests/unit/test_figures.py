@@ -118,14 +118,17 @@ def test_the_page_begins_with_the_speedup_by_load_and_its_intervals():
     assert "by_load" not in drawn(*by_batch(1))  # one load is no curve
 
 
-def test_every_figure_begins_with_the_workload_of_the_first():
-    """It began with what was measured first: a small model on two cores."""
+def test_every_figure_begins_with_the_workload_of_the_first_and_names_no_two_panels_alike():
+    """It began with what was measured first: a small model on two cores. The selector had two entries of one name."""
     alone = by_batch(1, workload="alone")
     made = drawn(*alone, *by_batch(1, workload="two"), *by_batch(1, 8), *by_batch(8, workload="two"))
     (early,) = [panel.name for panel in made["by_load"].panels[:1]]
     for name in ("speedup", "identical"):
         assert early.partition(":")[0] in f"{made[name].panels[0].group} {made[name].panels[0].name}"
         assert "alone" in f"{made[name].panels[-1].group} {made[name].panels[-1].name}"
+    for figure in made.values():
+        names = [(panel.group, panel.name) for panel in figure.panels]
+        assert len(set(names)) == len(names)
 
 
 def test_three_loads_go_before_two_and_the_last_measured_before_older_ones():
@@ -134,15 +137,6 @@ def test_three_loads_go_before_two_and_the_last_measured_before_older_ones():
     last = [replace(one, time="2028-01-01T00:00:00+0000") for one in by_batch(1, 8, workload="last")]
     panels = drawn(*first, *later, *last)["by_load"].panels
     assert [panel.name.split(":")[0] for panel in panels] == ["m, three", "m, last", "m, later"]
-
-
-def test_panels_of_two_workloads_have_two_names():
-    """The selector had two entries of one name."""
-    made = drawn(*by_batch(1, 8), *by_batch(1, 8, workload="prose"))
-    for figure in made.values():
-        names = [(panel.group, panel.name) for panel in figure.panels]
-        assert len(set(names)) == len(names)
-    assert {panel.name.split(":")[0] for panel in made["by_load"].panels} == {"m, headline", "m, prose"}
 
 
 def test_what_one_user_and_one_gpu_get():

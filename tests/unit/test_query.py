@@ -95,10 +95,3 @@ def test_delete_asks_first_and_makes_the_tables_again(place):
     points, _ = folder.read(place)
     assert points[0].compared_with.speedup == 1.5  # what was compared with it keeps its figures
     assert "nothing was named" in call("runs", "delete", "--yes", "results_dir=results").stderr
-
-
-def test_nothing_is_deleted_while_another_command_writes(place):
-    with folder.writing(place):
-        result = call("runs", "delete", "status~memory", "--yes")
-    assert result.exit_code == 2 and "another selfspec command" in result.stderr
-    assert len(list((place / "runs").glob("*.json"))) == 4

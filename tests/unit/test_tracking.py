@@ -3,7 +3,6 @@
 import json
 import re
 import struct
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -249,12 +248,3 @@ def test_no_tracker_imports_nothing(monkeypatch):
     assert tracker.messages == []
     with pytest.raises(ConfigError, match=re.escape(extras.install("track"))), open_tracker(WANDB, "run-1"):
         pass
-
-
-@pytest.mark.slow
-def test_the_command_to_sync_is_wandbs_own():
-    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
-    shown = subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "PATH" in shown.stdout.upper()

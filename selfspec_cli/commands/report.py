@@ -66,16 +66,21 @@ def report(
     if compare is None and by is None and form is Format.html:
         return _page(out, folder, pages or folder, where or [], figures)
     from selfspec_cli.report import by_category, compared, sources, static
-    from selfspec_cli.report.compare import compare as compare_points
+    from selfspec_cli.report import compare as comparing
 
     form = Format.json if out.as_json else form
     if compare is not None:
-        comparison = compare_points(compare, folder, where or [])
+        comparison = comparing.compare(compare, folder, where or [])
         warnings, text = comparison.warnings, compared.text(comparison, form)
     else:
         read = sources.read(folder, where or [])
         warnings, text = read.warnings, (static if by is None else by_category).text(read, form)
     warn(warnings)
+    say_text(text, form)
+
+
+def say_text(text: str, form: Format) -> None:
+    """Print a report's text; Markdown that nobody asked for is drawn where the output is a terminal."""
     console = Console()
     if form is Format.html and console.is_terminal:
         console.print(Markdown(text))
@@ -88,19 +93,19 @@ def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures:
     from selfspec_cli.commands import deploying
     from selfspec_cli.report import make, sources, table
 
-    made = make.run(folder, pages, where=where, files=figures)
+    made, page, pictures = make.run(folder, pages, where=where, files=figures)
     warn(made.warnings)
     deploy = deploying.of_report(folder, pages)
     if out.as_json:
-        files = {"page": made.page, "figures": made.figures}
+        files = {"page": page, "figures": pictures}
         return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
     table.show(made.rows, Console(), made.targets)
     places = sources.folders(folder)
     if places != [folder]:
         say(f"{folder} holds no points of its own: these are of {len(places)} results folders below it")
-    if made.figures:
-        say(f"figures: {len(made.figures)} files in {made.figures[0].parent}")
-    say(f"page: {made.page}")
+    if pictures:
+        say(f"figures: {len(pictures)} files in {pictures[0].parent}")
+    say(f"page: {page}")
     for one in deploy:
         say(f"\n{one['what']}", "bold") if "what" in one else None
         deploying.show(one)

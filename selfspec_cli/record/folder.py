@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
@@ -19,7 +19,7 @@ from pathlib import Path
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, profiles, quality, tables
 from selfspec_cli.record.columns import TABLES, AcceptRow
-from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
+from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import written
 
 RUNS, SUMMARY = "runs", "summary.csv"
@@ -124,17 +124,6 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def heads(results: str | os.PathLike[str]) -> list[Point]:
-    """Of every readable point what its first line says, in the order in which they were measured."""
-    if archive.inside(results) is not None:
-        return read(results)[0]
-    points = []
-    for file in _files(results):
-        with suppress(ValueError, OSError), file.open(encoding="utf-8") as opened:
-            points.append(head_from_line(opened.readline()))
-    return in_order(points)
 
 
 def read(results: str | os.PathLike[str], names: Collection[str] | None = None) -> tuple[list[Point], list[str]]:

@@ -202,9 +202,7 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def write(sources: Sources, figures: list[Figure], path: str | Path) -> Path:
+def write(sources: Sources, figures: list[Figure], file: Path) -> None:
     """Write the page; it is there whole, or as it was before."""
-    file = Path(path)
     with written(file) as part:
         part.write_text(html(sources, figures), encoding="utf-8")
-    return file

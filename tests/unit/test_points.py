@@ -9,7 +9,7 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
-from selfspec_cli.record.point import compare, from_json, head_from_line, output_digests, to_json
+from selfspec_cli.record.point import compare, from_json, output_digests, to_json
 
 OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
 
@@ -26,8 +26,6 @@ def test_a_point_comes_back_as_it_went():
 def test_what_is_no_point_is_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011 (JSON's own error among them)
         from_json(text)
-    with pytest.raises(ValueError):  # noqa: PT011
-        head_from_line(text)
 
 
 def test_outputs_are_compared_by_their_digests():

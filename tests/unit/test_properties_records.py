@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.record import columns, folder, tables
 from selfspec_cli.record.columns import AcceptRow, Summary
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.point import HEAD, Comparison, Point, Repeat, from_json, head_from_line, point_id, to_json
+from selfspec_cli.record.point import Comparison, Point, Repeat, from_json, point_id, to_json
 
 # Four points of any content take long to make smaller, and the difference of two tables says enough.
 many_files = settings(
@@ -98,17 +98,6 @@ def test_a_point_comes_back_from_its_text(made):
     assert from_json(to_json(from_json(text))) == made
 
 
-@given(points())
-def test_the_first_line_alone_says_what_a_list_shows(made):
-    first, rest = to_json(made).split("\n", 1)
-    head = head_from_line(first + "\n")
-    assert rest
-    assert (head.ok, head.repeats, head.outputs) == (made.ok, (), ())
-    for item in fields(Point):
-        if item.name in HEAD:
-            assert getattr(head, item.name) == getattr(made, item.name)
-
-
 @pytest.mark.slow
 @given(points(), st.integers(0, 10**6))
 def test_a_torn_file_is_refused_and_never_read_as_another_point(made, cut):
@@ -166,7 +155,6 @@ def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory,
         shutil.copy(file, one / folder.RUNS)
     wanted = folder.in_order(list(made))
     assert folder.read(one) == (wanted, [])
-    assert [head.id for head in folder.heads(one)] == [each.id for each in wanted]
     assert folder.export(one) == (len(made), [])
     assert _tables(one) == _expected(wanted)
     few, _ = folder.read(one, names=[wanted[0].key, wanted[-1].id])

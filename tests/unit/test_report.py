@@ -335,12 +335,12 @@ def results(tmp_path):
 @pytest.mark.slow
 def test_the_stage_writes_the_page_and_the_figures_that_are_asked_for(results, tmp_path):
     (results / "summary.csv").write_text("garbage\n" * 400)  # nothing reads it
-    made = report.run(results, tmp_path / "out")
-    assert (made.page, made.figures) == (tmp_path / "out" / "report.html", [])
+    made, file, pictures = report.run(results, tmp_path / "out")
+    assert (file, pictures) == (tmp_path / "out" / "report.html", [])
     assert (len(made.rows), made.warnings) == (3, [])
-    assert "&lt;no&gt; memory" not in made.page.read_text()  # it is data: packed, and set as text by the browser
-    assert unpacked(made.page)["table"]["points"] == [row.point for row in made.rows]
-    files = report.run(results, tmp_path / "out", files=True).figures
+    assert "&lt;no&gt; memory" not in file.read_text()  # it is data: packed, and set as text by the browser
+    assert unpacked(file)["table"]["points"] == [row.point for row in made.rows]
+    files = report.run(results, tmp_path / "out", files=True)[2]
     assert {file.suffix for file in files} == {".svg", ".png"}
     assert all(file.stat().st_size > 3000 for file in files)
 
@@ -353,13 +353,13 @@ def unpacked(file):
 
 @pytest.mark.slow
 def test_the_page_makes_no_request_and_escapes(results, tmp_path):
-    text = report.run(results, tmp_path).page.read_text()
+    text = report.run(results, tmp_path)[1].read_text()
     visible = re.sub(r'(?s)<script type="text/plain".*?</script>', "", text)
     assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|url\(|fetch\(|https?://""", visible)
     assert len(text) < page.LIMIT
     hostile = replace(baseline(), device="<img src=x onerror=alert(1)>")
     folder.save(tmp_path / "hostile", hostile)
-    text = report.run(tmp_path / "hostile", tmp_path).page.read_text()
+    text = report.run(tmp_path / "hostile", tmp_path)[1].read_text()
     assert "<img" not in text and "&lt;img src=x" in text
 
 
@@ -442,11 +442,20 @@ def test_published_speedups_are_over_the_published_baselines(place):
 def test_what_roc_and_heads_left_is_in_the_page(results):
     place = results / "roc" / "m"
     place.mkdir(parents=True)
+    (place / "auc.csv").write_text(
+        "model,E,head,gate,drafted,auc,auc_at_stake,expected_speedup\nm,3,lens,margin,100,0.81,,2.5\n"
+    )
+    (place / "choice.json").write_text('{"exits": [{"E": 3, "costs": {"plain": 0.008, "draft": 0.001}}]}')
     curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
     (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
     documents.save_rows("heads", HeadRow, [HeadRow("m", 3, "lens", "full", 0.6)], {"step_times": {"T": 0.007}}, results)
     made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
+    assert made["auc"].panels[0].data[0]["auc"] == 0.81
+    assert {row["arm"]: row["ms"] for row in made["steps"].panels[1].data} == {
+        "plain decoding step": 8.0,
+        "draft step": 1.0,
+    }
     assert [panel.data[0]["value"] for panel in made["heads"].panels] == [0.6]
     (place / "curves.json").write_text("{")
     torn = sources.read(results)

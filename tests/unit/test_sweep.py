@@ -361,7 +361,7 @@ def test_what_was_asked_to_stop_is_not_written_down_as_failed(lab):
 def test_how_long_it_may_take_comes_from_comparable_points(lab):
     assert planning.plan(VARH_SWEEP).seconds is None
     lab.run(VARH_SWEEP[:1])
-    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.heads(lab.folder)]
+    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.read(lab.folder)[0]]
     rest = [replace(cfg, results_dir=str(lab.folder)) for cfg in VARH_SWEEP[1:]]
     assert planning.plan(rest, known).seconds == 2 * 60 + 3 * 20  # two engines; a baseline and two arms
     longer = [replace(cfg, workload=replace(cfg.workload, output_len=999)) for cfg in rest]

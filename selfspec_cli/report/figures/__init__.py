@@ -22,6 +22,7 @@ def of_sources(sources: Sources) -> list[Figure]:
         *quality.identical(together, sources.points),
         *speed.throughput(together),
         *load.curves(sources.rows),
+        *load.over_time(sources.points),
         *load.categories(together, sources.points),
         *drafts.frontier(together),
         *quality.perplexities(together),
@@ -34,6 +35,8 @@ def of_sources(sources: Sources) -> list[Figure]:
         *profile.shares(sources.profiles),
         *exits.heads(sources.heads),
         *exits.roc(sources.curves),
+        *exits.areas(sources.areas),
+        *exits.step_costs(sources.costs),
     ]
     return coloured(figures, sources.rows)
 

@@ -1,4 +1,4 @@
-"""Figures of load tests: what is served and what is waited for as more is asked, and by category."""
+"""Figures of load tests: what is served and what is waited for as more is asked, over time, and by category."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import altair as alt
 
 from selfspec_cli import load_patterns
 from selfspec_cli.record import categories as by_category
+from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK, Point
 from selfspec_cli.report.figures.base import (
     STEP,
     Figure,
+    Panel,
     below,
     colour,
     figure,
@@ -39,6 +41,7 @@ CURVES = {
     "e2e_p99_ms": "time to the last token (E2E, ms), 99th percentile",
     "failed_requests": "requests that failed",
 }
+PARTS = {"tok_s": "tokens a second", "ttft": "TTFT p99, ms", "tpot": "TPOT p99, ms"}
 
 
 def curves(rows: Iterable[Record]) -> list[Figure]:
@@ -78,6 +81,36 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
         "all runs, by the definitions of vLLM's own benchmark."
     )
     return figure("load", "Throughput and tails under load", about, chart, panels)
+
+
+def over_time(points: Sequence[Point]) -> list[Figure]:
+    """Each minute of the last run of long load tests: does what is served stay what it was?"""
+    by_family: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    names: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for point in points:
+        if not point.arm.get("arrivals") or not point.repeats:
+            continue
+        windows = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        if len(windows) < 3:
+            continue
+        row = tables.row(point)
+        family = (*_family(row), asked(row))
+        names[family].append(point.id)
+        for minute, values in enumerate(windows, start=1):
+            for name, value in values.items():
+                data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
+                by_family[family][name].append(data)
+    panels = [
+        Panel(f"{family[0]}, {family[2]}: {family[-1]}", PARTS[name], data, tuple(names[family]))
+        for family, by_name in by_family.items()
+        for name, data in by_name.items()
+    ]
+    x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
+    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
+    tips = ["series:N", "minute:Q", "value:Q", "point:N"]
+    chart = lines(x, y, tips, 40).properties(width="container", height=260)
+    about = "Every whole minute of the last run, by the requests that ended in it."
+    return figure("over_time", "Over time", about, chart, panels)
 
 
 def categories(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:

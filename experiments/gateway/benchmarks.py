@@ -156,7 +156,7 @@ def measure(servers: dict[str, Server], given: argparse.Namespace, logs: Path) -
         with_guidellm(given.guidellm, logs / "pip.log")
         asking["guidellm"] = guidellm
     found, seen = [], 0
-    with gateway(servers, "least_time", logs) as url:
+    with gateway({name: one.url for name, one in servers.items()}, "least_time", logs) as url:
         for name, ask in asking.items():
             for at_once in given.at_once:
                 row = ask(url, servers[EARLY], given, at_once, logs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.calibration import Calibration
@@ -13,7 +14,7 @@ from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def exit_name(cfg: RunConfig) -> str:
 def save(path: Path, gate: SavedGate) -> None:
     """Write the file atomically; `load` reads it back to an equal object."""
     document = {"calibration": gate.calibration.to_dict(), "threshold": gate.threshold, "about": gate.about}
-    with written(path) as part:
-        part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(document, indent=2) + "\n")
 
 
 def load(path: str | Path) -> SavedGate:
@@ -80,10 +80,8 @@ def load(path: str | Path) -> SavedGate:
         raise ConfigError(f"gate.calibration={path}: {reason}") from error
 
 
-def with_calibration(cfg: RunConfig, layer: int | None) -> RunConfig:
+def with_calibration(cfg: RunConfig) -> RunConfig:
     """Fill in the file of gate `calibrated`, and its threshold if none is given; other gates stay as they are.
-
-    layer: the exit layer in force.
 
     Raises:
         ConfigError: the file is missing or wrong.
@@ -92,7 +90,7 @@ def with_calibration(cfg: RunConfig, layer: int | None) -> RunConfig:
         return cfg
     file = cfg.gate.calibration
     if file is None:
-        if layer is None:
+        if (layer := exit_layer(cfg)) is None:
             raise ConfigError("gate=calibrated: this model's exit layer is not known yet; name it: layer=E")
         path = path_for(cfg, layer)
         if not path.is_file():

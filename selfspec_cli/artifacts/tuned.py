@@ -14,7 +14,7 @@ from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.settings import arm_settings
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 _MORE = ("head_dir", "runner")
 """Written down only if not the default, as the settings of an arm are."""
@@ -48,6 +48,5 @@ def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
     header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={safe_name(cfg.model.name)}\n"
     model = {"path": cfg.model.path, "fingerprint": model_fingerprint(cfg)}
     document = {"title": title, "model": model, "overrides": words}
-    with written(file) as part:
-        part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    atomic_write(file, header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     return file

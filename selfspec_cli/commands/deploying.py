@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.artifacts import calibrations
 from selfspec_cli.commands.screen import say, warn
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
@@ -14,7 +15,6 @@ from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label, latest
-from selfspec_cli.stages import preflight
 
 MODELS = 3  # for which a report says what to deploy
 OF_A_SERVER = ("model=", "model.", "engine=", "engine.")
@@ -30,7 +30,7 @@ def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[
     """
     try:
         pays = speedup is None or speedup > 1
-        cfg = preflight.with_calibration(cfg) if pays else baseline_of(cfg)
+        cfg = calibrations.with_calibration(cfg) if pays else baseline_of(cfg)
         made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
         spec, config = deployment.save(cfg, made, command)
     except (ConfigError, OSError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from selfspec_cli.artifacts import calibrations
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
@@ -105,7 +106,7 @@ def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
         ConfigError: one could not run.
     """
     preflight.check_all(cfgs)
-    asked = [preflight.with_calibration(cfg) for cfg in cfgs]
+    asked = [calibrations.with_calibration(cfg) for cfg in cfgs]
     runs = preflight.for_this_machine(asked)
     warn([NO_COMPILER] if runs != asked else [])
     return runs

@@ -39,7 +39,7 @@ def document(sources: Sources) -> list[dict[str, Any]]:
 
 
 def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
-    """A table for each group of arms that were compared with one baseline: title, head, lines with ALL last, and the arm
+    """A table for each group of arms that were compared with one baseline: title, head, lines (ALL last), and the arm
     of each letter; raises ConfigError."""
     lines: dict[str, dict[str, dict[str, Any]]] = {}
     for line in document(sources):

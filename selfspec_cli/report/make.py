@@ -17,8 +17,8 @@ PAGE, FIGURES = "report.html", "figures"
 def run(
     results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False
 ) -> tuple[Sources, Path, list[Path]]:
-    """Read the points of `results`, or of all folders below it, and write the page to `out`: what was read, the page, and
-    the files of figures.
+    """Read the points of `results`, or of all folders below it, and write the page to `out`: what was read, the page,
+    and the files of figures.
 
     Args:
         where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too, to a

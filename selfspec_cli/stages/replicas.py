@@ -101,7 +101,7 @@ def plan(
                 f"-- {name}: {count} servers behind a router answer by plain HTTP, each at a port of its "
                 "own; leave it out, or start one server"
             )
-    options, host, port = _address(more)
+    options, host, port, keys = _address(more)
     if not (port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
     if int(port) == 0:
@@ -114,7 +114,7 @@ def plan(
         url = f"http://127.0.0.1:{listen[-1]}"
         replicas.append(Program(f"replica{number}", command, url, made.environment | place))
     urls = [one.url for one in replicas]
-    command, environment = _front(urls, router, host, port, _keys(options))
+    command, environment = _front(urls, router, host, port, keys)
     return replicas, Program("router", command, f"http://{_reached(host)}:{port}", environment)
 
 
@@ -125,24 +125,16 @@ def _reached(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _address(more: Sequence[str]) -> tuple[list[str], str, str]:
-    """vLLM's options without --host and --port, and these two."""
-    found, options, words = {"--host": HOST, "--port": PORT}, [], iter(more)
-    for word in words:
-        name, given, value = word.partition("=")
-        if name in found:
-            found[name] = value if given else next(words, "")
-        else:
-            options.append(word)
-    return options, found["--host"], found["--port"]
-
-
-def _keys(options: Sequence[str]) -> list[str]:
-    """Those that vLLM's server with these options answers to; empty where it answers to everybody."""
+def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:
+    """vLLM's options without --host and --port, these two, and the keys that a server with these options answers to;
+    without any it answers to everybody."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", nargs="?", default=HOST)
+    parser.add_argument("--port", nargs="?", default=PORT)
+    asked, options = parser.parse_known_args(list(more))
     parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
-    given = parser.parse_known_args(list(options))[0].api_key or [os.environ.get(KEY, "")]
-    return [key for key in dict.fromkeys(given) if key]
+    given = parser.parse_known_args(options)[0].api_key or [os.environ.get(KEY, "")]
+    return options, asked.host or "", asked.port or "", [key for key in dict.fromkeys(given) if key]
 
 
 def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:

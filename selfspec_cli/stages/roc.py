@@ -23,10 +23,11 @@ from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.settings import AUTO
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits
-from selfspec_cli.stages.exits import Exit, OpenEngine
-from selfspec_cli.whole import written
+from selfspec_cli.stages.exits import Exit
+from selfspec_cli.whole import atomic_write
 
 COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
 LONGEST = 12  # tokens a draft while recording
@@ -120,7 +121,7 @@ def run(
     plan = exits.distinct(cfgs, longest)
     found = []
     for number, cfg in enumerate(plan):
-        found.append(exits.survey(cfg, open_engine, prompts, progress=progress))
+        found.append(exits.survey(cfg, open_engine, prompts, progress))
         progress("exits", number + 1, len(plan))
     judged = [judge(one) for one in exits.level(found)]
     result = RocResult([row for one in judged for row in table(one)], judged)
@@ -201,11 +202,9 @@ def write(result: RocResult, folder: Path) -> dict[str, str]:
         files[f"calibration {found.exit.name}"] = str(path)
     choice = folder / "choice.json"
     document = {"choice": result.choice(), "exits": [_document(found) for found in result.exits]}
-    with written(choice) as part:
-        part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    atomic_write(choice, json.dumps(document, indent=2) + "\n")
     panels = folder / "curves.json"
-    with written(panels) as part:
-        part.write_text(json.dumps({"panels": drawn(result.exits)}) + "\n", encoding="utf-8")
+    atomic_write(panels, json.dumps({"panels": drawn(result.exits)}) + "\n")
     return files | {"choice": str(choice), "curves": str(panels)}
 
 

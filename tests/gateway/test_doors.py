@@ -139,6 +139,8 @@ async def test_a_long_body_of_token_ids_is_read_in_another_thread_and_streams_go
     [
         ({"Origin": "https://evil.example"}, 403),
         ({"Host": "evil.example"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Origin": "http://[evil"}, 403),
         ({"Host": "localhost:1"}, 200),
         ({"Origin": "https://app.example"}, 200),
         ({}, 200),

@@ -274,9 +274,17 @@ def test_what_a_server_says_of_itself():
     assert (load.tokens, load.work) == (3.5, pytest.approx(1.8))
     same = between(read(text), read(text), load)
     assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
-    anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, load)
-    assert anew.tokens == 1.0  # the server was started anew
+    few = between({"drafts": 10, "accepted": 25}, {"drafts": 12, "accepted": 25}, load)
+    assert few.tokens == pytest.approx(1 + 25 / 12)  # two rounds that brought nothing, after ten
+    many = between({"drafts": 12, "accepted": 25}, {"drafts": 212, "accepted": 25}, few)
+    assert many.tokens == 1.0  # so the acceptance of a busy server is followed at once
+    one = Replica(BackendSettings(name="a"), load=load)
+    one.came_up()  # the server was started anew, and warmed up
+    anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, one.load)
+    assert anew.tokens == 1.0
     assert not between(None, read("nothing\n"), Load()).known
+    for wrong in ("NaN", "-7", "1e999", "abc", ""):  # is no count, and none that a request could fail of
+        assert read(f"vllm:num_requests_running {wrong}\nvllm:num_requests_waiting 2\n") == {"waiting": 2}
 
 
 def test_what_a_server_expects_of_its_next_step_is_learnt():
@@ -286,7 +294,11 @@ def test_what_a_server_expects_of_its_next_step_is_learnt():
     for _ in range(FEW):
         one.looked(one.look(), between(None, read(text), Load(work=1.5, tokens=2.0)))
     assert one.timing.step(4) == pytest.approx(0.02)
-    one.looked(one.look(), between(None, read(text.replace("} 4", "} 0")), Load()))  # idle: it is the step before
+    for not_now in (
+        text.replace("} 4", "} 0"),
+        f"{text}vllm:selfspec_draft_length 0\n",
+    ):  # idle; or a step that is no round
+        one.looked(one.look(), between(None, read(not_now), Load()))
     assert one.timing.step(4) == pytest.approx(0.02)
 
 

@@ -31,7 +31,7 @@ def test_saved_and_loaded_are_equal(folder):
 
 def test_the_file_and_its_threshold_are_found_by_model_and_exit():
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
-    calibrated = calibrations.with_calibration(CALIBRATED, 3)
+    calibrated = calibrations.with_calibration(CALIBRATED)
     assert calibrated.threshold == 0.4
     assert calibrations.map_of(calibrated) == GATE.calibration.to_dict()
     assert run_key(calibrated) != run_key(CALIBRATED)
@@ -58,10 +58,10 @@ def test_drafts_that_differ_have_calibrations_of_their_own(change, ending):
     assert calibrations.exit_name(other).endswith(ending)
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
     with pytest.raises(ConfigError, match="draft options of this run"):
-        calibrations.with_calibration(other, 3)
+        calibrations.with_calibration(other)
     calibrations.save(calibrations.path_for(other, 3), replace(GATE, threshold=0.7))
-    assert calibrations.with_calibration(other, 3).threshold == 0.7
-    assert calibrations.with_calibration(CALIBRATED, 3).threshold == 0.4
+    assert calibrations.with_calibration(other).threshold == 0.7
+    assert calibrations.with_calibration(CALIBRATED).threshold == 0.4
 
 
 def test_two_vocabularies_of_one_name_are_two(folder):
@@ -75,13 +75,13 @@ def test_two_vocabularies_of_one_name_are_two(folder):
 
 def test_a_threshold_of_the_users_own_wins():
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
-    assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.7), 3).threshold == 0.7
-    assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.6), 3).threshold == 0.6
+    assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.7)).threshold == 0.7
+    assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.6)).threshold == 0.6
 
 
 def test_other_gates_are_left_alone():
     cfg = RunConfig(gate=GateConfig("margin"))
-    assert calibrations.with_calibration(cfg, None) is cfg
+    assert calibrations.with_calibration(cfg) is cfg
     assert calibrations.map_of(cfg) is None
 
 
@@ -94,4 +94,4 @@ def test_a_wrong_file_is_named(folder, text):
 
 def test_a_missing_file_says_how_to_make_it():
     with pytest.raises(ConfigError, match="selfspec roc layer=3"):
-        calibrations.with_calibration(CALIBRATED, 3)
+        calibrations.with_calibration(CALIBRATED)

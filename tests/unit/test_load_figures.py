@@ -80,7 +80,7 @@ def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
         compose_runs(None, ["method=baseline", "workload.num_prompts=8", *words])[0]
         for words in (["load.seconds=5"], ["load.clients=4"], ["load.rate=2", "load.burst=8"])
     ]
-    assert [cfg.load.kind for cfg in (plain, timed, closed, rate)] == ["", "", "closed", "bursty"]
+    assert [cfg.load.kind for cfg in (plain, timed, closed, rate)] == ["", "", "closed", "poisson"]
     # A setting that a bench does not look at changes no key, so what was measured before is found again.
     assert settings_key(plain) == settings_key(timed)
     assert len({settings_key(cfg) for cfg in (plain, closed, rate)}) == 3

@@ -15,7 +15,7 @@ from selfspec_cli.record import folder, tables
 from selfspec_cli.record.load_words import asked as in_words
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import load_prompts, preflight
-from selfspec_cli.texts.trace_prompts import of_requests
+from selfspec_cli.stages.load_prompts import of_requests
 
 MOONCAKE = [
     {"timestamp": 27000, "input_length": 700, "output_length": 4, "hash_ids": [0, 1]},

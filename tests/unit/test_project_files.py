@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 from packaging.specifiers import SpecifierSet
 
+import selfspec_cli
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,11 @@ def test_a_fault_is_reported_with_what_doctor_says_and_the_citation_is_of_this_v
     assert fault["doctor"]["validations"]["required"]
     cited = _read("CITATION.cff")
     assert (cited["version"], cited["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
+
+
+def test_the_package_and_the_model_beside_it_have_the_version_of_the_metadata():
+    model = tomllib.loads((ROOT / "packaging" / "reference_model" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert selfspec_cli.__version__ == model["project"]["version"] == PROJECT["project"]["version"]
 
 
 def test_the_change_log_and_the_citation_date_the_version_alike():

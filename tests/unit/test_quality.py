@@ -14,7 +14,7 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig, WorkloadCo
 from selfspec_cli.record import folder, quality, tables
 from selfspec_cli.record.intervals import perplexity_interval
 from selfspec_cli.record.quality import EVAL, GENERATED, TEXT, Finding
-from selfspec_cli.texts.windows import rolling
+from selfspec_cli.texts.library import rolling
 
 NATS, TOKENS = [10.0, 30.0, 24.0, 50.0], [10, 20, 16, 25]
 MORE = [11.0, 31.5, 24.5, 52.0]

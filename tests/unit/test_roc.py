@@ -101,7 +101,7 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     assert words[0] == "layer=3"
     assert any(word.startswith("gate=") for word in words)
     # What was saved is what gate=calibrated reads, with its threshold.
-    calibrated = calibrations.with_calibration(RunConfig(layer=3, gate=GateConfig("calibrated")), 3)
+    calibrated = calibrations.with_calibration(RunConfig(layer=3, gate=GateConfig("calibrated")))
     assert calibrated.threshold == found.tau
     calibration = calibrations.map_of(calibrated)
     ResolvedSettings.from_user({"gate": "calibrated", "tau": calibrated.threshold, "calibration": calibration}, 24)
@@ -118,7 +118,7 @@ def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkey
     assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
     for one in (found, other):
         asked = replace(one.exit.cfg, gate=GateConfig("calibrated"))
-        assert calibrations.with_calibration(asked, 3).threshold == one.tau
+        assert calibrations.with_calibration(asked).threshold == one.tau
     assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
     assert "head=lens" in result.choice()["overrides"]
 

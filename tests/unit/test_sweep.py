@@ -196,7 +196,7 @@ def test_an_interrupt_keeps_the_rows_and_is_no_failure_of_a_point(lab, ends):
 
 
 def test_a_results_folder_in_use_is_refused(lab):
-    with folder.sweep_lock(lab.folder), pytest.raises(ConfigError, match="pid"):
+    with folder.writing(lab.folder), pytest.raises(ConfigError, match="pid"):
         lab.run(VARH_SWEEP)
     assert lab.engines == []
 
@@ -324,7 +324,7 @@ def test_a_sweep_killed_three_times_and_resumed_ends_with_the_points_of_one_left
 def test_how_long_it_may_take_comes_from_comparable_points(lab):
     assert planning.plan(VARH_SWEEP).seconds is None
     lab.run(VARH_SWEEP[:1])
-    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.heads(lab.folder)]
+    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.read(lab.folder)[0]]
     rest = [replace(cfg, results_dir=str(lab.folder)) for cfg in VARH_SWEEP[1:]]
     assert planning.plan(rest, known).seconds == 2 * 60 + 3 * 20  # two engines; a baseline and two arms
     longer = [replace(cfg, workload=replace(cfg.workload, output_len=999)) for cfg in rest]

@@ -1,7 +1,8 @@
 """A results folder: points in `runs/`, written so that none is lost or torn, and the tables that are made of them.
 
-A point is there from the moment that its file has its name; until then its text is in a file that ends in .part. The
-tables are made when a command that measured ends, and by `export`.
+A point is there from the moment that its file has its name; until then its text is in a file that ends in .part.
+Its line in the tables follows at once. The tables are made anew when a command that measures begins or ends, and by
+`export`.
 """
 
 import errno
@@ -31,8 +32,7 @@ class RecordError(Exception):
 
 @contextmanager
 def writing(results: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a results folder for one command, and make its tables in the end; the lock ends with the process, however it
-    ends.
+    """Hold a results folder for one command, and make its tables anew; the lock ends with the process, however it ends.
 
     Raises:
         ConfigError: another live process holds it (the message names its pid), or the folder cannot be written.
@@ -66,6 +66,8 @@ def writing(results: str | os.PathLike[str]) -> Iterator[None]:
         file.write(f"{os.getpid()}\n".encode())
         for left in [*(folder / RUNS).glob(".*.part"), *folder.glob(".*.part")]:
             left.unlink(missing_ok=True)  # of a process that was killed
+        if any((folder / name).exists() for name in TABLES):
+            export(results)  # lines are appended below the columns of today
         try:
             yield
         finally:
@@ -100,7 +102,7 @@ def now() -> str:
 
 
 def save(results: str | os.PathLike[str], point: Point) -> Path:
-    """Write a point, once and for all. When this returns the point is on disk.
+    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk.
 
     Raises:
         RecordError: it could not be written, or there is such a point already; nothing of it is left.
@@ -114,7 +116,19 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
         with written(target) as part:
             part.write_text(to_json(point), encoding="utf-8")
         _sync(runs)
+    _append(Path(results), point)
     return target
+
+
+def _append(results: Path, point: Point) -> None:
+    """Write a point's line below each table that has one of it, with one write each: several workers may write."""
+    row, accept = tables.row(with_quality(results, point)), tables.accept_row(point)
+    for name, kind in TABLES.items():
+        line = accept if kind is AcceptRow else row
+        if line is not None and columns.has_line(kind, line):
+            text = columns.text(kind, [line])
+            with explained(results / name), (results / name).open("a", encoding="utf-8") as file:
+                file.write(text.partition("\n")[2] if file.tell() else text)
 
 
 def _sync(folder: Path) -> None:

@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.measuring import Backend, SweepOptions, measure
+from selfspec_cli.commands.measuring import Backend, SweepOptions, measure, tracked
 from selfspec_cli.commands.screen import ROWS_KEPT, Output, emit, rows_document, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
-from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, RunConfig

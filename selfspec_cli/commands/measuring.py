@@ -16,7 +16,7 @@ from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, TrackerKind
+from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
@@ -240,7 +240,7 @@ def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator
     """
     with open_tracker(cfg, run_id or results_folder.new_run_id()) as tracker:
         yield tracker
-        if cfg.tracker.kind is not TrackerKind.none and not tracker.reported:
+        if cfg.tracker.kind != "none" and not tracker.reported:
             send(tracker, command, Path(cfg.results_dir))
     for message in tracker.messages:
         note(message)

@@ -54,13 +54,6 @@ class Runner(StrEnum):
     v2 = "v2"
 
 
-class TrackerKind(StrEnum):
-    """Where rows go besides the results folder."""
-
-    none = "none"
-    wandb = "wandb"
-
-
 HUMANEVAL = "humaneval"
 PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "files", "random", HUMANEVAL)
 """The words of `workload.prompts` that name no file."""
@@ -202,9 +195,7 @@ class LoadConfig(PatternSettings):
 class TrackerConfig:
     """An experiment tracker. Weights & Biases runs offline where there is no key."""
 
-    kind: TrackerKind = knob(
-        TrackerKind.none, help="where rows go besides the results folder", choices=tuple(TrackerKind)
-    )
+    kind: str = knob("none", help="where rows go besides the results folder", choices=("none", "wandb"))
 
 
 class LauncherKind(StrEnum):

@@ -13,14 +13,14 @@ from points import RUN, against, baseline, drafts, failed
 
 from selfspec_cli import commands, extras
 from selfspec_cli.commands.measuring import tracked
-from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig, TrackerKind
+from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig
 from selfspec_cli.record import columns, folder, quality, tables, tracking
 from selfspec_cli.record.columns import header
 from selfspec_cli.record.latency import ttft
 from selfspec_cli.record.tracking import open_tracker
 from selfspec_cli.report import make
 
-WANDB = RunConfig(k=5, tracker=TrackerConfig(kind=TrackerKind.wandb))
+WANDB = RunConfig(k=5, tracker=TrackerConfig(kind="wandb"))
 BLOCK = 32 * 1024
 KEYS = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_ENTITY", "WANDB_PROJECT")
 

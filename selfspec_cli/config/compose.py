@@ -23,7 +23,6 @@ from selfspec_cli.config.choices import (
     TUNED,
     choices,
     choose_tuned,
-    conf_dirs,
     experiment_overrides,
     file_choices,
     find_tuned,

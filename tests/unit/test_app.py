@@ -326,7 +326,7 @@ def test_a_disk_that_fills_up_ends_the_command_with_what_to_do(engines, model, m
     def full(*_):
         raise OSError(28, "No space left on device", "results/runs/x.part")
 
-    monkeypatch.setattr("selfspec_cli.record.folder.os.link", full)
+    monkeypatch.setattr("selfspec_cli.whole.os.fsync", full)
     result = call("sweep", model)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr and "free some space" in result.stderr

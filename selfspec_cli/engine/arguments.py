@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.artifacts.head_files import head_file
 from selfspec_cli.config.facts import config_document, config_file, longest_request, needed
 from selfspec_cli.config.paths import model_path
@@ -59,9 +58,9 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     if cfg.method is Method.baseline:
         return None
     if cfg.method in EARLY_EXIT:
-        head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
+        head = replace(cfg.head, path=head_path(cfg))
         # The file that was found, or made, has the draft vocabulary.
-        return to_spec(replace(cfg, head=head, gate=gate, vocab=RunConfig.vocab))
+        return to_spec(replace(cfg, head=head, vocab=RunConfig.vocab))
     if cfg.method is Method.vllm:
         return spec_of(cfg) | vllm_keys(cfg)
     spec = {"method": cfg.method.value, SPECULATIVE_LENGTH: cfg.k, "model": str(shallow_model(cfg, scratch))}

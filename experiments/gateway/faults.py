@@ -27,7 +27,7 @@ import soak
 
 SECONDS, LATE, AGAIN = 5.0, 30.0, 45.0
 COUNT = 12  # good requests of each fault
-PATH = "/v1/completions"
+PATH = overhead.PATH
 
 
 class Bench:
@@ -231,7 +231,7 @@ FAULTS: dict[str, Callable[[Bench], Awaitable[str]]] = {
 @asynccontextmanager
 async def _bench(program: overhead.Program, log: Path, backends: list[soak.Backend]) -> AsyncIterator[Bench]:
     """A gateway, for as long as the block lasts."""
-    context = overhead.started(program, log, PATH, soak.MODEL)
+    context = overhead.started(program, log)
     url, process = await asyncio.to_thread(context.__enter__)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -281,7 +281,7 @@ async def _with_backends(options: argparse.Namespace, folder: Path) -> dict[str,
             for backend in backends:
                 await backend.do(session, "well")
         urls = [f"http://127.0.0.1:{backend.port}" for backend in backends]
-        for name, program in overhead.gateways(options, urls, soak.MODEL, folder, SECONDS).items():
+        for name, program in overhead.gateways(options, urls, folder, SECONDS).items():
             print(f"{name}:", file=sys.stderr)
             for fault, became in (await _try_all(program, folder / f"{name}.log", backends)).items():
                 found[fault][name] = became

@@ -3,14 +3,13 @@
     python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --faults \
         --out beside.json
 
-A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
-each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
-answer has ended. They begin `spread` at random over the time of one answer, as those of different users do, or `at once`.
-Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
-over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
-does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
-step is what clients and server take. --checkout NAME=FOLDER measures another checkout of this repository as well. With
---minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
+A server without a model sends tokens at a steady pace. The same clients ask it directly and through each gateway, in turn,
+so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its answer has ended;
+they begin at random over the time of one answer, as those of different users do. Reported for each number of streams: p50
+and p99 of the time to first token in milliseconds, what that is over asking directly, tokens a second as a share of direct,
+and the CPU time of the gateway's process for a request, which does not depend on what else the machine does. The row
+`direct` has the floor: its time to first token less the server's own step is what clients and server take. With --minutes,
+everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
 --faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
 table of docs/gateway_reference.md from such a file.
 """  # noqa: E501
@@ -31,14 +30,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MODEL = "toy"
-KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router and smg ignore it
+KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router ignores it
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
-CHAT = "/v1/chat/completions"
+PATH = "/v1/completions"
 START_SECONDS = 120.0
 PAGE, MARKERS = Path(__file__).parents[2] / "docs" / "gateway_reference.md", ("<!-- beside -->", "<!-- /beside -->")
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
@@ -75,7 +73,7 @@ def serve(port: int, step: float) -> None:
             raw += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if scope["path"] not in ("/v1/completions", CHAT):  # vllm-router asks the server to render prompts, for one
+        if scope["path"] != PATH:  # vllm-router asks the server to render prompts, for one
             await send({"type": "http.response.start", "status": 404, "headers": []})
             return await send({"type": "http.response.body", "body": b""})
         asked = json.loads(raw)
@@ -124,28 +122,26 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-@dataclass(frozen=True)
-class Program:
-    """What is measured: its command, the port it listens on, and the folder in which it is started."""
+class Program(NamedTuple):
+    """What is measured: its command, and the port it listens on."""
 
     command: list[str]
     port: int
-    folder: str | None = None
 
 
 @contextmanager
-def started(program: Program, log: Path, path: str, model: str) -> Iterator[tuple[str, int]]:
+def started(program: Program, log: Path) -> Iterator[tuple[str, int]]:
     """(address, process id) of a program, once it answers a completion; ended afterwards."""
     command, port = program.command, program.port
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, cwd=program.folder)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + START_SECONDS
         while True:
             if process.poll() is not None or time.monotonic() > until:
                 sys.exit(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
-            if asyncio.run(answers(url + path, model)):
+            if asyncio.run(answers(url + PATH)):
                 break
             time.sleep(0.3)
         yield url, process.pid
@@ -177,66 +173,48 @@ def memory_mib(session: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def answers(url: str, model: str) -> bool:
+async def answers(url: str) -> bool:
     """Whether a short stream comes."""
     import aiohttp
 
     try:
         async with aiohttp.ClientSession() as session:
-            return (await stream(session, url, model, 2))[1] > 0
+            return (await stream(session, url, 2))[1] > 0
     except (aiohttp.ClientError, OSError, AssertionError):
         return False
 
 
 def gateways(
-    options: argparse.Namespace,
-    backends: Sequence[str],
-    model: str,
-    folder: Path,
-    seconds: float = 120.0,
-    policy: str = "round_robin",
+    options: argparse.Namespace, backends: Sequence[str], folder: Path, seconds: float = 120.0
 ) -> dict[str, Program]:
     """Every gateway that is to be measured, by name. seconds: in which a backend has to begin to answer, where that can
-    be set. policy: of those that have one by that name."""
+    be set."""
     found: dict[str, Program] = {}
 
-    def add(name: str, make: Callable[[int], list[Any]], where: str | None = None) -> None:
+    def add(name: str, make: Callable[[int], list[Any]]) -> None:
         port = free_port()
-        found[name] = Program([str(word) for word in make(port)], port, where)
+        found[name] = Program([str(word) for word in make(port)], port)
 
-    for name, checkout in [("selfspec", None), *(one.split("=", 1) for one in options.checkout)]:
-        config = folder / f"{name}.yaml"
-        config.write_text(
-            json.dumps(
-                {
-                    "policy": policy,
-                    "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
-                    "results_dir": str(folder / name),
-                    "ledger": {"plain_share": 0.0},
-                    "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
-                    "backends": [
-                        {"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)
-                    ],
-                }
-            )
-        )
-        command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
-        add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
-    listen = ["--policy", policy, "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
+    config = folder / "selfspec.yaml"
+    settings = {
+        "policy": "round_robin",
+        "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
+        "results_dir": str(folder / "selfspec"),
+        "ledger": {"plain_share": 0.0},
+        "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
+        "backends": [{"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)],
+    }
+    config.write_text(json.dumps(settings))
+    add("selfspec", lambda port: [sys.executable, "-m", "selfspec_cli", "gateway", config, f"port={port}"])
     if options.vllm_router:
-        add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
-    if options.smg:
-        add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
+        listen = ["--policy", "round_robin", "--worker-urls", *backends, "--host", "127.0.0.1"]
+        add(
+            "vllm-router", lambda port: [options.vllm_router, *listen, "--prometheus-port", free_port(), "--port", port]
+        )
     if options.litellm:
         lite = folder / "litellm.yaml"
-        kind = "openai" if options.chat else "text-completion-openai"
-        models = [
-            {
-                "model_name": model,
-                "litellm_params": {"model": f"{kind}/{model}", "api_base": f"{one}/v1", "api_key": "none"},
-            }
-            for one in backends
-        ]
+        served = {"model": f"text-completion-openai/{MODEL}", "api_key": "none"}
+        models = [{"model_name": MODEL, "litellm_params": served | {"api_base": f"{one}/v1"}} for one in backends]
         lite.write_text(
             json.dumps(
                 {
@@ -253,18 +231,17 @@ def gateways(
 # ---- clients ---------------------------------------------------------------------------------------------------------
 
 
-async def stream(session: Any, url: str, model: str, tokens: int, apart: float = 0.01) -> tuple[float, int, float]:
+async def stream(session: Any, url: str, tokens: int, apart: float = 0.01) -> tuple[float, int, float]:
     """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
-    said = "once upon a time"
-    prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
     body = {
-        "model": model,
+        "model": MODEL,
+        "prompt": "once upon a time",
         "max_tokens": tokens,
         "stream": True,
         "temperature": 0,
         "ignore_eos": True,
         "user": str(apart),
-    } | prompt
+    }
     began, first, events = time.perf_counter(), None, 0
     async with session.post(url, json=body, headers=HEADERS) as response:
         assert response.status == 200, response.status
@@ -277,7 +254,7 @@ async def stream(session: Any, url: str, model: str, tokens: int, apart: float =
 
 
 async def measured(
-    url: str, options: argparse.Namespace, streams: int, repeats: int, spread: bool, thrown_away: int
+    url: str, options: argparse.Namespace, streams: int, repeats: int, thrown_away: int
 ) -> dict[str, Any]:
     """Each of `streams` clients asks `thrown_away` times, and then `repeats` times."""
     import aiohttp
@@ -291,18 +268,15 @@ async def measured(
         nonlocal events, lasted
         for repeat in range(repeats + thrown_away):
             try:
-                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+                first, made, seconds = await stream(session, url, options.tokens, apart)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # it was kept, and closed meanwhile
-                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+                first, made, seconds = await stream(session, url, options.tokens, apart)
             if repeat >= thrown_away:
                 firsts.append(first)
                 events, lasted = events + made, lasted + seconds
-            if not spread:
-                await together.wait()
-            elif repeat == 0:  # the first answers have begun at once, and opened the connections
+            if repeat == 0:  # the first answers have begun at once, and opened the connections
                 await asyncio.sleep(seconds * begin.random())
 
-    together = asyncio.Barrier(streams)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(client() for _ in range(streams)))
     return {"firsts": firsts, "events": events, "seconds": lasted / streams}
@@ -316,9 +290,6 @@ def quantile(values: Sequence[float], share: float) -> float:
 def main() -> None:
     """Start everything, measure in turn, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--url", help="a real server to measure in front of, instead of the one without a model")
-    parser.add_argument("--model", default=MODEL, help="the name of its model")
-    parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument(
@@ -327,12 +298,11 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
-    parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER", help="measured like selfspec")
     parser.add_argument("--faults", action="store_true", help="also try what happens in each fault")
     parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
     parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
-    for name in ("--vllm-router", "--smg", "--litellm"):
+    for name in ("--vllm-router", "--litellm"):
         parser.add_argument(name, help="path of the program, in an environment of its own")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help="write the page's table from this file, and measure nothing")
@@ -345,18 +315,14 @@ def main() -> None:
 
     until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
-        folder, path = Path(scratch), CHAT if options.chat else "/v1/completions"
-        backend = options.url
-        if backend is None:
-            port = free_port()
-            command = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
-            program = Program(command, port)
-            backend, _ = stack.enter_context(started(program, folder / "server.log", path, options.model))
+        folder, port = Path(scratch), free_port()
+        server = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
+        backend, _ = stack.enter_context(started(server, folder / "server.log"))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, [backend], options.model, folder).items():
-            running[name] = stack.enter_context(started(program, folder / f"{name}.log", path, options.model))
+        for name, program in gateways(options, [backend], folder).items():
+            running[name] = stack.enter_context(started(program, folder / f"{name}.log"))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
-        found = rounds(options, {name: (url + path, pid) for name, (url, pid) in running.items()}, until)
+        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()}, until)
         document = described(options) | {"rows": table(found)}
     if options.faults:
         import faults
@@ -368,27 +334,24 @@ def main() -> None:
     print(text)
 
 
-Found = dict[tuple[int, bool, str], list[dict[str, Any]]]
+Found = dict[tuple[int, str], list[dict[str, Any]]]
 MOST_OF_LITELLM = 256  # streams; a thousand would take it five minutes
-AT_ONCE = (16,)  # numbers of streams that also begin at once
 LITELLM_SHARE = (
     4  # it takes so long for a request that it gets a fourth of them, and of many streams none to begin with
 )
 
 
 def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], until: float) -> Found:
-    """(streams, spread, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a
+    """(streams, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a
     moment of time.monotonic(), is left out from then on for all gateways."""
     import uvloop
 
     found: Found = {}
-    lasted: dict[tuple[int, bool], float] = {}
+    lasted: dict[int, float] = {}
     for number in range(options.rounds):
-        for streams, spread in [
-            (one, one_way) for one in options.streams for one_way in (True, False)[: 1 + (one in AT_ONCE)]
-        ]:
+        for streams in options.streams:
             began = time.monotonic()
-            if began + lasted.get((streams, spread), 0.0) > until:
+            if began + lasted.get(streams, 0.0) > until:
                 continue
             for name in list(running) if number % 2 == 0 else list(running)[::-1]:
                 url, pid = running[name]
@@ -398,28 +361,26 @@ def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], unt
                         continue
                     repeats, thrown_away = max(1, repeats // LITELLM_SHARE), int(streams <= 16)
                 before = cpu_seconds(pid)
-                part = uvloop.run(measured(url, options, streams, repeats, spread, thrown_away))
+                part = uvloop.run(measured(url, options, streams, repeats, thrown_away))
                 part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + thrown_away))
                 part["mib"] = memory_mib(pid)
-                found.setdefault((streams, spread, name), []).append(part)
+                found.setdefault((streams, name), []).append(part)
                 print(
-                    f"round {number + 1}, {streams} streams, spread {spread}: {name}, {time.monotonic() - began:.1f} s",
-                    file=sys.stderr,
+                    f"round {number + 1}, {streams} streams: {name}, {time.monotonic() - began:.1f} s", file=sys.stderr
                 )
-            lasted[streams, spread] = time.monotonic() - began
+            lasted[streams] = time.monotonic() - began
     return found
 
 
 def table(found: Found) -> list[dict[str, Any]]:
-    """A row for each gateway, number of streams and way to begin."""
+    """A row for each gateway, number of streams."""
     rows = []
-    for (streams, spread, name), parts in found.items():
-        beside = found[streams, spread, "direct"]
+    for (streams, name), parts in found.items():
+        beside = found[streams, "direct"]
         firsts, direct = ([one for part in parts_of for one in part["firsts"]] for parts_of in (parts, beside))
         row: dict[str, Any] = {
             "gateway": name,
             "streams": streams,
-            "begin": "spread" if spread else "at once",
             "rounds": len(parts),
             "requests": len(firsts),
         }
@@ -436,8 +397,8 @@ def table(found: Found) -> list[dict[str, Any]]:
 
 
 def write_table(document: dict[str, Any]) -> None:
-    """Put what was measured where streams begin at random moments into the page, between its two markers."""
-    rows = {(one["streams"], one["gateway"]): one for one in document["rows"] if one["begin"] == "spread"}
+    """Put what was measured into the page, between its two markers."""
+    rows = {(one["streams"], one["gateway"]): one for one in document["rows"] if one.get("begin") != "at once"}
     rounds = min(one["rounds"] for one in rows.values())
     head = ["streams", "direct: first token (ms)", *NAMES.values()]
     lines = [
@@ -472,9 +433,9 @@ def rate(parts: Sequence[dict[str, Any]]) -> float:
 def described(options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, and on what."""
     return {
-        "path": CHAT if options.chat else "/v1/completions",
+        "path": PATH,
         "tokens": options.tokens,
-        "step_s": None if options.url else options.step,
+        "step_s": options.step,
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }

@@ -2,7 +2,7 @@
 
     python experiments/gateway/rising_load.py --cpu --out results/published/gateway_cpu.json
     python experiments/gateway/rising_load.py --model ./qwen2.5-coder-1.5b --layer 0 --k 12 --table "2:8 8:6 24:5 48:4" \
-        --draft-weights int4 --bits --rates 4 16 48 96 --seconds 4 --tokens 128 --out gateway_gpu.json
+        --draft-weights int4 --rates 4 16 48 96 --seconds 4 --tokens 128 --out gateway_gpu.json
 
 The servers start at once, each on a core or a GPU of its own as long as there are enough. Then the same load is asked of the
 gateway under several kinds of routing, one after the other: `least_time`, `round_robin`, and each backend alone
@@ -13,7 +13,7 @@ with another one.
 The claim is that the p99 to the last token of `least_time` is at most that of the better backend alone. The file has
 for each turn and for all of them p50 and p99 to the first token and to the last, by kind and by rate, and the requests by
 backend. It is written after each load; the logs of servers and gateways lie in a folder beside it. The command fails if a
-request does.
+request does. Servers need orjson beside vLLM's own packages, and no other part of the extra `gateway`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,41 +24,157 @@ import json
 import os
 import random
 import re
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from backends import EARLY, add_model_arguments, configs, gateway, opened
 
 from selfspec_cli.config import machine
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.engine.server import Server, ServerError
+from selfspec_cli.config.schema import ConfigError, EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.engine.server import Server, ServerError, ask, free_port, open_server
+from selfspec_cli.stages.launch.devices import gpu_numbers
 from selfspec_cli.texts import library
 from selfspec_cli.texts.chat import CODING
 
+EARLY, PLAIN = "early", "plain"
+READY_SECONDS, STOP_SECONDS = 60.0, 20.0
+GATEWAY = """
+import sys
+from selfspec_cli.gateway import files, server
+load = lambda: files.load(sys.argv[1])
+server.serve(load(), lambda line: print(line, flush=True), load)
+"""  # what `selfspec gateway FILE` does, without the packages of the command line
 POLICIES = ("least_time", "round_robin")
-BEFORE = "least_time_before"
 ANSWER_SECONDS = 120.0
 CHARACTERS = 120  # of held-out code, as a prompt
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    parser.add_argument("--bits", action="store_true", help="a third backend: the same weights, rounded to 4 bits")
+    parser.add_argument("--model", default="reference", help="a folder, or `reference`, the embedded model")
+    parser.add_argument("--cpu", action="store_true", help="serve on this machine's CPU, in fp32, one core a server")
+    parser.add_argument("--layer", type=int, default=3, help="exit layer; 0: all layers draft")
+    parser.add_argument("--k", type=int, default=4, help="draft length, the longest one where there is a table")
+    parser.add_argument("--table", help="of draft lengths by requests, such as `2:8 8:6`")
+    parser.add_argument("--draft-weights", default="shared")
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 3, 4], help="requests a second")
     parser.add_argument("--seconds", type=float, default=7.0, help="that each rate lasts")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--before", type=Path, help="another checkout, whose least_time is measured in turn with ours")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+# ---- servers and the gateway -----------------------------------------------------------------------------------------
+
+
+def configs(given: argparse.Namespace) -> dict[str, RunConfig]:
+    """What each server serves, by its name."""
+    name, cpu = Path(given.model).name, given.cpu
+    model = ModelConfig(name=name, path=given.model, dtype="float32" if cpu else "bfloat16", max_model_len=1024)
+    engine = EngineConfig(
+        device="cpu" if cpu else "cuda",
+        enforce_eager=cpu,
+        max_num_seqs=64,
+        max_num_batched_tokens=None if cpu else 4096,
+        gpu_memory_utilization=None if cpu else 0.3,
+        kv_cache_gib=0.25 if cpu else 8.0,
+        enable_prefix_caching=True,
+    )
+    work = WorkloadConfig(input_len=128, output_len=given.tokens, num_prompts=64)
+    early = RunConfig(
+        model=model,
+        workload=work,
+        engine=engine,
+        layer=given.layer or None,
+        k=given.k,
+        draft_weights=given.draft_weights,
+        length_table=given.table,
+        warmup=1,
+    )
+    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared", length_table=None)
+    return {EARLY: early, PLAIN: plain}
+
+
+def place(number: int, cpu: bool) -> dict[str, str]:
+    """Where a server runs: a core or a GPU of its own, as long as there are enough of them."""
+    if cpu:
+        cores = sorted(os.sched_getaffinity(0))
+        return {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
+    mine = gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, len(machine.gpus())))
+    return {"CUDA_VISIBLE_DEVICES": mine[number % len(mine)]}
+
+
+@contextmanager
+def opened(wanted: Mapping[str, RunConfig], cpu: bool, logs: Path, scratch: Path) -> Iterator[dict[str, Server]]:
+    """All servers, started at once. Their threads live as long as the block: a process ends with its thread.
+
+    Raises:
+        ServerError: one of them did not start.
+    """
+    with ThreadPoolExecutor(len(wanted)) as pool, ExitStack() as stack:
+        opening = {}
+        for number, (name, cfg) in enumerate(wanted.items()):
+            (scratch / name).mkdir()
+            log = logs / f"{name}.log"
+            log.unlink(missing_ok=True)
+            cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / name
+            own = place(number, cpu) | {"VLLM_CACHE_ROOT": str(cache)}
+            opening[name] = pool.submit(stack.enter_context, open_server(cfg, (), log, scratch / name, own))
+        yield {name: one.result() for name, one in opening.items()}
+
+
+@contextmanager
+def gateway(
+    servers: Mapping[str, Server],
+    policy: str,
+    folder: Path,
+    options: Mapping[str, Any],
+) -> Iterator[str]:
+    """The address of a gateway in front of these servers, once all of them take requests. folder: of its logs."""
+    port = free_port()
+    settings = {
+        "port": port,
+        "policy": policy,
+        "policy_options": {policy: dict(options)},
+        "ledger": {"plain_share": 0.0},
+        "results_dir": str(folder.absolute()),
+        "backends": [{"name": name, "kind": "local", "url": one.url} for name, one in servers.items()],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "gateway.yaml"
+    config.write_text(json.dumps(settings))
+    words = [sys.executable, "-c", GATEWAY, str(config.absolute())]
+    with open(folder / "gateway.log", "wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
+    try:
+        while not _all_up(url, len(servers)):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"the gateway did not start: {log.name}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        process.kill()
+
+
+def _all_up(url: str, count: int) -> bool:
+    with suppress(OSError, ValueError):
+        return len(json.loads(ask(f"{url}/health", seconds=2.0))["backends"]) == count
+    return False
 
 
 # ---- clients ---------------------------------------------------------------------------------------------------------
@@ -145,7 +261,7 @@ def rows(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def behind(kinds: dict[str, Any]) -> float | None:
     """Milliseconds by which the p99 of least_time is above that of the better backend alone; below 0: it is shorter."""
-    alone = [row["e2e_p99_ms"] for kind, row in kinds.items() if kind not in (*POLICIES, BEFORE)]
+    alone = [row["e2e_p99_ms"] for kind, row in kinds.items() if kind not in POLICIES]
     ours = kinds.get(POLICIES[0], {}).get("e2e_p99_ms")
     return None if ours is None or not alone or None in alone else round(ours - min(alone), 1)
 
@@ -169,16 +285,12 @@ def measure(servers: dict[str, Server], given: argparse.Namespace, logs: Path, h
     """Every kind in every turn; how many requests failed."""
     kinds: list[tuple[str, dict[str, Any]]] = [(policy, {}) for policy in POLICIES]
     kinds += [("fixed", {"backend": name}) for name in servers]
-    if given.before is not None:
-        kinds.append((BEFORE, {}))
     answers: dict[tuple[int, str], list[Answer]] = {}
     for turn in range(given.turns):
         first = turn % len(kinds)
         for policy, options in (*kinds[first:], *kinds[:first]):
             kind = options.get("backend", policy)
-            checkout = given.before if policy == BEFORE else None
-            name = POLICIES[0] if policy == BEFORE else policy
-            with gateway(servers, name, logs / f"{turn}_{kind}", options, checkout) as url:
+            with gateway(servers, policy, logs / f"{turn}_{kind}", options) as url:
                 answers[turn, kind] = asyncio.run(load(url, given, turn))
             print(turn, kind, json.dumps(figures(answers[turn, kind])), flush=True)
             given.out.write_text(json.dumps(head | document(answers), indent=1) + "\n", encoding="utf-8")
@@ -189,11 +301,11 @@ def main() -> int:
     given = arguments()
     logs = given.out.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
-    said = [word for word in sys.argv[1:] if word not in ("--out", "--before", str(given.out), str(given.before))]
-    words = {name: value for name, value in vars(given).items() if name not in ("out", "before")}
+    said = [word for word in sys.argv[1:] if word not in ("--out", str(given.out))]
+    words = {name: value for name, value in vars(given).items() if name != "out"}
     with tempfile.TemporaryDirectory() as folder:
         scratch, began = Path(folder), time.monotonic()
-        wanted = configs(given, scratch, given.bits)
+        wanted = configs(given)
         head = {
             "command": " ".join(["python experiments/gateway/rising_load.py", *said]),
             "settings": words,

@@ -22,10 +22,10 @@ from figure_one_line import served as one_line_served
 from figure_points import point_folders, points_section
 from figure_quality import quality_tables
 from figure_readme import rivals, served, settings
+from figure_rivals import rivals_tables
 from figure_sprint import conversations, in_short, milestones
 from figure_views import first_drafts
 from picture_one_line import picture
-from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record.columns import TABLES, header, meanings
 

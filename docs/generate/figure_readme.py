@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from figure_cells import ROOT, at, data_of, points_of, ratio, table
-
-sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
-from table import lost
+from figure_cells import at, data_of, points_of, ratio, table
+from figure_rivals import lost
 
 from selfspec_cli.record.point import Point
 

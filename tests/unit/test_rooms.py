@@ -38,8 +38,8 @@ def docstrings(file):
 
 
 def named(text):
-    """Python files that a text names, such as weights/gemv.py."""
-    return set(re.findall(r"(?<![\w./<-])[a-z][\w/]*\.py\b", text)) - ELSEWHERE
+    """Python files that a text names, such as weights/gemv.py; REVISION:PATH is one of the history."""
+    return set(re.findall(r"(?<![\w./<:-])[a-z][\w/]*\.py\b", text)) - ELSEWHERE
 
 
 def is_there(name, near):

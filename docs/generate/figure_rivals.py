@@ -1,17 +1,12 @@
 """Tables of vLLM's other methods, from the points of results folders: every measured setting of every method.
 
-    python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
-    PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/measurements.md
-
 One table per model, workload and batch, each compared with its own command's baseline. Failed settings have no line.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.arguments import existing
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import OK
@@ -29,14 +24,6 @@ COLUMNS = (
 TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
 """The prompts of a workload in words."""
 POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
-
-
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=existing, nargs="+")
-    for line in (line for place in parser.parse_args().folders for line in markdown(place)):
-        print(line)
 
 
 def rivals_tables(place: Path) -> str:
@@ -123,7 +110,3 @@ def _positions(row: AcceptRow | None) -> str:
         return ""
     shares = [f"{int(count) / row.rounds:.0%}" for count in row.accepted_at.split()]
     return ", ".join(shares[:POSITIONS]) + (", ..." if len(shares) > POSITIONS else "")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """What a gateway adds to the time to first token, and what it takes from the rate of tokens: one command, JSON out.
 
-    python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --faults \
-        --out beside.json
+    python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --out beside.json
 
 A server without a model sends tokens at a steady pace. The same clients ask it directly and through each gateway, in turn,
 so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its answer has ended;
@@ -10,7 +9,7 @@ and p99 of the time to first token in milliseconds, what that is over asking dir
 and the CPU time of the gateway's process for a request, which does not depend on what else the machine does. The row
 `direct` has the floor: its time to first token less the server's own step is what clients and server take. With --minutes,
 everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
---faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
+`--table beside.json` measures nothing: it writes the
 table of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
@@ -184,11 +183,8 @@ async def answers(url: str) -> bool:
         return False
 
 
-def gateways(
-    options: argparse.Namespace, backends: Sequence[str], folder: Path, seconds: float = 120.0
-) -> dict[str, Program]:
-    """Every gateway that is to be measured, by name. seconds: in which a backend has to begin to answer, where that can
-    be set."""
+def gateways(options: argparse.Namespace, backend: str, folder: Path) -> dict[str, Program]:
+    """Every gateway that is to be measured, by name."""
     found: dict[str, Program] = {}
 
     def add(name: str, make: Callable[[int], list[Any]]) -> None:
@@ -201,26 +197,26 @@ def gateways(
         "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
         "results_dir": str(folder / "selfspec"),
         "ledger": {"plain_share": 0.0},
-        "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
-        "backends": [{"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)],
+        "limits": {"first_byte_seconds": 120.0, "stall_seconds": 30.0},
+        "backends": [{"name": "b0", "kind": "local", "url": backend}],
     }
     config.write_text(json.dumps(settings))
     add("selfspec", lambda port: [sys.executable, "-m", "selfspec_cli", "gateway", config, f"port={port}"])
     if options.vllm_router:
-        listen = ["--policy", "round_robin", "--worker-urls", *backends, "--host", "127.0.0.1"]
+        listen = ["--policy", "round_robin", "--worker-urls", backend, "--host", "127.0.0.1"]
         add(
             "vllm-router", lambda port: [options.vllm_router, *listen, "--prometheus-port", free_port(), "--port", port]
         )
     if options.litellm:
         lite = folder / "litellm.yaml"
         served = {"model": f"text-completion-openai/{MODEL}", "api_key": "none"}
-        models = [{"model_name": MODEL, "litellm_params": served | {"api_base": f"{one}/v1"}} for one in backends]
+        models = [{"model_name": MODEL, "litellm_params": served | {"api_base": f"{backend}/v1"}}]
         lite.write_text(
             json.dumps(
                 {
                     "model_list": models,
                     "general_settings": {"master_key": KEY},
-                    "router_settings": {"num_retries": 2, "timeout": 120, "stream_timeout": seconds},
+                    "router_settings": {"num_retries": 2, "timeout": 120, "stream_timeout": 120},
                 }
             )
         )
@@ -298,7 +294,6 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
-    parser.add_argument("--faults", action="store_true", help="also try what happens in each fault")
     parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
     parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
@@ -319,15 +314,11 @@ def main() -> None:
         server = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
         backend, _ = stack.enter_context(started(server, folder / "server.log"))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, [backend], folder).items():
+        for name, program in gateways(options, backend, folder).items():
             running[name] = stack.enter_context(started(program, folder / f"{name}.log"))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
         found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()}, until)
         document = described(options) | {"rows": table(found)}
-    if options.faults:
-        import faults
-
-        document["faults"] = faults.tried(options)
     text = json.dumps(document, indent=1)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")

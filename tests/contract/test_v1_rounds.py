@@ -157,39 +157,6 @@ def test_the_gate_is_asked_after_every_step_but_the_last(bad):
     assert proposer.counters.nan_logits == (2 if bad else 0)
 
 
-@pytest.mark.parametrize("window", [1, 4, 6, 9, 40])
-def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(window):
-    """Read back from the block table and the lengths, token by token, as attention reads the KV cache."""
-    size, steps = 4, 6
-    blocks = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(window)).int().view(3, 12)
-    ends = torch.tensor([2, 17, 38])  # positions of the newest tokens
-    state = Round(torch.arange(3), ends.int(), ends.clone(), room=100)
-    ahead = Ahead.of(state, steps, [table(size, blocks)], 3, Window(window))
-    for step in range(steps):
-        metadata, slots = ahead.metadata([(Group(), ["a"])], torch.arange(4).int())
-        common = metadata["a"]
-        assert common.max_seq_len == max(common.seq_lens.tolist())
-        for row, end in enumerate((ends + step).tolist()):
-            read = [
-                int(common.block_table_tensor[row, at // size]) * size + at % size
-                for at in range(int(common.seq_lens[row]))
-            ]
-            cached = [int(blocks[row, at // size]) * size + at % size for at in range(end + 1)]
-            assert read[-1] == slots["a"].tolist()[row] == cached[-1]
-            assert read[:size] == cached[:size]
-            assert read[-window:] == cached[-window:]
-            assert read == [slot for slot in cached if slot in set(read)]  # in order, and each once
-            # Whole blocks around the window as it was when the round began, and nothing else.
-            assert len(read) <= size + window + size + step
-            assert len(read) == len(cached) or len(cached) > size + window
-
-
-def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_request():
-    begun = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)
-    assert (begun.room, begun.steps) == (9, 0)
-    assert begun.lengths is begun.limits is begun.previous is begun.ahead is None
-
-
 def test_a_kind_of_context_hears_which_rows_of_the_batch_are_still_drafting():
     """In the middle of a round too, when the gates of others have closed."""
 

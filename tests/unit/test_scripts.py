@@ -71,7 +71,7 @@ def test_every_setting_that_was_measured_is_in_the_table(figures):
         replace(early, gate="margin", speedup=1.7, key="gated"),
         replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s"),
     ]
-    assert [row.key for row in figures("figure_rivals").arms(rows)] == ["gated", "n4", "e3", "n2", "e9"]
+    assert [row.key for row in figures("figure_readme").arms(rows)] == ["gated", "n4", "e3", "n2", "e9"]
 
 
 def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures, tmp_path):
@@ -86,15 +86,15 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures,
             against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text}),
         ):
             folder.save(tmp_path / "cpu", point)
-    (lost,) = figures("figure_rivals").lost(tmp_path)
+    (lost,) = figures("figure_readme").lost(tmp_path)
     assert (
         lost.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
         and " 1.50x (m, English documentation, " in lost
     )
     assert lost.endswith(f", batch 1, {baseline().device})")
-    tables = figures("figure_rivals").rivals_tables(tmp_path)
+    tables = figures("figure_readme").rivals_tables(tmp_path)
     assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
-    assert "Nothing has been measured" in figures("figure_rivals").rivals_tables(tmp_path / "none")
+    assert "Nothing has been measured" in figures("figure_readme").rivals_tables(tmp_path / "none")
 
 
 def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same_size(rivals):

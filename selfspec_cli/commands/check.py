@@ -91,7 +91,7 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
 
 def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Output) -> None:
     """What would be measured, and what each case asks for."""
-    points = plan.plan(cfgs, results_folder.heads(folder), again=True)
+    points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
     limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
     if not out.as_json:
         screen.show_plan(points)

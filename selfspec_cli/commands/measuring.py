@@ -121,7 +121,7 @@ def measure(
     warn(before)
     folder = Path(planning.results_dir(runs))
     if out.dry_run:
-        plan = planning.plan(runs, results_folder.heads(folder), **options.plan)
+        plan = planning.plan(runs, results_folder.read(folder)[0], **options.plan)
         return out.answer(screen.plan_document(plan), lambda: screen.show_plan(plan))
     preflight.check_device(runs[0])
     result, plans = _sweep(command, runs, options, out.debug, backend)

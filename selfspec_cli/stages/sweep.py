@@ -142,10 +142,10 @@ def run(
         RecordError: a point could not be written.
     """
     folder = Path(results_dir(cfgs))
-    with interrupts.deferred(), results.sweep_lock(folder):
-        warnings = [*results.prepare(folder), *submitit.collect(folder)]
+    with interrupts.deferred(), results.writing(folder):
+        warnings = submitit.collect(folder)
         more = {"again": again, "reuse_baseline": reuse_baseline, "retry_failed": retry_failed}
-        todo = plan(cfgs, results.heads(folder), **more)
+        todo = plan(cfgs, results.read(folder)[0], **more)
         progress.planned(todo)
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])

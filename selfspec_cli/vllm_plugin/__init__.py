@@ -39,7 +39,7 @@ live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves, tests and times heads in the
                   worker; moments.py looks at what linear layers see, and makes copies for it
-observe/          annotate.py names what a profiler shows, profiler.py starts one; gpu_meter.py says how busy a GPU was;
+observe/          profiler.py names what a profiler shows, and starts one; gpu_meter.py says how busy a GPU was;
                   watch.py counts what must not happen while drafting;
                   metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is

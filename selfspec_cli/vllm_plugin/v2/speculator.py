@@ -113,7 +113,6 @@ class EarlyExitSpeculator(DraftLoop):
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
-        self.eager = False  # for a profiler, which sees no parts inside a graph
         # The base class feeds hidden states back; nothing does here.
         self.hidden_states: Tensor = torch.empty(0, device=device)
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
@@ -341,7 +340,7 @@ class EarlyExitSpeculator(DraftLoop):
             uniform_token_count=1,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
-            need_eager=is_profile or self.eager,
+            need_eager=is_profile,
             dp_sync_state=dp_sync_state,
         )
         if self.decode_cudagraph_manager is not None:

@@ -32,7 +32,7 @@ from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built,
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 SHAPES = {
     "qwen2.5_1.5b": Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True),

@@ -22,8 +22,7 @@ _MORE = ("head_dir", "runner")
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
     """Return `cfg` with a tuned gate, threshold and draft length."""
-    gate = GateConfig(setting.gate, cfg.gate.calibration)
-    return replace(cfg, gate=gate, threshold=setting.threshold, k=setting.k)
+    return replace(cfg, gate=GateConfig(setting.gate), threshold=setting.threshold, k=setting.k)
 
 
 def overrides(cfg: RunConfig) -> list[str]:

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import typer
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands import load as load_command
 from selfspec_cli.commands.measuring import ENGINES, Backend
@@ -84,7 +83,7 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
             raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
         cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]
     preflight.check_all(cfgs)
-    found = preflight.for_this_machine([calibrations.with_calibration(cfg) for cfg in cfgs])
+    found = preflight.for_this_machine(cfgs)
     eager = [cfg.engine for cfg in cfgs] != [cfg.engine for cfg in found]
     warn([*preflight.warnings(found), *([configs.NO_COMPILER] if eager else [])])
     return found
@@ -92,7 +91,7 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
 
 def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Output) -> None:
     """What would be measured, and what each case asks for."""
-    points = plan.plan(cfgs, results_folder.heads(folder), again=True)
+    points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
     limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
     if not out.as_json:
         screen.show_plan(points)

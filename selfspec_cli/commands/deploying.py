@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.commands.screen import say, warn
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
@@ -30,7 +29,8 @@ def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[
     """
     try:
         pays = speedup is None or speedup > 1
-        cfg = calibrations.with_calibration(cfg) if pays else baseline_of(cfg)
+        if not pays:
+            cfg = baseline_of(cfg)
         made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
         spec, config = deployment.save(cfg, made, command)
     except (ConfigError, OSError) as error:

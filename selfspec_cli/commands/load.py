@@ -231,7 +231,7 @@ def _warnings(points: Sequence[Any]) -> list[str]:
 def _page(folder: Path) -> Path | None:
     """The report page of a folder; None where it could not be made, which is a warning."""
     try:
-        return report_stage.run(folder, folder).page
+        return report_stage.run(folder, folder)[1]
     except Exception as error:
         warn([f"the page could not be made: {on_one_line(error)}"])
         return None

@@ -11,7 +11,6 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
@@ -100,15 +99,14 @@ def unless_nothing_typed(
 
 
 def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Configs that were checked, with their calibrations, as this machine can run them; says where that is eagerly.
+    """Configs that were checked, as this machine can run them; says where that is eagerly.
 
     Raises:
         ConfigError: one could not run.
     """
     preflight.check_all(cfgs)
-    asked = [calibrations.with_calibration(cfg) for cfg in cfgs]
-    runs = preflight.for_this_machine(asked)
-    warn([NO_COMPILER] if runs != asked else [])
+    runs = preflight.for_this_machine(cfgs)
+    warn([NO_COMPILER] if runs != list(cfgs) else [])
     return runs
 
 
@@ -123,7 +121,7 @@ def measure(
     warn(before)
     folder = Path(planning.results_dir(runs))
     if out.dry_run:
-        plan = planning.plan(runs, results_folder.heads(folder), **options.plan)
+        plan = planning.plan(runs, results_folder.read(folder)[0], **options.plan)
         return out.answer(screen.plan_document(plan), lambda: screen.show_plan(plan))
     preflight.check_device(runs[0])
     result, plans = _sweep(command, runs, options, out.debug, backend)

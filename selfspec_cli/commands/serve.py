@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, note, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
@@ -76,7 +75,7 @@ def _serve(
         ServerError: of several servers, see `replicas.serve`.
     """
     preflight.check(cfg, served=True)
-    cfg = preflight.for_this_machine([calibrations.with_calibration(cfg)])[0]
+    cfg = preflight.for_this_machine([cfg])[0]
     # Where the engine chooses what drafts it warns of that itself; the config has other drafts.
     warn(preflight.warnings([replace(cfg, method=Method.baseline) if one_line else cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)

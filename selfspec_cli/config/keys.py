@@ -89,20 +89,14 @@ def uses(cfg: RunConfig, key: str) -> bool:
         return True
     if not any(cfg.method in knob.methods for knob in about):
         return False
-    gate = GATES[cfg.gate.kind]
-    used = {
-        "gate.calibration": gate.needs_calibration,
-        "threshold": gate.key is not None,
-    }
-    return used.get(key, True)
+    return key != "threshold" or GATES[cfg.gate.kind].key is not None
 
 
 def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
     """What the gate does, for a method that has one."""
     if cfg.method is not Method.layer_skip:
         return {}
-    calibration = {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
-    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)} | calibration
+    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
 
 
 def _unused(load: LoadConfig) -> Iterator[str]:
@@ -207,8 +201,7 @@ class Keys:
         if cfg.model.load_format == "dummy":
             named.append(cfg.seed)  # the weights themselves depend on it
         if cfg.method in EARLY_EXIT:
-            calibration = cfg.gate.calibration if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" else None
-            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration, cfg.draft_weights_path]
+            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, cfg.draft_weights_path]
         if cfg.method is Method.vllm:
             named.append(cfg.speculative)
         name = repr(named)

@@ -276,7 +276,7 @@ class RunConfig(DraftSettings):
         4096, help="held-out text that the baseline and skip are scored on; 0: none", unit="tokens", low=0
     )
     results_dir: str = knob("results", help="folder of rows and runs")
-    head_dir: str = knob("ee_head", help="folder of fitted heads and calibrations, one below it for each model")
+    head_dir: str = knob("ee_head", help="folder of fitted heads, one below it for each model")
 
 
 # The groups of Hydra and the choice each begins with. The choice of that name holds exactly the schema's defaults

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import HeadKind
@@ -22,7 +25,9 @@ FORMAT_VERSION = 1
 SUFFIX = ".safetensors"
 LEGACY_KIND = "lsq"  # of every .pt head
 _LEGACY_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
-_LONGEST_HEADER = 100 * 2**20  # bytes; safetensors' own limit
+
+FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # where the lens has 8 to 20
+FLAT_SOURCE = "results/LOG.md, results/published/quality.jsonl.xz"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -68,7 +73,7 @@ def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) ->
 
 
 def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
-    """The metadata of a .safetensors head, checked against the shapes of its tensors and the length of the file.
+    """The metadata of a .safetensors head, checked against the shapes of its tensors.
 
     Raises HeadError for a file that is missing, truncated, foreign or contradicts itself.
     """
@@ -194,21 +199,42 @@ def spec_of(path: str | os.PathLike[str], layer: int | None = None) -> HeadSpec 
         return None
 
 
+def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
+    """That a gate meets a head whose outputs are no distribution; None where it does not, or that cannot be said.
+
+    Such a head has rows of its own and was solved by least squares, without a scale in its file (`head_scale.py`).
+    path: a head file, or a directory of heads for `layer`; None is the lens.
+    """
+    if path is None or GATES[gate].key is None:
+        return None
+    file = Path(path)
+    try:
+        file = find_head(file, layer) if file.is_dir() and layer is not None else file
+        if file.suffix == ".pt":
+            from selfspec_cli.early_exit.legacy import load_pt  # imports torch, which alone can read it
+
+            flat = load_pt(file).scale is None
+        else:
+            metadata = read_metadata(file)
+            flat = bool(HEADS[metadata.kind].rows) and metadata.fit.get("scale") is None
+    except SettingsError:
+        return None  # whoever loads the head says what is wrong
+    if not flat:
+        return None
+    return (
+        f"gate {gate!r} reads a distribution, and the outputs of head {file} are none: a least-squares head "
+        f"without a scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens ({FLAT_SOURCE}); "
+        "fit it again with `selfspec fit-lsq`, which fits a scale"
+    )
+
+
 def _read_header(file: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """The string metadata and the shape of every tensor of a safetensors file."""
     try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            text = opened.read(length) if length <= _LONGEST_HEADER else b""
-        tensors = json.loads(text)
-        header = tensors.pop("__metadata__", {})
-        shapes = {name: tuple(map(int, tensor["shape"])) for name, tensor in tensors.items()}
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-        size = file.stat().st_size
+        with safe_open(file, framework="np") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            return opened.metadata() or {}, shapes
     except FileNotFoundError as error:
         raise HeadError(f"head {file} does not exist") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError) as error:
         raise HeadError(f"head {file} is truncated or no safetensors file: {error}") from error
-    if size != 8 + length + end:
-        raise HeadError(f"head {file} is truncated: it has {size} bytes, and its header says {8 + length + end}")
-    return header, shapes

@@ -114,12 +114,9 @@ class Engine(Tokens):
         view = {"layer_skip": cfg.layer} | DraftView.of(cfg).options()
         self.llm.collective_rpc("early_exit_set_view", args=(view,))
 
-    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
-        """Change the gate of a drafting engine between two rounds; nothing is reloaded.
-
-        calibration: a map in its JSON form, for gate `calibrated`; None keeps the one there is.
-        """
-        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, calibration))
+    def set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate of a drafting engine between two rounds; nothing is reloaded."""
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
 
     def set_draft_length(self, k: int) -> None:
         """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding.

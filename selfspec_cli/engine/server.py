@@ -51,9 +51,9 @@ class Server:
         """The exit layer in force; None for a server that has none, or of which it is not known."""
         return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method in (Method.layer_skip,) else None
 
-    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
+    def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate between two rounds; nothing is reloaded."""
-        self.call("early_exit_set_gate", kind, threshold, calibration)
+        self.call("early_exit_set_gate", kind, threshold)
 
     def call(self, method: str, *args: Any) -> Any:
         """The first worker's answer to one of `EarlyExitWorker`'s methods; of a server that was started here."""

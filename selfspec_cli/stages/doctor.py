@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of, engine_name
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
@@ -116,7 +115,6 @@ def _settings(cfg: RunConfig) -> Check:
     """What `selfspec serve` would refuse before it starts an engine."""
     try:
         preflight.check(cfg, served=True)
-        calibrations.with_calibration(cfg)
     except (ConfigError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     if unknown := preflight.not_checked([cfg]):

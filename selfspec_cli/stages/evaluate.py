@@ -134,8 +134,8 @@ def run(
         ConfigError: a results folder that cannot be written or is in use.
     """
     families = arms.families(cfgs)
-    with interrupts.deferred(), results.sweep_lock(arms.folder(cfgs)):
-        found = Found(warnings=results.prepare(arms.folder(cfgs)))
+    with interrupts.deferred(), results.writing(arms.folder(cfgs)):
+        found = Found()
         for family in families:
             job = _Job(tasks, limit, fewshot, family[0], progress, found, run_id or results.new_run_id())
             found.failed += arms.each(family, open_engine, job.arm, partial(_say, progress, len(family)))

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, engine_key
-from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, own_drafts
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, Runner, head_spec, own_drafts
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Outcome, Setting
@@ -54,7 +54,7 @@ class Exit:
     @property
     def head(self) -> str:
         """The head and whatever else of the drafts is not the default, as file names say it."""
-        return calibrations.exit_name(self.cfg)
+        return exit_name(self.cfg)
 
     @property
     def vocabulary(self) -> str:
@@ -74,7 +74,43 @@ class Exit:
 
 def name_of(cfg: RunConfig) -> str:
     """What an exit is called: its layer and what drafts there."""
-    return f"E{cfg.layer}-{calibrations.exit_name(cfg)}"
+    return f"E{cfg.layer}-{exit_name(cfg)}"
+
+
+def exit_name(cfg: RunConfig) -> str:
+    """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
+
+    A head with a path has a digest of the path in it, a vocabulary list a digest of its contents: `a/v.txt` and
+    `b/v.txt` are two vocabularies.
+    """
+    parts = [head_spec(cfg.head, cfg.layer).name]
+    if cfg.head.path is not None:
+        parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
+    if cfg.vocab.isdigit():
+        parts.append(cfg.vocab)
+    elif cfg.vocab != "full":
+        file = Path(cfg.vocab)
+        parts += [file.stem, _digest(file.read_bytes())]
+    view = DraftView.of(cfg)
+    options = replace(view, context=Context()).options()
+    weights = {name: options.pop(name) for name in ("draft_weights",) if name in options}
+    drawn = {} if cfg.draft_sample_method == RunConfig.draft_sample_method else {"drawn": cfg.draft_sample_method}
+    parts += [_named(name, str(value)) for name, value in (weights | drawn | options).items()]
+    parts += [] if view.context.is_full else [str(view.context).replace(":", "")]
+    parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
+    parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
+    return "-".join(parts)
+
+
+def _named(option: str, value: str) -> str:
+    """Return a draft option as part of a file's name; a path as a digest of its absolute form, as for a head."""
+    if option == "draft_weights_path":
+        return _digest(bytes(Path(value).expanduser().resolve()))
+    return f"skip{value}" if option == "skip_layers" else value
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:

@@ -21,8 +21,9 @@ from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfi
 from selfspec_cli.early_exit.cost_model import Costs, efficiency, fit_step_times
 from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import documents
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.head_rows import HeadRow, by_speedup, save
+from selfspec_cli.record.head_rows import HeadRow, by_speedup
 from selfspec_cli.record.point import OK
 from selfspec_cli.stages import bench, fit, sweep
 from selfspec_cli.stages.head_plan import HeadPlan
@@ -100,7 +101,7 @@ def run(
         "pairs": pairs,
         "corpus": corpus,
     }
-    found.files = save(rows, facts, Path(cfg.results_dir))
+    found.files = documents.save_rows("heads", HeadRow, rows, facts, Path(cfg.results_dir))
     return found
 
 

@@ -91,7 +91,7 @@ class Arm:
 def apply(engine: Engine, setting: Setting) -> None:
     """Make a live engine draft by `setting`."""
     engine.set_draft_length(setting.k)
-    engine.set_gate(setting.gate, setting.threshold, None)
+    engine.set_gate(setting.gate, setting.threshold)
 
 
 def run(

@@ -122,8 +122,8 @@ def run(
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
-    with interrupts.deferred(), results.sweep_lock(arms.folder(cfgs)):
-        found = Found(warnings=results.prepare(arms.folder(cfgs)))
+    with interrupts.deferred(), results.writing(arms.folder(cfgs)):
+        found = Found()
         documents = corpora.documents(request.corpus, request.documents, held_out=held_out)
         if held_out:
             request = Request(**vars(request) | {"held_out": True})

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.artifacts import calibrations, head_files
+from selfspec_cli.artifacts import head_files
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import (
     config_document,
@@ -36,7 +36,7 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.config.validation import check_weights
 from selfspec_cli.early_exit.draft_weights import WeightFacts
-from selfspec_cli.early_exit.flat_heads import flat_head_warning
+from selfspec_cli.early_exit.head_metadata import flat_head_warning
 from selfspec_cli.early_exit.resolved import warnings_for
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.extras import install
@@ -224,11 +224,9 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     cfgs = list(cfgs)
     found: dict[tuple[object, ...], list[str]] = {}
     for cfg in cfgs:
-        gate = cfg.gate
-        key = (id(cfg.model), gate.kind, gate.calibration, cfg.threshold, cfg.vocab)
+        key = (id(cfg.model), cfg.gate.kind, cfg.threshold, cfg.vocab)
         if cfg.method is Method.layer_skip and key not in found:
-            used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
-            found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
+            found[key] = warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)
     gates = [warning for lines in found.values() for warning in lines]
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]

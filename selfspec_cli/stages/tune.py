@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations, head_files, tuned
+from selfspec_cli.artifacts import head_files, tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
@@ -162,7 +162,7 @@ def run(
 def document(result: TuneResult) -> dict[str, Any]:
     """The result as JSON."""
     finalists = [
-        {"E": finalist.cfg.layer, "head": calibrations.exit_name(finalist.cfg), **finalist.measured}
+        {"E": finalist.cfg.layer, "head": exits.exit_name(finalist.cfg), **finalist.measured}
         for finalist in result.finalists
     ]
     return {
@@ -262,8 +262,7 @@ def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Pro
 
 
 def _gates(logged: Sequence[str]) -> tuple[str, ...]:
-    """Gates that tuning considers: none, and each of the statistics that are logged. One that needs a calibration is a
-    monotone map of another: it decides nothing that the other cannot."""
+    """Gates that tuning considers: none, and each of the statistics that are logged."""
     return ("none", *logged)
 
 

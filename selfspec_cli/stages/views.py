@@ -16,7 +16,7 @@ little better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_lay
 from selfspec_cli.early_exit.view import DraftView, own_settings
 from selfspec_cli.engine.live import Engine, OpenEngine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import documents
 from selfspec_cli.record.tables import identity
-from selfspec_cli.record.view_rows import ViewRow, row, save
+from selfspec_cli.record.view_rows import ViewRow, row
 from selfspec_cli.texts.prompts import workload_prompts
 
 PROXY_PROMPTS, PROXY_TOKENS = 8, 24  # of the search, at most: candidates are many, and each drafts for all of these
@@ -115,7 +116,7 @@ def run(cfgs: Sequence[RunConfig], *, open_engine: OpenEngine, drop: int = 0, pr
                 whole = _whole(first, engine.num_layers)
                 for step in thinned(engine, whole, drop, progress):
                     found.steps.append(step)
-                    found.files = save(found.rows, _facts(first, found.steps), Path(first.results_dir))
+                    found.files = _save(first, found)
                 others = [replace(whole, skip_layers=as_text(step.skipped)) for step in found.steps]
                 more = [replace(cfg, workload=work) for cfg in others for work in works]
                 group, views = [*group, *more], [*views, *more]
@@ -123,7 +124,7 @@ def run(cfgs: Sequence[RunConfig], *, open_engine: OpenEngine, drop: int = 0, pr
                 interrupts.check()
                 found.rows.append(measured(engine, cfg, plain))
                 progress("views", len(found.rows), len(views))
-                found.files = save(found.rows, _facts(first, found.steps), Path(first.results_dir))
+                found.files = _save(first, found)
     return found
 
 
@@ -268,12 +269,14 @@ def _whole(cfg: RunConfig, layers: int) -> RunConfig:
     return replace(cfg, layer=cfg.layer if skipped_layers(cfg.skip_layers) else layers)
 
 
-def _facts(cfg: RunConfig, steps: Iterable[Step]) -> dict[str, Any]:
-    return {
+def _save(cfg: RunConfig, found: Views) -> dict[str, str]:
+    """Write views.csv and views.json; name -> path."""
+    facts = {
         "device": machine.device(cfg),
         "versions": machine.versions(),
         "workload": asdict(cfg.workload),
         "seed": cfg.seed,
-        "search": [asdict(step) for step in steps],
+        "search": [asdict(step) for step in found.steps],
         "predicted": "bytes that a step reads at batch 1, copies beside originals of 16 bits; not measured",
     }
+    return documents.save_rows("views", ViewRow, found.rows, facts, Path(cfg.results_dir))

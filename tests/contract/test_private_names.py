@@ -33,7 +33,7 @@ OF_OTHERS = {
     "triton.runtime.interpreter": {"_patch_lang", "_LangPatchScope", "_get_np_dtype"},
 }
 PRIVATE = re.compile(r"(?<![A-Za-z0-9_`])_[a-z][a-z_]*\b")
-LISTS = ("patches.py", "subclasses.py", "vllm_names.py", "releases/seams.py", "releases/v0_33_0.py")
+LISTS = ("patches.py", "subclasses.py", "vllm_names.py", "releases/seams.py", "releases/__init__.py")
 """Files whose strings name what is used of vLLM."""
 
 

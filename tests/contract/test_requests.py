@@ -57,12 +57,6 @@ def test_what_cannot_be_had_is_answered_with_status_400():
     assert "allowed: whole numbers from 0 (no drafts) to the engine's k, 4" in answer.error.message
 
 
-def test_a_threshold_is_checked_against_the_engines_gate():
-    verify({"selfspec_threshold": 0.5}, gate="maxp")
-    with pytest.raises(VLLMValidationError, match="selfspec_threshold = 7 is out of range for gate 'maxp'"):
-        verify({"selfspec_threshold": 7}, gate="maxp")
-
-
 @pytest.mark.parametrize("said", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {}])
 def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
     check, params = checking(), SamplingParams(**said)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.experts import _unpacked
+from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 pytestmark = pytest.mark.contract
 

@@ -146,13 +146,6 @@ def test_one_setting_in_two_places_is_refused(arguments, path):
         args.create_engine_config()
 
 
-def test_adaptive_verification_is_refused_by_name(arguments, path):
-    spec = '{"method": "layer_skip", "num_speculative_tokens": 4, "enable_adaptive_verification": true}'
-    args = parsed(arguments, "--model", path, "--speculative-config", spec)
-    with pytest.raises(SettingsError, match="enable_adaptive_verification = True has no meaning for method"):
-        args.create_engine_config()
-
-
 MTP_LAYER = {"num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
 
 

@@ -28,15 +28,15 @@ def test_the_parts_of_a_run_add_up_to_its_wall_time(model_dir, tmp_path, report)
     found = {}
     for cfg in (replace(drafting, method=Method.baseline), drafting):
         made, path = profile.run(cfg, open_engine=open_engine, tokens=24)
-        assert made.accounted == pytest.approx(1, abs=0.05)
+        assert sum(made.seconds.values()) == pytest.approx(made.wall)
         assert Path(path).is_file() and (Path(path).parent / made.trace).stat().st_size > 1000
         found[str(cfg.method)] = made
-        report(f"{cfg.method}: " + json.dumps({name: round(made.share(name), 3) for name in made.seconds}))
+        report(
+            f"{cfg.method}: " + json.dumps({name: round(spent / made.wall, 3) for name, spent in made.seconds.items()})
+        )
     plain, early = found["baseline"], found["layer_skip"]
     assert plain.rounds == 24 and plain.tokens == early.tokens == 48
     assert not {"trunk", "head", "gate", "draft"} & set(plain.seconds)
     assert {"trunk", "head", "gate", "draft", "verify", "sampler", "scheduler", "detokenise"} <= set(early.seconds)
-    assert any(one["bytes"] for one in early.kernels if one["part"] == "verify"), early.unknown
-    assert any(one["bytes"] for one in early.kernels if one["part"] == "trunk"), early.unknown
-    assert profile.NO_RATE in early.unknown  # of a CPU's memory nothing is known
+    assert plain.kernels[0]["seconds"] > 0 and early.kernels[0]["calls"] > 24 / 4
     assert len(profiles.newest(tmp_path)) == 2

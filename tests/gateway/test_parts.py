@@ -25,7 +25,7 @@ from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
-from selfspec_cli.record.gateway_log import Ledger
+from selfspec_cli.record.gateway_log import Ledger, routes
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 
@@ -200,6 +200,14 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
         few.add({"status": 200, "plain": False, "route": "a", "tokens": 1, "e2e_ms": 1, "reason": "asked_for"})
     assert [one.requests for one in few.gains()] == [1, 1]
     assert {one.gain for one in few.gains()} == {None}
+
+
+def test_a_route_is_the_requests_that_ended_well_and_nothing_that_was_not_measured():
+    asked = {"model": "m", "route": "a", "status": 200, "plain": False, "tokens": 10, "e2e_ms": 100.0, "cost": 1.0}
+    rows = [asked, asked | {"e2e_ms": 300.0}, asked | {"e2e_ms": 200.0}, asked | {"plain": True, "cost": None}]
+    routed, plain = routes([*rows, asked | {"status": 502}, asked | {"route": None}])
+    assert (routed.requests, routed.tokens, routed.e2e_ms, routed.cost, routed.ttft_ms) == (3, 30, 200.0, 3.0, None)
+    assert (plain.plain, plain.requests, plain.cost) == (True, 1, None)
 
 
 def test_a_hit_costs_nothing_and_counts_for_all_routes():

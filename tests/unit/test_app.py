@@ -32,7 +32,7 @@ def model(tmp_path, monkeypatch):
 class Engine:
     cfg: object
 
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         pass
 
 
@@ -81,8 +81,6 @@ def test_every_command_has_help_with_an_example(command):
         (("sweep", "workload.bacth=4"), "did you mean 'workload.batch'"),
         (("sweep", "gate=margin", "threshold=0.1,2"), "from 0 to 1"),
         (("sweep", "gate=entropy", "threshold=-1"), "at least 0"),
-        (("sweep", "gate=calibrated", "layer=2"), "selfspec roc layer=2"),
-        (("sweep", "gate=calibrated", "gate.calibration=gone.json"), "gone.json"),
         (("bench", "tuned=nothing"), "selfspec tune model=nothing"),
         (("roc", "layer=8"), "1..7"),
         (("tune", "layer=8"), "1..7"),

@@ -62,7 +62,7 @@ def test_models_that_were_tuned_are_offered(tmp_path, monkeypatch):
     [
         ("selfspec sweep gate = ma", 4, "ma", ["margin", "maxp"]),
         ("selfspec sweep tracker.kind =", 3, "", ["none", "wandb"]),
-        ("selfspec sweep ga", 2, "ga", ["gate=", "gate.kind=", "gate.calibration="]),
+        ("selfspec sweep ga", 2, "ga", ["gate=", "gate.kind="]),
         ("selfspec sweep workload.prompts='a b' laye", 3, "laye", ["layer=", "layer=VALUE"]),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
-from selfspec_cli.config.schema import ConfigError, EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, EngineConfig, HeadConfig, ModelConfig, RunConfig
 from selfspec_cli.stages import doctor, preflight, pull
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
@@ -133,7 +133,6 @@ def test_what_a_sweep_would_refuse_is_a_failure(cfg, versions, tmp_path):
     for change, word in (
         ({"layer": 99}, "1..7"),
         ({"layer": 2, "head": HeadConfig("lsq")}, "selfspec fit-lsq --layer 2"),
-        ({"layer": 2, "gate": GateConfig("calibrated")}, "selfspec roc layer=2"),
     ):
         fine, checks = run(replace(cfg, head_dir=str(tmp_path), **change))
         assert not fine

@@ -21,28 +21,6 @@ def test_what_is_counted():
     assert counted["position_histogram"] == [4 + 3 + 2, 2 + 2, 1]
 
 
-def test_what_was_not_counted_is_none_and_not_zero():
-    summed = summary(DraftCounters(3).snapshot(), 0, 0, 0)
-    for name in ("ended_by_gate", "active_requests_mean", "active_requests_min", "acceptance_per_active_request"):
-        assert summed[name] is None
-
-
-def test_counting_begins_at_zero():
-    assert DraftCounters(2).snapshot() == {
-        "rounds": 0,
-        "steps": 0,
-        "drafted": 0,
-        "gate_ended": 0,
-        "nan_logits": 0,
-        "free_drafted": 0,
-        "free_accepted": 0,
-        "seconds": 0.0,
-        "length_histogram": [0, 0, 0],
-        "active_histogram": [],
-        "position_histogram": [0, 0],
-    }
-
-
 def test_a_summary_of_counts_from_before_there_were_more_of_them():
     counted = rounds_of([4, 2]).snapshot()
     for name in ("active_histogram", "nan_logits", "seconds"):

@@ -8,7 +8,7 @@ from points import ARM, BASELINE, against, point
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import settings_key
-from selfspec_cli.record import latency, tables
+from selfspec_cli.record import tables
 from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Measurement, Repeat, from_json, to_json
@@ -37,13 +37,10 @@ def test_goodput_counts_requests_within_every_limit_and_no_others():
 def test_minutes_have_the_tokens_that_arrived_and_the_requests_that_ended_in_them():
     some = [request(0.0, 10.0, 30.0, tokens=3), request(50.0, 9.0, 11.0, tokens=30), request(150.0, 1.0, 9.0)]
     first, second, third = windows(some, 185.0)
-    assert [part.start for part in (first, second, third)] == [0.0, 60.0, 120.0]
-    assert [part.requests for part in (first, second, third)] == [1, 1, 1]
     # Of the second request the first output (at 59 s) fell into the first minute, with a third of its 30 tokens.
-    assert first.tok_s == pytest.approx((3 + 10) / 60)
-    assert second.tok_s == pytest.approx(20 / 60)
-    assert second.tpot == pytest.approx((2000 / 29,) * 3)
-    assert windows(some, 59.0) == []
+    assert first["tok_s"] == pytest.approx((3 + 10) / 60) and second["tok_s"] == pytest.approx(20 / 60)
+    assert second["tpot"] == pytest.approx(2000 / 29) and third["ttft"] == pytest.approx(1000.0)
+    assert windows(some, 59.0) == [] and "ttft" not in windows(some, 245.0)[3]
 
 
 def load_point(tok_s, *, arm=None, key="1", base=None, clients=8, engine=None, number=0):
@@ -71,12 +68,6 @@ def test_a_row_of_a_load_test_says_what_was_asked_and_what_was_found():
     assert made.goodput == pytest.approx(20.0)  # of 12 requests all have a TPOT below 40 ms
     assert group_title(made).startswith("m, headline: 32 tokens in, 4 out, 8 clients")
     assert tables.row(from_json(to_json(load_point(100.0)))).clients == 8
-
-
-def test_of_a_long_run_the_first_and_the_last_minute_are_told_apart():
-    slow = [request(second, 0.1, 0.5 if second < 60 else 0.9) for second in range(0, 121, 2)]
-    first, last = latency.windows(slow, 122.0)
-    assert (first.tpot[-1], last.tpot[-1]) == pytest.approx((100.0, 200.0))
 
 
 def test_rows_of_other_commands_have_no_columns_of_a_load_test():
@@ -134,11 +125,3 @@ def test_figures_of_load_by_clients_over_time_and_by_category():
     assert [one["minute"] for one in made["over_time"].panels[0].data] == [1, 2, 3]
     for name in ("load", "over_time", "categories"):
         json.dumps(made[name].spec())
-
-
-def test_percentiles_are_numpys_over_all_requests():
-    some = [request(0, 0.001 * number, 1.0) for number in range(1, 101)]
-    found = latency.summary(some)
-    assert found["ttft_ms"] == pytest.approx(50.5)
-    assert found["ttft_p90_ms"] == pytest.approx(90.1)
-    assert found["ttft_p99_ms"] == pytest.approx(99.01)

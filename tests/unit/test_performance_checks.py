@@ -334,7 +334,7 @@ def test_a_dry_run_says_what_is_asked_for_and_starts_nothing(written):
 def test_the_page_has_the_history(written, tmp_path):
     measured(written(), CLEAR)
     measured(written(), SLOW)
-    page = make.run(tmp_path / "results", tmp_path).page.read_text()
+    page = make.run(tmp_path / "results", tmp_path)[1].read_text()
     assert "Performance checks" in page and "one: speedup at least 1.5, 1.31" in page
     lines = json.loads(json.dumps(history.read(tmp_path / "results")))
     assert page.count(lines[0]["place"]["code"]) >= 2

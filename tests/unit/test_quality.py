@@ -138,13 +138,6 @@ def test_rows_carry_what_was_found_of_their_arm(tmp_path):
     assert found[rows[1].point]["verdict"] == ""  # not measured, and so not 0
 
 
-def test_a_finding_is_in_the_tables_at_once(tmp_path):
-    folder.save(tmp_path, replace(baseline(), arm_key=ARM))
-    folder.save_finding(tmp_path, finding())
-    (row,) = csv.DictReader((tmp_path / "summary.csv").open())
-    assert float(row["ppl"]) == pytest.approx(tables.row(folder.read(tmp_path)[0][0]).ppl, rel=1e-5)
-
-
 def test_what_is_found_later_is_no_part_of_a_points_file(tmp_path):
     judged = replace(point(), arm_key=ARM, quality={"verdict": "pass"})
     folder.save(tmp_path, judged)

@@ -33,7 +33,7 @@ class FakeEngine:
     def __init__(self, cfg):
         self.cfg, self.gates = cfg, []
 
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         self.gates.append((kind, threshold))
 
 
@@ -196,7 +196,7 @@ def test_an_interrupt_keeps_the_rows_and_is_no_failure_of_a_point(lab, ends):
 
 
 def test_a_results_folder_in_use_is_refused(lab):
-    with folder.sweep_lock(lab.folder), pytest.raises(ConfigError, match="pid"):
+    with folder.writing(lab.folder), pytest.raises(ConfigError, match="pid"):
         lab.run(VARH_SWEEP)
     assert lab.engines == []
 
@@ -294,6 +294,12 @@ def test_a_failed_rerun_changes_nothing_of_a_good_point(lab):
     assert lab.run(VARH_SWEEP[:1]).skipped == 1
 
 
+def _rows(folder):
+    """Ids of the points in the table; none without one."""
+    table = folder / "summary.csv"
+    return {line.rpartition(",")[2] for line in table.read_text().splitlines()[1:]} if table.exists() else set()
+
+
 def test_a_sweep_killed_three_times_and_resumed_ends_with_the_points_of_one_left_alone(tmp_path):
     whole, broken = Lab(tmp_path / "whole"), Lab(tmp_path / "broken")
     grid = [RunConfig(layer=layer, gate=VARH, threshold=tau) for layer in (2, 4) for tau in (4.0, 5.0, 6.0)]
@@ -307,6 +313,8 @@ def test_a_sweep_killed_three_times_and_resumed_ends_with_the_points_of_one_left
         killed += worker.is_alive()
         worker.kill()
         worker.join()
+        measured = {file.stem for file in (broken.folder / "runs").glob("[!.]*.json")}
+        assert len(measured - _rows(broken.folder)) <= 1  # killed between a point and its line
     assert killed == 3
     broken.run(grid)
     found = broken.points()
@@ -316,15 +324,14 @@ def test_a_sweep_killed_three_times_and_resumed_ends_with_the_points_of_one_left
     baselines = {point.id for point in found} - {arm.id for arm in arms}
     assert {arm.compared_with.baseline for arm in arms} <= baselines
     assert broken.run(grid).points == []
-    lines = (broken.folder / "summary.csv").read_text().splitlines()[1:]
-    assert sorted(line.rpartition(",")[2] for line in lines) == sorted(point.id for point in found)
+    assert _rows(broken.folder) == {point.id for point in found}
     assert not list((broken.folder / "runs").glob(".*.part"))
 
 
 def test_how_long_it_may_take_comes_from_comparable_points(lab):
     assert planning.plan(VARH_SWEEP).seconds is None
     lab.run(VARH_SWEEP[:1])
-    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.heads(lab.folder)]
+    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.read(lab.folder)[0]]
     rest = [replace(cfg, results_dir=str(lab.folder)) for cfg in VARH_SWEEP[1:]]
     assert planning.plan(rest, known).seconds == 2 * 60 + 3 * 20  # two engines; a baseline and two arms
     longer = [replace(cfg, workload=replace(cfg.workload, output_len=999)) for cfg in rest]

@@ -3,7 +3,6 @@
 import json
 import re
 import struct
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -242,25 +241,10 @@ def test_an_upload_that_cannot_start_is_a_message_and_hides_no_error(stub, monke
         raise RuntimeError("mine")
 
 
-def test_a_tracker_that_is_not_installed_says_how_it_is(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=re.escape(extras.install("track"))), open_tracker(WANDB, "run-1"):
-        pass
-
-
 def test_no_tracker_imports_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     with open_tracker(RunConfig(), "run-1") as tracker:
         tracker.log(baseline())
     assert tracker.messages == []
-    with pytest.raises(ConfigError, match="pip install"), open_tracker(WANDB, "run-1"):
+    with pytest.raises(ConfigError, match=re.escape(extras.install("track"))), open_tracker(WANDB, "run-1"):
         pass
-
-
-@pytest.mark.slow
-def test_the_command_to_sync_is_wandbs_own():
-    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
-    shown = subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "PATH" in shown.stdout.upper()

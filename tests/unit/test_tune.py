@@ -48,7 +48,7 @@ class FakeEngine:
     def set_draft_length(self, k):
         self.setting = Setting(self.setting.gate, self.setting.threshold, k)
 
-    def set_gate(self, kind, threshold, calibration=None):
+    def set_gate(self, kind, threshold):
         self.setting = Setting(kind, threshold, self.setting.k)
 
     @contextmanager

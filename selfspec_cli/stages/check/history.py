@@ -10,7 +10,7 @@ from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.record import archive
-from selfspec_cli.record.guarded import explained
+from selfspec_cli.record.folder import explained
 
 FILE = "checks.jsonl"
 

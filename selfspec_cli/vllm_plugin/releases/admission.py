@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from selfspec_cli.vllm_plugin import patches, versions, vllm_names
-from selfspec_cli.vllm_plugin.releases import SUPPORTED, seams
-from selfspec_cli.vllm_plugin.releases.release import Release
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release, seams
 from selfspec_cli.vllm_plugin.releases.source import Outline, Source
 from selfspec_cli.whole import cache_dir, written
 

@@ -157,10 +157,8 @@ def gateway(
     policy: str,
     folder: Path,
     options: Mapping[str, Any] | None = None,
-    checkout: Path | None = None,
 ) -> Iterator[str]:
-    """The address of a gateway, once all of its backends take requests. servers: addresses by name. folder: of logs.
-    checkout: of this repository, whose gateway it is; otherwise this one's."""
+    """The address of a gateway, once all of its backends take requests. servers: addresses by name. folder: of logs."""
     port = free_port()
     settings = {
         "port": port,
@@ -178,7 +176,7 @@ def gateway(
     config.write_text(json.dumps(settings))
     words = [sys.executable, "-c", GATEWAY, str(config.absolute())]
     with open(folder / "gateway.log", "wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=checkout or Path(__file__).parents[2])
+        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
     try:
         while not _all_up(url, len(servers)):

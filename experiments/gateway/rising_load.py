@@ -19,7 +19,7 @@ request does.
 
 --simulated: servers that compute nothing (step_engine.py), with the step times of an H200, --slower times as long. They
 slow nobody down, so all kinds of a turn are asked at once, each with servers of its own, and all meet the same machine.
-Rates are shares of what the better server alone can do, of --requests requests each.
+Rates are shares of what the better server alone can do, and last for --requests requests on average, 6 to 30 seconds.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from selfspec_cli.texts import library
 from selfspec_cli.texts.chat import CODING
 
 POLICIES = ("least_time", "round_robin")
-BEFORE = "least_time_before"
 ANSWER_SECONDS = 120.0
 CHARACTERS = 120  # of held-out code, as a prompt
 SHARES = [0.05, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2]
 RESAMPLES = 2000
+LEAST, MOST = 6.0, 30.0  # seconds of a rate that lasts for --requests
 
 
 def arguments() -> argparse.Namespace:
@@ -70,8 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--simulated", nargs="+", choices=tuple(step_engine.ARMS), help="servers that sleep")
-    parser.add_argument("--slower", type=float, default=2.0, help="with --simulated: times as long as an H200")
-    parser.add_argument("--before", type=Path, help="another checkout, whose least_time is measured in turn with ours")
+    parser.add_argument("--slower", type=float, default=6.0, help="with --simulated: than an H200")
     parser.add_argument("--page", type=Path, help="write the page's table from this file, and measure nothing")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -138,7 +137,7 @@ async def load(url: str, given: argparse.Namespace, turn: int) -> list[Answer]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
         start, at, until = time.perf_counter(), 0.0, 0.0
         for rate in given.rates:
-            until += given.requests / rate if given.requests else given.seconds
+            until += min(max(given.requests / rate, LEAST), MOST) if given.requests else given.seconds
             while at < until:
                 body = {"model": "auto", "max_tokens": given.tokens, "temperature": 0, "ignore_eos": True}
                 body |= {"stream": True, "stream_options": {"include_usage": True}} | prompt(draw, chat)
@@ -174,7 +173,7 @@ def rows(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def behind(kinds: dict[str, Any]) -> float | None:
     """Milliseconds by which the p99 of least_time is above that of the better backend alone; below 0: it is shorter."""
-    alone = [row["e2e_p99_ms"] for kind, row in kinds.items() if kind not in (*POLICIES, BEFORE)]
+    alone = [row["e2e_p99_ms"] for kind, row in kinds.items() if kind not in POLICIES]
     ours = kinds.get(POLICIES[0], {}).get("e2e_p99_ms")
     return None if ours is None or not alone or None in alone else round(ours - min(alone), 1)
 
@@ -235,7 +234,7 @@ def write_table(file: Path) -> None:
     kinds, most = found["all_turns"]["kinds"], found["settings"]["rates"][-1] / SHARES[-1]
     lines = [
         "| load | requests/s | " + " | ".join(name.replace("least_time", "`least_time`") for name in kinds) + " | "
-        "`least_time` less the better alone: median | p99 | of which to plain |",
+        "`least_time` less the better alone: median | p99 | to plain |",
         "|---" * (len(kinds) + 5) + "|",
     ]
     for rate, row in found["beside"].items():
@@ -254,11 +253,9 @@ Kinds = list[tuple[str, str, dict[str, Any]]]
 """Name, policy and its options."""
 
 
-def kinds_of(servers: Iterable[str], before: bool = False) -> Kinds:
+def kinds_of(servers: Iterable[str]) -> Kinds:
     """Everything that is compared."""
-    alone: Kinds = [(name, "fixed", {"backend": name}) for name in servers]
-    more: Kinds = [(BEFORE, POLICIES[0], {})] if before else []
-    return [*((policy, policy, {}) for policy in POLICIES), *alone, *more]
+    return [*((policy, policy, {}) for policy in POLICIES), *((name, "fixed", {"backend": name}) for name in servers)]
 
 
 def write(given: argparse.Namespace, head: dict[str, Any], answers: dict[tuple[int, str], list[Answer]]) -> None:
@@ -269,13 +266,12 @@ def write(given: argparse.Namespace, head: dict[str, Any], answers: dict[tuple[i
 
 def measure(servers: dict[str, str], given: argparse.Namespace, logs: Path, head: dict[str, Any]) -> int:
     """Every kind in every turn; how many requests failed."""
-    kinds = kinds_of(servers, given.before is not None)
+    kinds = kinds_of(servers)
     answers: dict[tuple[int, str], list[Answer]] = {}
     for turn in range(given.turns):
         first = turn % len(kinds)
         for kind, policy, options in (*kinds[first:], *kinds[:first]):
-            checkout = given.before if kind == BEFORE else None
-            with gateway(servers, policy, logs / f"{turn}_{kind}", options, checkout) as url:
+            with gateway(servers, policy, logs / f"{turn}_{kind}", options) as url:
                 answers[turn, kind] = asyncio.run(load(url, given, turn))
             print(turn, kind, json.dumps(figures(answers[turn, kind])), flush=True)
             write(given, head, answers)
@@ -311,8 +307,8 @@ def main() -> int:
         return 0
     logs = given.out.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
-    said = [word for word in sys.argv[1:] if word not in ("--out", "--before", str(given.out), str(given.before))]
-    words = {name: value for name, value in vars(given).items() if name not in ("out", "before", "page")}
+    said = [word for word in sys.argv[1:] if word not in ("--out", str(given.out))]
+    words = {name: value for name, value in vars(given).items() if name not in ("out", "page")}
     head = {"command": " ".join(["python experiments/gateway/rising_load.py", *said]), "settings": words}
     head["versions"] = machine.versions()
     if given.simulated:

@@ -25,7 +25,7 @@ from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.described import SharesWeights
-from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.rope import DraftPositions
@@ -41,7 +41,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     DraftModelProposer,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.copied import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 

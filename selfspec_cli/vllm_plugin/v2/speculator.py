@@ -21,7 +21,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import MOST, fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
@@ -47,7 +47,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
-from selfspec_cli.vllm_plugin.weights.copied import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 

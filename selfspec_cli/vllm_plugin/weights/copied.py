@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
-from selfspec_cli.vllm_plugin.refusals import refuse_fitted_copies
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig, VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig
 
 
 class Kernels(Protocol):
@@ -248,21 +245,6 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
         units[torch.arange(count), torch.arange(start, start + count)] = one
         parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()
-
-
-def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig) -> FittedWeights | None:
-    """The copies, made from data (`selfspec fit-weights`), that `settings` name, checked against this model; None where
-    copies are rounded at load.
-
-    Raises SettingsError for a file of another model or another kind of copies, and on several ranks.
-    """
-    if settings.draft_weights_path is None:
-        return None
-    refuse_fitted_copies(settings.draft_weights_path, vllm_config.parallel_config.tensor_parallel_size)
-    from selfspec_cli.vllm_plugin.exit_head import fingerprint
-
-    path, kind = settings.draft_weights_path, settings.draft_weights
-    return fitted_weights.load(path, kind, fingerprint(target, vllm_config))
 
 
 def on_fitted_copies(fitted: FittedWeights, dtype: torch.dtype) -> Make:

@@ -15,7 +15,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
-from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import HeadKind
@@ -26,8 +25,6 @@ SUFFIX = ".safetensors"
 LEGACY_KIND = "lsq"  # of every .pt head
 _LEGACY_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
 
-FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # where the lens has 8 to 20
-FLAT_SOURCE = "results/LOG.md, results/published/quality.jsonl.xz"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -197,35 +194,6 @@ def spec_of(path: str | os.PathLike[str], layer: int | None = None) -> HeadSpec 
         return HeadSpec(LEGACY_KIND) if file.suffix == ".pt" else read_metadata(file).spec
     except SettingsError:
         return None
-
-
-def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
-    """That a gate meets a head whose outputs are no distribution; None where it does not, or that cannot be said.
-
-    Such a head has rows of its own and was solved by least squares, without a scale in its file (`head_scale.py`).
-    path: a head file, or a directory of heads for `layer`; None is the lens.
-    """
-    if path is None or GATES[gate].key is None:
-        return None
-    file = Path(path)
-    try:
-        file = find_head(file, layer) if file.is_dir() and layer is not None else file
-        if file.suffix == ".pt":
-            from selfspec_cli.early_exit.legacy import load_pt  # imports torch, which alone can read it
-
-            flat = load_pt(file).scale is None
-        else:
-            metadata = read_metadata(file)
-            flat = bool(HEADS[metadata.kind].rows) and metadata.fit.get("scale") is None
-    except SettingsError:
-        return None  # whoever loads the head says what is wrong
-    if not flat:
-        return None
-    return (
-        f"gate {gate!r} reads a distribution, and the outputs of head {file} are none: a least-squares head "
-        f"without a scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens ({FLAT_SOURCE}); "
-        "fit it again with `selfspec fit-lsq`, which fits a scale"
-    )
 
 
 def _read_header(file: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:

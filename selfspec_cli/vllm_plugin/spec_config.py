@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.defaults import completed
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.head_metadata import flat_head_warning
+from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS

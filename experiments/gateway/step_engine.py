@@ -134,7 +134,7 @@ class Engine:
 PUBLISHED = ROOT / "results" / "published" / "gpu" / "gpu_8b.jsonl.xz"
 ARMS = {"early": "layer_skip", "draft_model": "draft_model", "plain": "baseline"}
 """Kinds of servers, and the arm of the published run on an H200 whose times they have."""
-EACH, SLOTS = 8, 16  # measured requests that one stream represents, and streams at once: 128 requests, as there
+EACH, SLOTS = 8, 16  # measured requests in one stream, and streams at once: 128 requests, as there
 RATE = 20_000.0  # prompt tokens a second: not measured there
 EXIT_SHARE = 8 / 32  # of the layers of the 8B shape, that a draft step of early exit runs
 DRAFT_SHARE = 0.3  # of a plain step, for a step of the draft model: only its product with the step's time is used

@@ -9,10 +9,9 @@ import typer
 
 from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands import load as load_command
-from selfspec_cli.commands.measuring import ENGINES, Backend
+from selfspec_cli.commands.measuring import ENGINES, Backend, tracked
 from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, warn
 from selfspec_cli.commands.shared import Overrides, command
-from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest

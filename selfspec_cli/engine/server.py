@@ -118,7 +118,7 @@ class Server:
     def check(self) -> None:
         """Raises ServerError if a server that was started here has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise ServerError(f"the server ended with exit code {code}{_tail(self.log)}")
+            raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
 def connect(url: str, model: str | None = None) -> Server:
@@ -267,10 +267,10 @@ def _wait(server: Server) -> None:
             ask(f"{server.url}/health", seconds=2.0)
             return
         time.sleep(POLL_SECONDS)
-    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{_tail(server.log)}")
+    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{tail(server.log)}")
 
 
-def _tail(log: Path | None) -> str:
+def tail(log: Path | None) -> str:
     """The lines of a log that say what went wrong, and where it is."""
     if log is None:
         return ""

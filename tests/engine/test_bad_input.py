@@ -60,11 +60,6 @@ def test_through_vllm_llm_too(model_dir):
         pass
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(Exception, match="nowhere"), live(tmp_path / "nowhere", layer_skip(4, 3)):
-        pass
-
-
 def test_live_gate_refuses_and_keeps_what_it_had(model_dir):
     with live(model_dir("llama"), layer_skip(4, 3, gate="maxp", tau=1.0)) as engine:
         for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5)):

@@ -12,7 +12,6 @@ from models import LAYERS, VOCAB
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
 
 pytestmark = pytest.mark.engine
@@ -184,7 +183,3 @@ def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, pla
         assert all(0 <= token < VOCAB for output in tokens(sampled) for token in output)
     finally:
         seen.drafter.head = seen.broken.head
-
-
-def test_every_gate_is_covered():
-    assert set(GATES) == set(GATE_RULES) - {"auto"}  # an engine is started with it: test_draft_lengths.py

@@ -12,8 +12,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from fake import Fake, answer
-from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
-from running import QUICK, running
+from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running, until
 
 from selfspec_cli.gateway import core, doors, server
 from selfspec_cli.gateway import request as requests

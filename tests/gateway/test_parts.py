@@ -9,8 +9,7 @@ import time
 
 import pytest
 from fake import Fake
-from hostile import until
-from running import running
+from running import running, until
 from simulated import begun
 
 from selfspec_cli.gateway import queues

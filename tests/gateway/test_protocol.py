@@ -6,8 +6,7 @@ import json
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
-from hostile import PROMPT, WANTED
-from running import running
+from running import PROMPT, WANTED, running
 
 from selfspec_cli.gateway import upstream
 

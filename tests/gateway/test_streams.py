@@ -8,8 +8,7 @@ from typing import ClassVar
 import pytest
 from aiohttp import web
 from fake import WORDS, Fake, text_of, warms
-from hostile import PROMPT, WANTED
-from running import QUICK, running
+from running import PROMPT, QUICK, WANTED, running
 
 
 class Odd(Fake):

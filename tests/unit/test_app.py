@@ -288,7 +288,7 @@ def test_a_tracker_gets_rows_and_figures_and_its_failure_is_a_warning(engines, m
         return draw(points, out)
 
     monkeypatch.setattr(make, "pictures", drawing)
-    monkeypatch.setattr("selfspec_cli.commands.tracked.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
+    monkeypatch.setattr("selfspec_cli.commands.measuring.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
     assert call("sweep", "gate=varH", "tau_v=4", model).exit_code == 0
     assert sent == []  # no tracker was asked for
     result = call("sweep", "gate=varH", "tau_v=5", model, "tracker=wandb")
@@ -326,7 +326,7 @@ def test_a_disk_that_fills_up_ends_the_command_with_what_to_do(engines, model, m
     def full(*_):
         raise OSError(28, "No space left on device", "results/runs/x.part")
 
-    monkeypatch.setattr("selfspec_cli.record.folder.os.link", full)
+    monkeypatch.setattr("selfspec_cli.whole.os.fsync", full)
     result = call("sweep", model)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr and "free some space" in result.stderr

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import kstest
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config.keys import settings_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import LoadConfig, RunConfig
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.engine import clients
@@ -177,9 +177,9 @@ def test_a_further_pattern_needs_no_column_of_its_own(monkeypatch):
     assert (columns["arrivals"], columns["clients"]) == ("ramp (ramp=8)", 4)
     row = replace(tables.planned(RunConfig(method="baseline", load=LoadConfig(clients=4)), "a key"), **columns)
     assert load_patterns.pattern_of(row).name == "ramp" and load_patterns.label(row) == "ramp (ramp=8)"
-    keys = [settings_key(replace(RunConfig(method="baseline"), load=load)) for load in (slow, quick, all_at_once)]
+    keys = [Keys().settings(replace(RunConfig(method="baseline"), load=load)) for load in (slow, quick, all_at_once)]
     assert len(set(keys)) == 3
-    assert keys[2] == settings_key(RunConfig(method="baseline", load=LoadConfig(clients=4)))
+    assert keys[2] == Keys().settings(RunConfig(method="baseline", load=LoadConfig(clients=4)))
     assert slow.pattern.schedule(slow, 0, None, 9.0).levels == ((0.0, 1), (2.0, 2), (4.0, 3), (6.0, 4))
     both = ramped(ramp=2.0, rate=2.0)
     assert "ask for the patterns poisson and ramp: give those of one" in load_patterns.problem(both)

@@ -42,7 +42,7 @@ class Source:
         """The source of a module."""
         file = self.file(module)
         assert file is not None, f"there is no module {module}"
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode()
 
     def _tree(self, module: str) -> ast.Module:
         return ast.parse(self.text(module))

@@ -110,9 +110,7 @@ def _names(ends: dict[str, tuple[float, float]]) -> list[str]:
 def _legend() -> list[str]:
     """Lines under the panels: what stands below the axis, what was measured, and the three kinds of lines."""
     line = HEIGHT - 14
-    measured = (
-        "A 1.5B coder of once rounded weights, H200. From 8 clients on with a fault that is repaired now (README)."
-    )
+    measured = "A 1.5B coder of once rounded weights, H200. With faults that are repaired now (README)."
     parts = [
         _text(LEFT, HEIGHT - 36, measured, "small"),
         _text(LEFT, HEIGHT - 54, "Below each axis: clients, and the tokens a second of plain vLLM in all.", "small"),

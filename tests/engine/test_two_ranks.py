@@ -10,7 +10,9 @@ import torch
 from exit_heads import translator_head
 from harness import GATES, Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
-from test_skip_and_heads import saved
+from test_skip_and_heads import about
+
+from selfspec_cli.early_exit.artifact import save_head
 
 pytestmark = pytest.mark.engine
 
@@ -77,10 +79,11 @@ def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_pa
     """Behind a map of low rank, which each rank has whole."""
     path, few = model("llama"), torch.arange(0, VOCAB, 2)
     down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
-    head = str(saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path))
+    head = translator_head(down=down, up=up, vocab_ids=few)
+    head_path = str(save_head(tmp_path / "head.safetensors", head, about(head, path)))
     check(
         path,
         {"draft_weights": "fp8"},
-        lsq_head_path=head,
+        lsq_head_path=head_path,
         bytes_of_head=4 * HIDDEN * len(few) // 2 + 4 * 2 * HIDDEN * RANK + 8 * len(few),
     )

@@ -406,7 +406,8 @@ async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path
         assert resident() < before + 120, "MiB"
         left = len(asyncio.all_tasks())
         await asyncio.sleep(1.0)
-        assert len(asyncio.all_tasks()) <= left
+        looks = 2 * len(fakes)  # one at each backend may be under way: a task here, and one of the backend's
+        assert len(asyncio.all_tasks()) <= left + looks
 
 
 async def many(on, count):

@@ -50,9 +50,9 @@ class Job:
 class Engine:
     """One step at a time: the next prompts are read, and every other request gets the tokens of one round.
 
-    seconds: of a step with so many requests. rate: prompt tokens read a second, in addition. k, acceptance: of a
-    round's drafts each one is accepted with this probability, until one is not. cost: of a draft step, in plain steps.
-    slots: requests at once; more of them wait.
+    seconds: time of a step, by the number of requests in it. rate: prompt tokens read per second, which comes on top.
+    k, acceptance: drafts of a round, and the probability that the next one is accepted. cost: of a draft step, in plain
+    steps. slots: requests at once; more of them wait.
     """
 
     seconds: Callable[[int], float]

@@ -105,7 +105,8 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     """Write a point, once and for all, and its line in the tables. When this returns the point is on disk.
 
     Raises:
-        RecordError: it could not be written, or there is such a point already; nothing of it is left.
+        RecordError: it could not be written, or there is such a point already, and nothing of it is left; or its line
+            could not, and the point is kept.
     """
     archive.refuse(results)
     runs = Path(results) / RUNS

@@ -19,14 +19,6 @@ pytestmark = pytest.mark.engine
 
 __all__ = ["made"]  # the fixture
 K, SOME = 3, range(0, 32, 4)
-CODE = (
-    "def fibonacci(n):\n    ",
-    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
-    "for index, line in enumerate(lines):\n    if not line.strip():\n        ",
-    "    try:\n        value = int(text)\n    except ValueError:\n        ",
-    '"""Tools for reading and writing files."""\n\nimport ',
-)
 
 
 @pytest.mark.parametrize(

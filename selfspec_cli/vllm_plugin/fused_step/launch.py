@@ -15,7 +15,7 @@ from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Sha
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
-PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "trunk.cu")
+PARTS = ("ptx.cu", "exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "keys.cu", "attention.cu", "trunk.cu")
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring

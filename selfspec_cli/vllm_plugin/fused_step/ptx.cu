@@ -150,6 +150,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void synchronize(u32 number, u32 threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// Registers of each thread of a warpgroup, four warps, from here on. One gives back what the other takes.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 // For a thread that asks again and again: nothing on a GPU, whose other threads go on meanwhile.
 __device__ __forceinline__ void let_others_run() {}
 #endif  // EMULATED

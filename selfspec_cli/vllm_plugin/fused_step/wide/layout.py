@@ -1,0 +1,279 @@
+"""How the kernel for many tokens shares out its work and lays out weights (memory.cu explains it). Needs torch alone.
+
+Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. Every block has the records of all
+layers in one stream, in the order in which it multiplies them: for each of the four products, group after group, the
+tiles of its rows.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
+
+SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
+WARPS = {16: 12, 32: 8, 48: 8, 64: 8}
+"""Warps of a block that multiply, for each number of tokens that a kernel is compiled for. Eight have more registers
+each than twelve."""
+TILES = {(16, 12): 7, (32, 12): 4, (48, 12): 3, (64, 12): 2, (16, 8): 12, (32, 8): 8, (48, 8): 6, (64, 8): 4}
+"""Most tiles of a warp at a time, for tokens and warps: more need more registers."""
+SLABS = (4, 3, 2, 1)  # groups of columns of a copy of activations; the first with which the rings have room
+FEWEST_BYTES = 110_000  # of the ring of weights, where it can have them: more than is on the way from memory at a time
+MOST_SUMS = 60  # tiles times warps that share a tile's columns, whose sums lie in shared memory at a time
+SUM_BYTES = 16 * 20 * 4  # of a tile's sums for 16 tokens
+ROUND_US, BYTES_PER_US = 0.15, 60_000
+"""Assumed, to weigh one against the other: 12 warps multiply a record each, and a block reads bytes from L2."""
+STAMPS = (
+    *(f"{phase}_{point}" for phase in PHASES for point in ("ready", "multiplied", "stored")),
+    *("attention_begun", "attention_ready", "attention_stored", "finish_ready", "finish_stored"),
+)
+"""Points of a layer whose time -DSTAMPS keeps, in memory.cu's order."""
+
+
+def part_of(count: int, part: int, parts: int) -> range:
+    """The part-th of `parts` equal shares of `count` things."""
+    return range(count * part // parts, count * (part + 1) // parts)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the kernel is compiled with. tokens: most of a step, a multiple of 16.
+
+    rows: groups of warps that share the tiles of qkv, o, gate_up, down; the warps of a group share the columns.
+    down_rows, down_slices: parts of the rows and of the columns of down. slab: groups of columns of a copy of
+    activations.
+    """
+
+    shape: Shape
+    tokens: int
+    warps: int
+    blocks: int
+    rows: tuple[int, int, int, int]
+    down_rows: int
+    down_slices: int
+    slab: int
+    weight_slots: int = 0
+    input_slots: int = 0
+
+    name: ClassVar[bytes] = b"draft_trunk_wide"
+    parts: ClassVar[tuple[str, ...]] = (
+        "ptx.cu",
+        "wide/memory.cu",
+        "keys.cu",
+        "wide/product.cu",
+        "wide/attention.cu",
+        "wide/trunk.cu",
+    )
+
+    def work(self, phase: str, block: int) -> tuple[range, range]:
+        """A block's tiles of rows and groups of columns of a product."""
+        tiles, groups = self.shape.tiles[phase], self.shape.groups[phase]
+        if phase != "down":
+            return part_of(tiles, block, self.blocks), range(groups)
+        piece = block // self.down_rows
+        if piece >= self.down_slices:
+            return range(0), range(0)
+        return part_of(tiles, block % self.down_rows, self.down_rows), part_of(groups, piece, self.down_slices)
+
+    def most_tiles(self, phase: str) -> int:
+        """Most tiles of a block."""
+        parts = self.down_rows if phase == "down" else self.blocks
+        return -(-self.shape.tiles[phase] // parts)
+
+    @property
+    def tiles_of_warp(self) -> int:
+        """Most tiles of a warp at a time."""
+        return max(-(-self.most_tiles(phase) // rows) for phase, rows in zip(PHASES, self.rows, strict=True))
+
+    @property
+    def records(self) -> int:
+        """Records that a slot of the ring of weights has room for."""
+        return self.slab * max(map(self.most_tiles, PHASES))
+
+    @property
+    def items(self) -> int:
+        """Most items of attention of a block."""
+        return -(-self.tokens * self.shape.heads // self.blocks)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and a warpgroup that copies."""
+        return self.warps * 32 + 128
+
+    @property
+    def grid(self) -> int:
+        """Blocks of a launch."""
+        return self.blocks
+
+    @property
+    def input_slot(self) -> int:
+        """Bytes of a slot of the ring of activations."""
+        return self.slab * self.tokens * 128
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the sums that warps add up in shared memory, of a product or of attention."""
+        products = (
+            self.warps // rows * self.most_tiles(phase) * SUM_BYTES
+            for phase, rows in zip(PHASES, self.rows, strict=True)
+        )
+        heads = self.shape.query_heads // self.shape.heads
+        return max(*products, self.warps * heads * (self.shape.dim + 2) * 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block; memory.cu lays it out."""
+        shape, owned, biased = self.shape, self.most_tiles("o"), self.most_tiles("qkv")
+        area = _round_up(max(self.sums, self.input_slots * self.input_slot), 128)
+        residual = owned * self.tokens * 64 + self.tokens * 4
+        small = (2 * shape.layers + 1) * owned * 32 + shape.bias * shape.layers * biased * 32
+        attention = self.items * (shape.dim * 4 + 48) + 16 * (shape.dim + 8) + 4 * shape.dim
+        barriers = (2 * self.weight_slots + 2 * self.input_slots + 1 + 6 + 1) * 8
+        return self.weight_slots * self.records * RECORD + area + residual + small + attention + barriers
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory through which blocks pass results to each other; memory.cu lays it out."""
+        shape, n = self.shape, self.tokens
+        attended = shape.query_heads * shape.dim
+        counters = _round_up(6 * 128 + n * shape.heads * 4, 128)
+        values = n * 2 * (shape.hidden + shape.qkv + attended + shape.intermediate)
+        squares, sums = n * shape.tiles["o"] * 4, self.down_slices * n * shape.hidden * 4
+        items = self.blocks * self.items * (shape.query_heads // shape.heads)
+        return counters + values + squares + sums + items * (shape.dim + 2) * 4
+
+    @property
+    def options(self) -> list[str]:
+        """Options of the compiler."""
+        shape = self.shape
+        values = {
+            "LAYERS": shape.layers,
+            "HIDDEN": shape.hidden,
+            "INTER": shape.intermediate,
+            "QH": shape.query_heads,
+            "KVH": shape.heads,
+            "DIM": shape.dim,
+            "PAGE": shape.page,
+            "BIAS": int(shape.bias),
+            "QKNORM": int(shape.head_norms),
+            "ROPE_FLOAT": int(shape.rope_float),
+            "EPSILON": f"{shape.epsilon!r}f",
+            "TOKENS": self.tokens,
+            "NB": self.blocks,
+            "WARPS": self.warps,
+            **{f"ROWS_{phase.upper()}": rows for phase, rows in zip(PHASES, self.rows, strict=True)},
+            "DOWN_ROWS": self.down_rows,
+            "DOWN_SLICES": self.down_slices,
+            "TILES": self.tiles_of_warp,
+            "SLAB": self.slab,
+            "RECORDS": self.records,
+            "WEIGHT_SLOTS": self.weight_slots,
+            "INPUT_SLOTS": self.input_slots,
+            "ITEMS": self.items,
+            "SHARED": self.shared_bytes,
+            "MEMORY": self.memory_bytes,
+        }
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+    def memory(self, device: torch.device) -> dict[str, Tensor]:
+        """Tensors of the kernel's own, by the names of its arguments."""
+        return {"memory": torch.zeros(self.memory_bytes, dtype=torch.uint8, device=device)}
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def built(shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: int | None = None) -> Build:
+    """The build for steps of up to `tokens` tokens (one of WARPS) on `blocks` multiprocessors.
+
+    warps: 8 or 12, if not the usual number. Raises ValueError if a block's tiles or the rings have no room.
+    """
+    warps = warps or WARPS[tokens]
+    most = TILES[tokens, warps]
+    rows = [_row_groups(-(-shape.tiles[name] // blocks), shape.groups[name], warps, most) for name in PHASES[:3]]
+    down_rows, down_slices, down = _down(shape, blocks, tokens, warps)
+    plan = Build(shape, tokens, warps, blocks, (rows[0], rows[1], rows[2], down), down_rows, down_slices, 1)
+    for slab in SLABS:
+        # Activations have three slots, or as many as the sums need that lie there later; weights have the rest.
+        some = replace(plan, slab=slab)
+        for slots in range(max(3, -(-some.sums // some.input_slot)), 1, -1):
+            room = shared - replace(some, input_slots=slots).shared_bytes
+            weights = room // (some.records * RECORD + 16)
+            if weights >= 3 and (weights * some.records * RECORD >= FEWEST_BYTES or slab == SLABS[-1]):
+                return replace(some, input_slots=slots, weight_slots=min(weights, 64))
+    raise ValueError(f"{shared} bytes of shared memory have no room for weights and activations of {tokens} tokens")
+
+
+def _rounds(tiles: int, groups: int, row_groups: int, warps: int) -> int:
+    """Records of the warp that multiplies most."""
+    return -(-tiles // row_groups) * -(-groups // (warps // row_groups))
+
+
+def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
+    """Groups of warps that share a block's tiles: the number with which the slowest warp multiplies fewest records.
+
+    most: tiles of a warp.
+    """
+    possible = [
+        n for n in range(1, warps + 1) if warps % n == 0 and -(-tiles // n) <= most and warps // n * tiles <= MOST_SUMS
+    ]
+    if not possible:
+        raise ValueError(f"a block has {tiles} tiles of rows, and no more than {most} of a warp have registers")
+    return min(possible, key=lambda n: (_rounds(tiles, groups, n, warps), n))
+
+
+def _down(shape: Shape, blocks: int, tokens: int, warps: int) -> tuple[int, int, int]:
+    """Parts of the rows and of the columns of down, and its row groups, with which a block should take least time."""
+
+    def cost(rows: int) -> tuple[float, int, int, int]:
+        slices = min(blocks // rows, shape.groups["down"])
+        tiles, groups = -(-shape.tiles["down"] // rows), -(-shape.groups["down"] // slices)
+        try:
+            row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
+        except ValueError:
+            return math.inf, rows, slices, 1
+        owned = -(-shape.tiles["o"] // blocks)
+        moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
+        rounds = _rounds(tiles, groups, row_groups, warps)
+        return rounds * ROUND_US * warps / 12 + moved / BYTES_PER_US, rows, slices, row_groups
+
+    _, rows, slices, row_groups = min(map(cost, range(1, min(blocks, shape.tiles["down"]) + 1)))
+    return rows, slices, row_groups
+
+
+class Stream:
+    """All blocks' records. `put` layer after layer what `records` makes of the four weights."""
+
+    def __init__(self, build: Build, device: torch.device) -> None:
+        shape, base = build.shape, 0
+        first: dict[str, int] = {}
+        for name in PHASES:
+            first[name], base = base, base + shape.groups[name] * shape.tiles[name]
+
+        def numbers(block: int) -> Iterable[Tensor]:
+            for name in PHASES:
+                tiles, groups = build.work(name, block)
+                columns = torch.arange(groups.start, groups.stop)[:, None]
+                yield (
+                    first[name] + torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name] + columns
+                ).flatten()
+
+        sources = [torch.cat(list(numbers(block))) for block in range(build.blocks)]
+        counts = torch.tensor([len(one) for one in sources])
+        starts = (torch.cumsum(counts, 0) - counts) * shape.layers
+        self.offsets = (starts * RECORD).to(device)
+        self._source = torch.cat(sources).to(device)
+        inside = [start + torch.arange(count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+        self._places = torch.cat(inside).to(device)
+        self._step = torch.repeat_interleave(counts, counts).to(device)
+        self.records = torch.zeros(int(counts.sum()) * shape.layers, RECORD, dtype=torch.uint8, device=device)
+
+    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
+        """weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
+        all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
+        self.records[self._places + layer * self._step] = all_records[self._source]

@@ -1,0 +1,167 @@
+"""The kernels for a whole trunk, run on a CPU (tests/emulated/cuda.h) and compared with PyTorch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+import torch
+from scripts import importable
+from torch import Tensor
+
+from selfspec_cli.vllm_plugin.fused_step import launch as few_launch
+from selfspec_cli.vllm_plugin.fused_step import layout as few_layout
+from selfspec_cli.vllm_plugin.fused_step.layout import Shape
+from selfspec_cli.vllm_plugin.fused_step.wide import launch as many_launch
+from selfspec_cli.vllm_plugin.fused_step.wide import layout as many_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+with importable(ROOT / "experiments/kernels") as find:
+    trunk_model: Any = find("trunk_model")
+with importable(ROOT / "tests/emulated") as find:
+    emulated: Any = find("trunk")
+
+pytestmark = [programs.needs("g++"), pytest.mark.slow]
+
+CPU = torch.device("cpu")
+CLOSE = {"few": 0.01, "many": 0.005}
+"""Relative error by norms. One sum that is rounded the other way changes what follows; signed bytes twice as much."""
+QWEN = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True)
+QWEN3 = Shape(2, 128, 256, 2, 1, 128, 16, 1e-6, head_norms=True)
+OWN_HEADS = Shape(2, 256, 448, 4, 4, 64, 16, 1e-5, rope_float=True)
+EIGHT_OF_ONE = Shape(2, 192, 320, 8, 1, 64, 32, 1e-5)
+BOTH = Shape(2, 256, 512, 4, 2, 128, 16, 1e-6, bias=True, head_norms=True)
+LENGTHS = [1, 7, 8, 100, 300, 0, 17, 50]
+
+
+@dataclass
+class Case:
+    """A step of random weights, what PyTorch makes of it, and the kernel for it with its arguments."""
+
+    kind: str
+    step: Any
+    build: Any
+    arguments: Any
+    tensors: dict[str, Tensor | None]  # whose addresses the arguments have
+    wanted: Tensor
+    written: list[Tensor]
+    before: list[Tensor]
+
+    def run(self, seed: int, changes: Sequence[tuple[str, str]] = ()) -> int:
+        """One launch in a process of its own; its exit code."""
+        library = emulated.compiled(self.build, tuple(changes))
+        self.step.out.fill_(float("nan"))
+        child = os.fork()
+        if child == 0:
+            emulated.launch(library, self.build, self.arguments, seed)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def error(self) -> float:
+        """Of the outputs of open requests, by norms."""
+        live = self.step.lengths > 0
+        return trunk_model.error(self.step.out[live], self.wanted[live])
+
+    def check(self) -> None:
+        """Outputs, the keys and values that the step adds, and that it writes nowhere else."""
+        assert self.error() < CLOSE[self.kind]
+        page = self.step.model.shape.page
+        for cache, old, new in zip(self.step.caches, self.before, self.written, strict=True):
+            kept = cache.clone()
+            for n, slot in enumerate(self.step.slots.tolist()):
+                if slot >= 0:
+                    place = (slot // page, slice(None), slot % page)
+                    assert trunk_model.error(cache[place], new[n]) < CLOSE[self.kind]
+                    kept[place] = old[place]
+            assert torch.equal(kept, old)
+
+
+def case(kind: str, shape: Shape, build: Any, stream: Any, lengths: list[int], structure: Any, **more: Any) -> Case:
+    model = trunk_model.Model(shape, device="cpu")
+    step = trunk_model.Step(model, lengths)
+    trunk_model.fill(stream, model)
+    memory = build.memory(CPU)
+    for tensor in (step.out, *step.caches, *memory.values()):
+        tensor.share_memory_()
+    wanted, written = trunk_model.reference(step, getattr(trunk_model, f"{kind.upper()}_TOKENS"))
+    tensors = {**trunk_model.tensors_of(step), **memory, "stream": stream.records, "offsets": stream.offsets}
+    numbers = {**trunk_model.numbers_of(step), **{name: value for name, value in more.items() if type(value) is int}}
+    tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
+    arguments = structure(**{name: few_launch.pointer(tensor) for name, tensor in tensors.items()}, **numbers)
+    before = [cache.clone() for cache in step.caches]
+    return Case(kind, step, build, arguments, tensors, wanted, written, before)
+
+
+def many(shape: Shape, blocks: int, most: int, lengths: list[int], warps: int | None = None) -> Case:
+    """The kernel for 9 to 64 tokens."""
+    build = many_layout.built(shape, blocks, most, warps=warps)
+    stream = many_layout.Stream(build, CPU)
+    return case("many", shape, build, stream, lengths, many_launch.Arguments, tokens=len(lengths))
+
+
+def few(shape: Shape, blocks: int, lengths: list[int]) -> Case:
+    """The kernel for 1 to 8 tokens, with four warps, since the shapes here are small."""
+    plan = few_layout.planned(shape, blocks, 4, 0.5)
+    build = few_launch.built(shape, plan, len(lengths), many_layout.SHARED)
+    stream = few_layout.Stream(shape, plan, CPU)
+    return case("few", shape, build, stream, lengths, few_launch.Arguments, plan=plan.tensor())
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "most", "lengths", "warps"),
+    [
+        (QWEN, 4, 16, [*LENGTHS, 3], 12),
+        (QWEN, 4, 16, [*LENGTHS, *LENGTHS], 8),
+        (QWEN3, 3, 16, [300, 100, 0, 8, 7, 1, 1, 1, 0, 20, 40], 12),
+        (OWN_HEADS, 5, 32, [*LENGTHS, *LENGTHS, *LENGTHS[1:]], 8),
+        (EIGHT_OF_ONE, 8, 32, LENGTHS * 4, 12),
+        (EIGHT_OF_ONE, 8, 48, LENGTHS * 5, 8),
+        (BOTH, 6, 64, LENGTHS * 8, 8),
+        (BOTH, 6, 64, LENGTHS * 2, 12),
+    ],
+)
+def test_many_tokens_give_what_pytorch_gives_in_any_order_of_threads(shape, blocks, most, lengths, warps):
+    one = many(shape, blocks, most, lengths, warps)
+    outs = []
+    for seed in range(3):  # the second and third launch find counters that have grown
+        assert one.run(seed) == 0
+        outs.append(one.step.out.clone())
+    one.check()
+    live = one.step.lengths > 0
+    assert all(torch.equal(out[live], outs[0][live]) for out in outs)  # sums have a fixed order
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "lengths"),
+    [(QWEN, 4, [300, 7]), (BOTH, 6, [100, 0, 8]), (OWN_HEADS, 4, [17]), (QWEN, 16, [1, 5, 17, 0, 130, 40])],
+)
+def test_few_tokens_give_what_pytorch_gives(shape, blocks, lengths):
+    one = few(shape, blocks, lengths)
+    for seed in range(2):
+        assert one.run(seed) == 0
+    one.check()
+
+
+FAULTS = {
+    "activations are copied at once": ("        wait_for(a, bases, before, layer + 1);\n", ""),
+    "qkv is not waited for": ("if (threadIdx.x == 0) wait_for(a, block.bases, QKV_PHASE, layer + 1);", ""),
+    "sums of down are not waited for": ("if (threadIdx.x == 0) wait_for(a, block.bases, DOWN_PHASE, layer + 1);", ""),
+    "the last norm does not wait": ("if (threadIdx.x == 0) wait_for(a, block.bases, FINISH_PHASE, LAYERS + 1);", ""),
+    "a slot is read before it is full": ("barrier_wait(full + slot * 8, parity);", ""),
+    "a slot is filled before it is empty": ("barrier_wait(empty + slot * 8, parity ^ 1);", ""),
+    "sums overwrite activations": (
+        "meet();  // copies of activations, and sums of the pass before, have been read",
+        "",
+    ),
+    "a phase ends before all have stored": ("    fence_copies();\n    meet();\n", ""),
+    "columns in another order": ("0x43084308u, offset", "0x43004300u, offset"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault):
+    one = many(QWEN, 5, 16, [*LENGTHS, *LENGTHS])
+    assert any(one.run(seed, [FAULTS[fault]]) != 0 or not one.error() < CLOSE["many"] for seed in range(1, 4))

@@ -24,14 +24,20 @@ LOG2_E = 1.4426950408889634
 
 
 class Model:
-    """Random weights of a shape, their copies, and caches for `tokens` requests of up to `room` tokens."""
+    """Random weights of a shape, and their copies.
 
-    def __init__(self, shape: Shape, seed: int = 0, device: str = "cuda") -> None:
+    distinct: layers with weights of their own, to time with: the others have the same values elsewhere in memory.
+    """
+
+    def __init__(self, shape: Shape, seed: int = 0, device: str = "cuda", distinct: int | None = None) -> None:
         torch.manual_seed(seed)
         self.shape, self.device = shape, device
         rows = {"qkv": shape.qkv, "o": shape.hidden, "gate_up": 2 * shape.intermediate, "down": shape.hidden}
         self.layers: list[dict[str, Any]] = []
-        for _ in range(shape.layers):
+        for number in range(shape.layers):
+            if distinct is not None and number >= distinct:
+                self.layers.append(_cloned(self.layers[number % distinct]))
+                continue
             copies = {}
             for name, groups in shape.groups.items():
                 columns = groups * 64
@@ -52,6 +58,12 @@ class Model:
         angles = torch.arange(POSITIONS + 64, device=device).float()[:, None] * inverse
         rope = torch.cat([angles.cos(), angles.sin()], 1)
         self.rope = rope if shape.rope_float else rope.bfloat16()
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cloned(part) for name, part in value.items()}
+    return None if value is None else value.clone()
 
 
 class Step:

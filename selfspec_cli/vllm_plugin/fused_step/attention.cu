@@ -134,7 +134,7 @@ __device__ __forceinline__ void attend(
             }
             keys.valid = 1;
         }
-        attend_to(found, keys, query, lane, a.scale);
+        attend_to(found, keys, query, lane, a.scale, [] {});
         if (cached) tile += tiles.step;
         if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, unit, tile), length - 1 - tile * 8);
     }

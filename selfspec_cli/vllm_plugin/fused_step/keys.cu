@@ -5,20 +5,28 @@ struct Keys {
     int valid;                 // keys
 };
 
-// Eight cached keys. Lane (row, pair) reads a quarter of key `row`, which is at `place`, and DPL dimensions of all values.
-__device__ __forceinline__ void read_keys(
-    Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place, int valid
-) {
-    keys.valid = min(8, valid);
+// Eight cached keys. Lane (row, pair) reads a quarter of key `row`, which is at `place`.
+__device__ __forceinline__ void read_key(Keys& keys, const Lane& lane, const u16* cache, long long place) {
     const u16* key = cache + place + (lane.id & 3) * 8;
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) keys.key[n] = *(const uint4*)(key + n * 32);
+}
+// Their values: every lane reads some dimensions of two of them.
+__device__ __forceinline__ void read_values(Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         const u16* value = cache + __shfl_sync(FULL, place, (lane.id & 3) * 8 + k * 4) + a.cache_value + lane.row * 8;
 #pragma unroll
         for (int n = 0; n < DIM / 64; n++) keys.value[n][k] = *(const uint4*)(value + n * 64);
     }
+}
+// Both. valid: keys that there are.
+__device__ __forceinline__ void read_keys(
+    Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place, int valid
+) {
+    keys.valid = min(8, valid);
+    read_key(keys, lane, cache, place);
+    read_values(keys, lane, a, cache, place);
 }
 
 struct Attended {
@@ -31,7 +39,11 @@ __device__ __forceinline__ u32 word_of(const uint4& four, int n) {
     return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w;
 }
 
-__device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, const uint4* query, const Lane& lane, float scale) {
+// then: called as soon as the keys have been multiplied, before their values are.
+template <class Then>
+__device__ __forceinline__ void attend_to(
+    Attended& found, const Keys& keys, const uint4* query, const Lane& lane, float scale, Then then
+) {
     float chains[2][4] = {};
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) {
@@ -43,6 +55,7 @@ __device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, con
             multiply_add(c, a0, 0, a2, 0, b0, b1);
         }
     }
+    then();
     int key = (lane.id & 3) * 2;
     float first = key < keys.valid ? (chains[0][0] + chains[1][0]) * scale : -INFINITY;
     float second = key + 1 < keys.valid ? (chains[0][1] + chains[1][1]) * scale : -INFINITY;

@@ -124,8 +124,12 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes, 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// Orders this thread's loads and stores and those of asynchronous copies.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Loads and stores that this thread knows to be done come before the asynchronous copies that it begins next. One fence for
+// both memories would wait for all of the thread's stores, too.
+__device__ __forceinline__ void fence_copies() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- barriers in shared memory: a phase ends with its last arrival, and after all bytes that it expects -----------
 __device__ __forceinline__ void barrier_begin(u32 barrier, u32 arrivals) {

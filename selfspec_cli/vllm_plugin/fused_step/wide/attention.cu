@@ -12,42 +12,67 @@ static_assert(sizeof(Item) == 48, "room for an item");
 __device__ __forceinline__ int key_tiles(int length) { return (length + 6) / 8; }  // of cached keys
 __device__ __forceinline__ int splits_of(int length, int longest) { return max(1, COUNT_OF(key_tiles(length), longest)); }
 
-// Most tiles of an item: the fewest by which there are no more items than rounds of all blocks, and not fewer than one a
-// warp. All lanes of a warp call it.
-__device__ __forceinline__ int longest_item(const Arguments& a, const Lane& lane) {
+// Over all lanes of a warp.
+__device__ __forceinline__ int add_lanes(int x) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) x += __shfl_xor_sync(FULL, x, d);
+    return x;
+}
+
+// The block's items by one warp, whose lanes have a token or two each: number `block`, `block` + NB, ... of all items in
+// the order of tokens, heads, keys. An item has the fewest tiles by which there are no more items than rounds of all
+// blocks, but not fewer than one a warp. Gives the number of the block's items.
+__device__ __forceinline__ int list_items(const Arguments& a, const Lane& lane, int block, Item* items) {
+    constexpr int EACH = COUNT_OF(TOKENS, 32);  // tokens of a lane
     const int room = COUNT_OF(a.tokens * KVH, NB) * NB / KVH;  // items of one head
-    int fewest = WARPS, most = 1 << 20;
+    int lengths[EACH], longest = 0;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int token = lane.id * EACH + n;
+        lengths[n] = token < a.tokens ? a.lengths[token] : -1;
+        longest = max(longest, key_tiles(lengths[n]));
+    }
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) longest = max(longest, __shfl_xor_sync(FULL, longest, d));
+    int fewest = WARPS, most = max(longest, WARPS);
 #pragma unroll 1
     while (fewest < most) {
         const int tried = (fewest + most) / 2;
-        int items = 0;
-        for (int token = lane.id; token < a.tokens; token += 32) items += splits_of(a.lengths[token], tried);
-        for (int d = 1; d < 32; d *= 2) items += __shfl_xor_sync(FULL, items, d);
-        if (items <= room) most = tried;
+        int all = 0;
+#pragma unroll
+        for (int n = 0; n < EACH; n++) all += lengths[n] < 0 ? 0 : splits_of(lengths[n], tried);
+        if (add_lanes(all) <= room) most = tried;
         else fewest = tried + 1;
     }
-    return fewest;
-}
-
-// The block's items, by one thread: number `block`, `block` + NB, ... of all, in the order of tokens, heads, keys.
-__device__ __forceinline__ int list_items(const Arguments& a, int block, int longest, Item* items) {
-    int before = 0, count = 0;
+    int mine = 0;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) mine += lengths[n] < 0 ? 0 : splits_of(lengths[n], fewest) * KVH;
+    int before = 0;  // items of the lanes before this one
 #pragma unroll 1
-    for (int token = 0; token < a.tokens; token++) {
-        const int length = a.lengths[token], splits = splits_of(length, longest), tiles = key_tiles(length);
-        for (int number = block + count * NB; number < before + splits * KVH; number += NB) {
-            const int head = (number - before) / splits, split = (number - before) % splits;
-            const long long slot = length > 0 && split == splits - 1 ? a.slots[token] : -1;
+    for (int other = 0; other < 31; other++) {
+        const int its = __shfl_sync(FULL, mine, other);
+        before += other < lane.id ? its : 0;
+    }
+    const int all = add_lanes(mine);
+#pragma unroll 1
+    for (int n = 0; n < EACH; n++) {
+        const int token = lane.id * EACH + n, length = lengths[n];
+        if (length < 0) break;
+        const int splits = splits_of(length, fewest);
+        for (int which = (before > block ? COUNT_OF(before - block, NB) : 0); block + which * NB < before + splits * KVH; which++) {
+            const int number = block + which * NB, head = (number - before) / splits, split = (number - before) % splits;
+            const bool newest = length > 0 && split == splits - 1;
+            const long long slot = newest ? a.slots[token] : -1;
             Item item;
             item.slot = slot < 0 ? -1 : slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + head * a.cache_head;
-            item.token = token, item.head = head, item.length = length, item.split = split, item.splits = splits, item.number = number;
-            item.first = split * longest, item.tiles = max(0, min(longest, tiles - item.first));
-            item.newest = length > 0 && split == splits - 1;
-            items[count++] = item;
+            item.token = token, item.head = head, item.length = length, item.split = split, item.splits = splits;
+            item.first = split * fewest, item.tiles = max(0, min(fewest, key_tiles(length) - item.first));
+            item.newest = newest, item.number = number;
+            items[which] = item;
         }
         before += splits * KVH;
     }
-    return count;
+    return block < all ? COUNT_OF(all - block, NB) : 0;
 }
 
 // Where cached key `at` of a request's head is.
@@ -60,16 +85,16 @@ __device__ __forceinline__ long long place_of_row(const Lane& lane, const Argume
     return place_of_key(a, item, min(tile * 8 + int(lane.row), item.length - 2));
 }
 
-// Asks for the keys and values of a layer before they are read.
-__device__ __forceinline__ void prefetch_keys(const Arguments& a, const Item* items, int count, int layer) {
+// Asks for the keys and values of a layer before they are read. By one warp.
+__device__ __forceinline__ void prefetch_keys(const Arguments& a, const Lane& lane, const Item* items, int count, int layer) {
     constexpr int LINES = DIM / 64;  // of 128 bytes, of a key; as many are its value's
     const u16* cache = (const u16*)a.caches[layer];
 #pragma unroll 1
     for (int n = 0; n < count; n++) {
         const Item& item = items[n];
         const int keys = min(item.tiles * 8, item.length - 1 - item.first * 8);
-#pragma unroll 1
-        for (int line = threadIdx.x; line < keys * 2 * LINES; line += MULTIPLIERS) {
+#pragma unroll 4
+        for (int line = lane.id; line < keys * 2 * LINES; line += 32) {
             const int which = line % (2 * LINES), key = item.first * 8 + line / (2 * LINES);
             prefetch(cache + place_of_key(a, item, key) + (which < LINES ? 0 : a.cache_value) + which % LINES * 64);
         }
@@ -155,6 +180,7 @@ __device__ __forceinline__ void attend(
     const Lane& lane, const Arguments& a, const Item& item, int layer, Keys& keys, const float* turn, char* shared, float* sums
 ) {
     u16* const cache = (u16*)a.caches[layer];
+    long long place = place_of_row(lane, a, item, item.first + lane.warp + WARPS);  // of the warp's second tile
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     for (int n = lane.warp; n < GROUP_HEADS + 2; n += WARPS) {
         const int part = n < GROUP_HEADS ? 0 : n - GROUP_HEADS + 1;
@@ -175,9 +201,15 @@ __device__ __forceinline__ void attend(
 #pragma unroll 1
     for (int tile = item.first + lane.warp; tile < end + item.newest; tile += WARPS) {  // number `end` is the newest key
         if (tile == end) newest_key(keys, lane, fresh);
-        attend_to(found, keys, query, lane, a.scale);
         const int next = tile + WARPS;
-        if (next < end) read_keys(keys, lane, a, cache, place_of_row(lane, a, item, next), item.length - 1 - next * 8);
+        // The next keys are on their way while these scores and values are, and the place of those after them, too.
+        attend_to(found, keys, query, lane, a.scale, [&] {
+            if (next < end) read_key(keys, lane, cache, place);
+        });
+        if (next >= end) continue;
+        read_values(keys, lane, a, cache, place);
+        keys.valid = min(8, item.length - 1 - next * 8);
+        place = place_of_row(lane, a, item, next + WARPS);
     }
     float* const stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
     store_attended(found, lane, sums + lane.warp * GROUP_HEADS * DIM);
@@ -189,7 +221,7 @@ __device__ __forceinline__ void attend(
     float* const parts = (float*)(a.memory + IN_PARTS);
     float* const weights = (float*)(a.memory + IN_WEIGHTS);
 #pragma unroll 1
-    for (int n = threadIdx.x; n < GROUP_HEADS * DIM / 4; n += MULTIPLIERS) {
+    for (int n = lane.thread(); n < GROUP_HEADS * DIM / 4; n += MULTIPLIERS) {
         const int which = n / (DIM / 4), d = n % (DIM / 4) * 4;
         Part part = {make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
 #pragma unroll 2
@@ -217,7 +249,7 @@ __device__ __forceinline__ void attend(
     if (!*last) return;
     const int first = item.number - item.split;  // items of a token and head follow each other
 #pragma unroll 1
-    for (int n = threadIdx.x; n < GROUP_HEADS * DIM / 4; n += MULTIPLIERS) {
+    for (int n = lane.thread(); n < GROUP_HEADS * DIM / 4; n += MULTIPLIERS) {
         const int which = n / (DIM / 4), d = n % (DIM / 4) * 4;
         Part part = {make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
 #pragma unroll 4

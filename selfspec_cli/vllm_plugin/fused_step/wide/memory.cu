@@ -15,8 +15,8 @@
 //    owns the residual of 16 columns, in float in its shared memory, from the first layer to the last.
 // 4. Weights are int4 with a scale for each 64 columns, in the records of 544 bytes of ../layout.py. A block's records
 //    of all layers are one stream, in the order in which it multiplies them. One warp copies the stream ahead into a
-//    ring, past hops: the ring holds most of a layer. A second warp waits for counters and copies activations. Twelve
-//    or eight warps multiply. They share a block's tiles (ROW_GROUPS) and columns (the other factor of their number), unpack a record once
+//    ring, past hops: the ring holds most of a layer. A second warp waits for counters and copies activations, a third one
+//    asks for keys ahead of their layer. Twelve or eight warps multiply. They share a block's tiles (ROW_GROUPS) and columns (the other factor of their number), unpack a record once
 //    for all tokens, and add up their sums in shared memory, 16 tokens at a time.
 // 5. Attention: one (token, KV head, run of keys) is an item. Items are about as many as blocks, or a multiple. The block
 //    that is last to finish an item of a token and head adds up their results.
@@ -51,11 +51,11 @@
 #define HEADS_OUT (QH * DIM)
 #define GROUP_HEADS (QH / KVH)
 #define MULTIPLIERS (WARPS * 32)       // threads that multiply
-#define THREADS (MULTIPLIERS + 4 * 32) // and a warpgroup of which two warps copy weights and activations
-// Of a thread, given out by warpgroups. With 12 warps 128 at the start, and (3 * 160 + 32) / 4 is 128; with 8 warps 168,
-// and (2 * 240 + 24) / 3 is 168.
-#define REGISTERS_TO_MULTIPLY (WARPS == 12 ? 160 : 240)
-#define REGISTERS_TO_COPY (WARPS == 12 ? 32 : 24)
+#define THREADS (MULTIPLIERS + 4 * 32) // and a warpgroup of which three copy weights, activations and keys
+// Of a thread, given out by warpgroups. With 12 warps 128 at the start, and (3 * 152 + 56) / 4 is 128; with 8 warps 168,
+// and (2 * 232 + 40) / 3 is 168.
+#define REGISTERS_TO_MULTIPLY (WARPS == 12 ? 152 : 232)
+#define REGISTERS_TO_COPY (WARPS == 12 ? 56 : 40)
 static_assert(WARPS == 12 || WARPS == 8, "registers for other numbers of warps");
 #define RECORD 544
 #define LOG2E 1.4426950408889634f
@@ -142,6 +142,13 @@ struct Arguments {
 
 struct Lane {
     u32 warp, id, row;  // row: id / 4, the row or token of a fragment that the lane has
+
+    // The compiler shall not know the thread: it would keep addresses that follow from it in registers in all phases.
+    __device__ __forceinline__ static Lane of(u32 thread) {
+        thread = hidden_from_compiler(thread);
+        return {thread / 32, thread % 32, thread % 32 / 4};
+    }
+    __device__ __forceinline__ int thread() const { return warp * 32 + id; }
 };
 
 // ---- times of phases -------------------------------------------------------------------------------------------
@@ -178,10 +185,8 @@ __device__ __forceinline__ void wait_for(const Arguments& a, const u64* bases, i
 // Among the warps that multiply.
 __device__ __forceinline__ void meet() { synchronize(1, MULTIPLIERS); }
 
-// What the block stored in this phase may be read. By all threads that multiply. Other blocks read some of it by
-// asynchronous copies, and copies into this block's shared memory may follow, hence the fence.
+// What the block stored in this phase may be read. By all threads that multiply.
 __device__ __forceinline__ void end_phase(const Arguments& a, int phase) {
-    fence_copies();
     meet();
     if (threadIdx.x == 0) add_release(counter_of(a, phase), 1);
 }

@@ -19,6 +19,17 @@ __device__ __forceinline__ void copy_weights(const Arguments& a, Weights weights
     }
 }
 
+// Keys of the block's items on their way from memory before their layer begins: while `down` of the layer before goes on.
+// By one warp.
+__device__ __forceinline__ void copy_keys(const Arguments& a, const Lane& lane, const u64* bases, const Item* items, int count) {
+#pragma unroll 1
+    for (int layer = 0; layer < LAYERS; layer++) {
+        if (layer > 0 && lane.id == 0) wait_for(a, bases, GATE_UP_PHASE, layer);
+        __syncwarp();
+        prefetch_keys(a, lane, items, count, layer);
+    }
+}
+
 // Each product's activations, as soon as they are there: `ready` tells the others first. By one thread.
 __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, int block, const u64* bases, u32 ready) {
 #pragma unroll 1
@@ -31,7 +42,7 @@ __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, i
                            : phase == DOWN_PHASE ? GATE_UP_PHASE
                                                  : O_PHASE;
         wait_for(a, bases, before, layer + 1);
-        fence_copies();
+        fence_copies();  // other blocks' stores, and what this block read and stored where copies go
         barrier_arrive(ready);
         const u64 place = phase == O_PHASE ? IN_ATTENDED : phase == DOWN_PHASE ? IN_GATED : IN_NORMED;
         const char* from = a.memory + place + u64(work.groups.first) * GROUP_BYTES;
@@ -48,9 +59,9 @@ __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, i
 
 // ---- what becomes of sums ----------------------------------------------------------------------------------------
 // Norms' factors of all tokens into factors [TOKENS], four lanes a token. Read them after the next `meet`.
-__device__ __forceinline__ void norm_factors(const Arguments& a, float* factors) {
+__device__ __forceinline__ void norm_factors(const Arguments& a, const Lane& lane, float* factors) {
 #pragma unroll 1
-    for (int n = threadIdx.x; n < TOKENS * 4; n += MULTIPLIERS) {
+    for (int n = lane.thread(); n < TOKENS * 4; n += MULTIPLIERS) {
         const float4* from = (const float4*)(a.memory + IN_SQUARES) + n / 4 * (TILES_HIDDEN / 4);
         float all = 0.f;
 #pragma unroll 8
@@ -92,13 +103,13 @@ struct Quarter {
 
 // What a block makes of its sums of 16 tokens from token 16 * pass on.
 __device__ __forceinline__ void use_sums(
-    const Arguments& a, char* shared, const float* sums, const Work& work, int phase, int layer, int pass
+    const Arguments& a, const Lane& lane, char* shared, const float* sums, const Work& work, int phase, int layer, int pass
 ) {
     const float* const factors = (const float*)(shared + AT_FACTORS) + pass * 16;
     const int tiles = work.tiles.count;
     if (phase == GATE_UP_PHASE) {  // rows 0 to 7 of a tile are gates, the others what they gate
 #pragma unroll 1
-        for (int n = threadIdx.x; n < tiles * 32; n += MULTIPLIERS) {
+        for (int n = lane.thread(); n < tiles * 32; n += MULTIPLIERS) {
             const int tile = n / 32, token = n / 2 % 16, row = n % 2 * 4;
             const float4 gates = add_splits(sums, work, tile, token, row), ups = add_splits(sums, work, tile, token, row + 8);
             if (pass * 16 + token >= a.tokens) continue;
@@ -115,7 +126,7 @@ __device__ __forceinline__ void use_sums(
         return;
     }
 #pragma unroll 1
-    for (int n = threadIdx.x; n < tiles * 64; n += MULTIPLIERS) {
+    for (int n = lane.thread(); n < tiles * 64; n += MULTIPLIERS) {
         const Quarter at(n);
         float4 x = add_splits(sums, work, at.tile, at.token, at.row);
         const int token = pass * 16 + at.token, tile = work.tiles.first + at.tile;
@@ -138,9 +149,9 @@ __device__ __forceinline__ void use_sums(
 }
 
 // `down`'s slices are added to the residual of the block's columns, for the norm before the next layer or the last one.
-__device__ __forceinline__ void finish(const Arguments& a, char* shared, const Share& tiles, int layer) {
+__device__ __forceinline__ void finish(const Arguments& a, const Lane& lane, char* shared, const Share& tiles, int layer) {
 #pragma unroll 1
-    for (int n = threadIdx.x; n < tiles.count * TOKENS * 4; n += MULTIPLIERS) {
+    for (int n = lane.thread(); n < tiles.count * TOKENS * 4; n += MULTIPLIERS) {
         const int tile = n / (TOKENS * 4), token = n / 4 % TOKENS, row = n % 4 * 4;
         const float4* from = (const float4*)(a.memory + IN_SUMS) + ((tiles.first + tile) * TOKENS + token) * 4 + row / 4;
         float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -155,21 +166,20 @@ __device__ __forceinline__ void finish(const Arguments& a, char* shared, const S
 
 // ---- before the first layer and after the last -------------------------------------------------------------------
 // Small weights of all layers for the block's rows go to shared memory, because a load from memory would wait behind the
-// stream of weights.
+// stream of weights. Sixteen rows are two loads.
 __device__ __forceinline__ void load_small_weights(const Arguments& a, char* shared, const Share& owned, const Share& biased) {
-    u16* const norms = (u16*)(shared + AT_NORMS);
-#pragma unroll 1
-    for (int n = threadIdx.x; n < (2 * LAYERS + 1) * owned.count * 16; n += MULTIPLIERS) {
-        const int norm = n / (owned.count * 16), column = n % (owned.count * 16);
+#pragma unroll 2
+    for (int n = threadIdx.x; n < (2 * LAYERS + 1) * owned.count * 2; n += MULTIPLIERS) {
+        const int norm = n / (owned.count * 2), part = n % (owned.count * 2);
         const u16* from = norm == 2 * LAYERS ? a.final_norm : a.norms + norm * HIDDEN;
-        norms[norm * OWNED * 16 + column] = from[owned.first * 16 + column];
+        *(uint4*)(shared + AT_NORMS + norm * OWNED * 32 + part * 16) = *(const uint4*)(from + owned.first * 16 + part * 8);
     }
 #if BIAS
-    u16* const bias = (u16*)(shared + AT_BIAS);
-#pragma unroll 1
-    for (int n = threadIdx.x; n < LAYERS * biased.count * 16; n += MULTIPLIERS) {
-        const int layer = n / (biased.count * 16), row = n % (biased.count * 16);
-        bias[layer * BIASED * 16 + row] = a.bias[layer * QKV + biased.first * 16 + row];
+#pragma unroll 2
+    for (int n = threadIdx.x; n < LAYERS * biased.count * 2; n += MULTIPLIERS) {
+        const int layer = n / (biased.count * 2), part = n % (biased.count * 2);
+        const u16* from = a.bias + layer * QKV + biased.first * 16 + part * 8;
+        *(uint4*)(shared + AT_BIAS + layer * BIASED * 32 + part * 16) = *(const uint4*)from;
     }
 #endif
 }
@@ -225,6 +235,9 @@ struct Block {
     int number;
 };
 
+// Until bases and items are in shared memory: all warps but those that need none.
+__device__ __forceinline__ void begun() { synchronize(2, MULTIPLIERS + 64); }
+
 // The block's items in a layer. Keys of the first are read before qkv is waited for.
 __device__ __forceinline__ void attend_to_items(
     const Arguments& a, const Block& block, const Lane& lane, const Item* items, int count, int layer, float* sums
@@ -250,28 +263,23 @@ __device__ __forceinline__ void attend_to_items(
 // The warps that multiply, through all phases.
 __device__ __forceinline__ void compute(const Arguments& a, const Block& block, Weights weights, Inputs inputs) {
     char* const shared = block.shared;
-    const Lane lane = {threadIdx.x / 32, threadIdx.x % 32, threadIdx.x % 32 / 4};
+    const Lane lane = Lane::of(threadIdx.x);
     const Share owned = work_of(O_PHASE, block.number).tiles;  // tiles of the residual
     Item* const items = (Item*)(shared + AT_ITEMS);
     load_small_weights(a, shared, owned, work_of(QKV_PHASE, block.number).tiles);
-    int* const number_of_items = (int*)(shared + AT_LAST);
-    if (lane.warp == 0) {
-        const int longest = longest_item(a, lane);
-        if (lane.id == 0) *number_of_items = list_items(a, block.number, longest, items);
-    }
-    meet();
-    const int count = *number_of_items;
-    load_turns(a, shared, items, count);
+    begun();
+    const int count = *(const int*)(shared + AT_LAST);
     embed(a, shared, owned);
     end_phase(a, FINISH_PHASE);
+    load_turns(a, shared, items, count);
     float* const factors = (float*)(shared + AT_FACTORS);
     float* const area = (float*)(shared + AT_AREA);
     u32 ready_parity = 0;
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
-        prefetch_keys(a, items, count, layer);
 #pragma unroll 1
         for (int phase = 0; phase < 4; phase++) {
+            const Lane lane = Lane::of(threadIdx.x);
             if (phase == O_PHASE) {
                 STAMP(a, layer, 12);
                 attend_to_items(a, block, lane, items, count, layer, area);
@@ -284,7 +292,7 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
                 barrier_wait(block.ready, ready_parity);
                 ready_parity ^= 1;
                 STAMP(a, layer, phase * 3);
-                if (phase == QKV_PHASE || phase == GATE_UP_PHASE) norm_factors(a, factors);
+                if (phase == QKV_PHASE || phase == GATE_UP_PHASE) norm_factors(a, lane, factors);
                 product(weights, inputs, lane, work, sums);
                 STAMP(a, layer, phase * 3 + 1);
 #pragma unroll 1
@@ -292,7 +300,7 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
                     meet();  // copies of activations, and sums of the pass before, have been read
                     store_sums(area, pass, lane, work, sums);
                     meet();
-                    use_sums(a, shared, area, work, phase, layer, pass);
+                    use_sums(a, lane, shared, area, work, phase, layer, pass);
                 }
             }
             end_phase(a, phase);
@@ -302,7 +310,7 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
             if (threadIdx.x == 0) wait_for(a, block.bases, DOWN_PHASE, layer + 1);
             meet();
             STAMP(a, layer, 15);
-            finish(a, shared, owned, layer);
+            finish(a, Lane::of(threadIdx.x), shared, owned, layer);
         }
         end_phase(a, FINISH_PHASE);
         STAMP(a, layer, 16);
@@ -310,7 +318,7 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
     if (block.number < a.tokens) {
         if (threadIdx.x == 0) wait_for(a, block.bases, FINISH_PHASE, LAYERS + 1);
         meet();
-        norm_factors(a, factors);
+        norm_factors(a, lane, factors);
         meet();
         store_outputs(a, factors, block.number);
     }
@@ -326,15 +334,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk_wide(const 
         weights.begin(), inputs.begin(), barrier_begin(ready, 1);
         fence_barriers();
     }
-    if (threadIdx.x < PHASES) bases[threadIdx.x] = base_of(a, threadIdx.x);
     __syncthreads();
     const Block block = {shared, bases, ready, int(blockIdx.x)};
-    if (threadIdx.x >= MULTIPLIERS) {
-        fewer_registers<REGISTERS_TO_COPY>();
-        if (threadIdx.x == MULTIPLIERS) copy_weights(a, weights, block.number);
-        if (threadIdx.x == MULTIPLIERS + 32) copy_inputs(a, inputs, block.number, bases, ready);
-    } else {
+    if (threadIdx.x < MULTIPLIERS) {
         more_registers<REGISTERS_TO_MULTIPLY>();
         compute(a, block, weights, inputs);
+    } else {
+        fewer_registers<REGISTERS_TO_COPY>();
+        const Lane lane = Lane::of(threadIdx.x - MULTIPLIERS);
+        if (lane.warp == 0) {
+            if (lane.id == 0) copy_weights(a, weights, block.number);
+        } else if (lane.warp == 1) {
+            if (lane.id < PHASES) bases[lane.id] = base_of(a, lane.id);
+            begun();
+            if (lane.id == 0) copy_inputs(a, inputs, block.number, bases, ready);
+        } else if (lane.warp == 2) {
+            Item* const items = (Item*)(shared + AT_ITEMS);
+            const int count = list_items(a, lane, block.number, items);
+            if (lane.id == 0) *(int*)(shared + AT_LAST) = count;
+            begun();
+            copy_keys(a, lane, bases, items, count);
+        }
     }
 }

@@ -150,12 +150,13 @@ __device__ __forceinline__ void use_sums(
 
 // `down`'s slices are added to the residual of the block's columns, for the norm before the next layer or the last one.
 __device__ __forceinline__ void finish(const Arguments& a, const Lane& lane, char* shared, const Share& tiles, int layer) {
+    constexpr int AT_ONCE = DOWN_SLICES <= 16 ? DOWN_SLICES : 8;  // loads on their way
 #pragma unroll 1
     for (int n = lane.thread(); n < tiles.count * TOKENS * 4; n += MULTIPLIERS) {
         const int tile = n / (TOKENS * 4), token = n / 4 % TOKENS, row = n % 4 * 4;
         const float4* from = (const float4*)(a.memory + IN_SUMS) + ((tiles.first + tile) * TOKENS + token) * 4 + row / 4;
         float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll DOWN_SLICES <= 16 ? DOWN_SLICES : 8
+#pragma unroll AT_ONCE
         for (int slice = 0; slice < DOWN_SLICES; slice++) {
             const float4 some = load_relaxed(from + u64(slice) * (TOKENS * HIDDEN / 4));
             all.x += some.x, all.y += some.y, all.z += some.z, all.w += some.w;

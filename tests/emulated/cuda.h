@@ -283,6 +283,7 @@ template <class T> T __shfl_xor_sync(unsigned mask, T value, unsigned by) {
 // ---- the instructions of ptx.cu ----------------------------------------------------------------------------------
 inline unsigned pack(float first, float second) { return emulated::bfloat(second) << 16 | emulated::bfloat(first); }
 inline float half_to_float(unsigned bits) { return emulated::half(bits & 0xffff); }
+inline unsigned mask_and_flip(unsigned word, unsigned mask, unsigned flipped) { return (word & mask) ^ flipped; }
 template <class Action>
 unsigned of_pairs(unsigned a, unsigned b, Action action) {
     using emulated::float_of;
@@ -390,8 +391,9 @@ inline void barrier_wait(unsigned barrier, unsigned parity) {
     emulated::Barrier& one = barrier_at(barrier);
     emulated::wait_until([&] { return (one.phase & 1) != parity; });
 }
-inline void synchronize(unsigned number, unsigned threads) {
-    emulated::meet(emulated::me().block->meetings[number], threads, [] {});
+template <int NUMBER, int THREADS_MEETING>
+void synchronize() {
+    emulated::meet(emulated::me().block->meetings[NUMBER], THREADS_MEETING, [] {});
 }
 template <int COUNT> void fewer_registers() {}
 template <int COUNT> void more_registers() {}

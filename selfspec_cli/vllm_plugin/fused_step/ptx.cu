@@ -27,6 +27,12 @@ __device__ __forceinline__ float half_to_float(u32 bits) {
     asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits));
     return value;
 }
+// (word & mask) ^ flipped as one instruction: of two constants the compiler would make two.
+__device__ __forceinline__ u32 mask_and_flip(u32 word, u32 mask, u32 flipped) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(word), "r"(mask), "r"(flipped));
+    return bits;
+}
 __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
     u32 pair;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
@@ -150,9 +156,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
         "bra AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// Among `threads` threads of the block, all of whole warps.
-__device__ __forceinline__ void synchronize(u32 number, u32 threads) {
-    asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+// Among THREADS_MEETING threads of the block, all of whole warps.
+template <int NUMBER, int THREADS_MEETING>
+__device__ __forceinline__ void synchronize() {
+    asm volatile("barrier.sync.aligned %0, %1;" ::"n"(NUMBER), "n"(THREADS_MEETING) : "memory");
 }
 // Registers of each thread of a warpgroup, four warps, from here on. One gives back what the other takes.
 template <int COUNT>

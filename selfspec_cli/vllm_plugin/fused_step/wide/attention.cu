@@ -93,7 +93,7 @@ __device__ __forceinline__ void prefetch_keys(const Arguments& a, const Lane& la
     for (int n = 0; n < count; n++) {
         const Item& item = items[n];
         const int keys = min(item.tiles * 8, item.length - 1 - item.first * 8);
-#pragma unroll 4
+#pragma unroll 2
         for (int line = lane.id; line < keys * 2 * LINES; line += 32) {
             const int which = line % (2 * LINES), key = item.first * 8 + line / (2 * LINES);
             prefetch(cache + place_of_key(a, item, key) + (which < LINES ? 0 : a.cache_value) + which % LINES * 64);

@@ -84,6 +84,10 @@ class Build:
         parts = self.down_rows if phase == "down" else self.blocks
         return -(-self.shape.tiles[phase] // parts)
 
+    def most_groups(self, phase: str) -> int:
+        """Most groups of columns of a block."""
+        return -(-self.shape.groups[phase] // (self.down_slices if phase == "down" else 1))
+
     @property
     def tiles_of_warp(self) -> int:
         """Most tiles of a warp at a time."""
@@ -194,10 +198,12 @@ def built(shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: i
     warps: 8 or 12, if not the usual number. Raises ValueError if a block's tiles or the rings have no room.
     """
     warps = warps or WARPS[tokens]
-    most = TILES[tokens, warps]
-    rows = [_row_groups(-(-shape.tiles[name] // blocks), shape.groups[name], warps, most) for name in PHASES[:3]]
-    down_rows, down_slices, down = _down(shape, blocks, tokens, warps)
-    plan = Build(shape, tokens, warps, blocks, (rows[0], rows[1], rows[2], down), down_rows, down_slices, 1)
+    down_rows, down_slices = _parts_of_down(shape, blocks)
+    plan = Build(shape, tokens, warps, blocks, (1, 1, 1, 1), down_rows, down_slices, 1)
+    qkv, o, gate_up, down = (
+        _row_groups(plan.most_tiles(phase), plan.most_groups(phase), warps, TILES[tokens, warps]) for phase in PHASES
+    )
+    plan = replace(plan, rows=(qkv, o, gate_up, down))
     for slab in SLABS:
         # Activations have three slots, or as many as the sums need that lie there later; weights have the rest.
         some = replace(plan, slab=slab)
@@ -227,23 +233,29 @@ def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
     return min(possible, key=lambda n: (_rounds(tiles, groups, n, warps), n))
 
 
-def _down(shape: Shape, blocks: int, tokens: int, warps: int) -> tuple[int, int, int]:
-    """Parts of the rows and of the columns of down, and its row groups, with which a block should take least time."""
+def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
+    """Parts of the rows and of the columns of down with which builds for all numbers of tokens should take least time.
 
-    def cost(rows: int) -> tuple[float, int, int, int]:
-        slices = min(blocks // rows, shape.groups["down"])
+    They are the same for all, because weights are laid out by them.
+    """
+
+    def cost(rows: int) -> tuple[float, int, int]:
+        slices, all_us = min(blocks // rows, shape.groups["down"]), 0.0
         tiles, groups = -(-shape.tiles["down"] // rows), -(-shape.groups["down"] // slices)
-        try:
-            row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
-        except ValueError:
-            return math.inf, rows, slices, 1
-        owned = -(-shape.tiles["o"] // blocks)
-        moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
-        rounds = _rounds(tiles, groups, row_groups, warps)
-        return rounds * ROUND_US * warps / 12 + moved / BYTES_PER_US, rows, slices, row_groups
+        if tiles > 1.25 * -(-shape.tiles["gate_up"] // blocks):  # slots are as large as the largest slab of weights
+            return math.inf, rows, slices
+        for tokens, warps in WARPS.items():
+            try:
+                row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
+            except ValueError:
+                return math.inf, rows, slices
+            owned = -(-shape.tiles["o"] // blocks)
+            moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
+            all_us += _rounds(tiles, groups, row_groups, warps) * ROUND_US * warps / 12 + moved / BYTES_PER_US
+        return all_us, rows, slices
 
-    _, rows, slices, row_groups = min(map(cost, range(1, min(blocks, shape.tiles["down"]) + 1)))
-    return rows, slices, row_groups
+    _, rows, slices = min(map(cost, range(1, min(blocks, shape.tiles["down"]) + 1)))
+    return rows, slices
 
 
 class Stream:

@@ -183,7 +183,7 @@ __device__ __forceinline__ void wait_for(const Arguments& a, const u64* bases, i
     }
 }
 // Among the warps that multiply.
-__device__ __forceinline__ void meet() { synchronize(1, MULTIPLIERS); }
+__device__ __forceinline__ void meet() { synchronize<1, MULTIPLIERS>(); }
 
 // What the block stored in this phase may be read. By all threads that multiply.
 __device__ __forceinline__ void end_phase(const Arguments& a, int phase) {

@@ -23,16 +23,17 @@ struct Sums {
 // which 136 is subtracted exactly. So the product with the scale is the only rounding.
 __device__ __forceinline__ void unpack_word(u32 word, u32 scale, u32 (&pairs)[4]) {
     const u32 mask = 0x000f000fu, magic = 0x43084308u, offset = 0x43084308u;
-    pairs[0] = multiply_pairs(subtract_pairs((word & mask) ^ magic, offset), scale);
-    pairs[1] = multiply_pairs(subtract_pairs((word >> 8 & mask) ^ magic, offset), scale);
-    pairs[2] = multiply_pairs(subtract_pairs((word >> 4 & mask) ^ magic, offset), scale);
-    pairs[3] = multiply_pairs(subtract_pairs((word >> 12 & mask) ^ magic, offset), scale);
+    pairs[0] = multiply_pairs(subtract_pairs(mask_and_flip(word, mask, magic), offset), scale);
+    pairs[1] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 8, mask, magic), offset), scale);
+    pairs[2] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 4, mask, magic), offset), scale);
+    pairs[3] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 12, mask, magic), offset), scale);
 }
 
 // One group of columns: COUNT tiles, whose records are `stride` bytes apart, times all tokens.
 template <int COUNT>
 __device__ __forceinline__ void multiply_tiles(const char* records, int stride, const char* tokens, const Lane& lane, Sums& sums) {
-#pragma unroll
+    constexpr int HALVES = TOKENS <= 16 ? 2 : 1;  // at once; both would need more registers than there are
+#pragma unroll HALVES
     for (int half = 0; half < 2; half++) {
         u32 w[COUNT][2][4];  // of rows `row` and `row + 8`
 #pragma unroll

@@ -60,13 +60,15 @@ __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, i
 // ---- what becomes of sums ----------------------------------------------------------------------------------------
 // Norms' factors of all tokens into factors [TOKENS], four lanes a token. Read them after the next `meet`.
 __device__ __forceinline__ void norm_factors(const Arguments& a, const Lane& lane, float* factors) {
+    constexpr int FOURS = TILES_HIDDEN / 4;  // loads of four for a token
 #pragma unroll 1
     for (int n = lane.thread(); n < TOKENS * 4; n += MULTIPLIERS) {
-        const float4* from = (const float4*)(a.memory + IN_SQUARES) + n / 4 * (TILES_HIDDEN / 4);
+        const float4* from = (const float4*)(a.memory + IN_SQUARES) + n / 4 * FOURS + n % 4;
         float all = 0.f;
 #pragma unroll 8
-        for (int i = n % 4; i < TILES_HIDDEN / 4; i += 4) {
-            const float4 some = load_relaxed(from + i);
+        for (int i = 0; i < COUNT_OF(FOURS, 4); i++) {
+            if (FOURS % 4 != 0 && n % 4 + i * 4 >= FOURS) break;
+            const float4 some = load_relaxed(from + i * 4);
             all += some.x + some.y + some.z + some.w;
         }
         all += __shfl_xor_sync(FULL, all, 1);
@@ -237,7 +239,7 @@ struct Block {
 };
 
 // Until bases and items are in shared memory: all warps but those that need none.
-__device__ __forceinline__ void begun() { synchronize(2, MULTIPLIERS + 64); }
+__device__ __forceinline__ void begun() { synchronize<2, MULTIPLIERS + 64>(); }
 
 // The block's items in a layer. Keys of the first are read before qkv is waited for.
 __device__ __forceinline__ void attend_to_items(

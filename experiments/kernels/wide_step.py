@@ -28,7 +28,7 @@ from trunk_model import MANY_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill
 from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
-from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, Stream, built
+from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 TINY = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True, head_norms=True)
@@ -41,7 +41,9 @@ MIXED = [1, 7, 8, 100, 300, 0, 17, 50, 600, 513, 64, 2, 0, 129, 1025, 33]
 class Wide:
     """The kernel for up to `most` tokens, and a model's weights as it reads them."""
 
-    def __init__(self, model: Model, most: int, warps: int, options: list[str], blocks: int | None = None) -> None:
+    def __init__(
+        self, model: Model, most: int, warps: int | None, options: list[str], blocks: int | None = None
+    ) -> None:
         device = torch.device("cuda")
         properties: Any = torch.cuda.get_device_properties(device)
         blocks = blocks or properties.multi_processor_count
@@ -127,20 +129,23 @@ def tiny(options: list[str]) -> None:
     """One step with everything in it, on eight blocks."""
     model = Model(TINY)
     for most, lengths in ((16, MIXED), (32, MIXED + MIXED[:7])):
-        row = check(model, Wide(model, most, WARPS[most], options, blocks=8), lengths, loop=False)
+        row = check(model, Wide(model, most, None, options, blocks=8), lengths, loop=False)
         print(json.dumps(row), flush=True)
         assert row["error"] < 0.01 and row["cache_error"] < 0.01 and row["untouched"] and row["same_again"], row
 
 
-def checks(shape: Shape, tokens: int, warps: int) -> list[dict[str, Any]]:
+def checks(shape: Shape, tokens: int, warps: int | None) -> list[dict[str, Any]]:
     """Two layers, with a full step and with fewer tokens than the kernel is compiled for."""
     model = Model(replace(shape, layers=2))
     wide = Wide(model, tokens, warps, [PATIENCE])
     counts = (tokens - 7, tokens)
-    return [{"checked_tokens": count, **check(model, wide, (MIXED * 4)[:count], loop=True)} for count in counts]
+    return [
+        {"warps": wide.build.warps, "checked_tokens": count, **check(model, wide, (MIXED * 4)[:count], loop=True)}
+        for count in counts
+    ]
 
 
-def times(model: Model, step: Step, tokens: int, warps: int, stamps: bool) -> dict[str, Any]:
+def times(model: Model, step: Step, tokens: int, warps: int | None, stamps: bool) -> dict[str, Any]:
     """Of all layers."""
     wide = Wide(model, tokens, warps, [])
     row = {"wide_us": timed(wide.bind(step)), **wide.facts()}
@@ -160,9 +165,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("wide_step.json"))
     parser.add_argument("--shapes", nargs="+", default=["qwen2.5_1.5b", "llama3_8b"], choices=tuple(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64], choices=tuple(WARPS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64], choices=WIDTHS)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
-    parser.add_argument("--warps", nargs="+", type=int, choices=(8, 12), help="in place of each build's usual number")
+    parser.add_argument("--warps", nargs="+", type=int, choices=WARPS, help="in place of the planned number")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--stamps", action="store_true", help="where the time of a layer goes")
@@ -189,16 +194,16 @@ def main() -> None:
 
     for name in arguments.shapes:
         shape = SHAPES[name]
-        warps = {tokens: arguments.warps or [WARPS[tokens]] for tokens in arguments.tokens}
+        warps = arguments.warps or [None]
         for tokens in () if arguments.no_check else arguments.tokens:
-            for count in warps[tokens]:
-                attempt({"shape": name, "tokens": tokens, "warps": count}, checks, shape, tokens, count)
+            for count in warps:
+                attempt({"shape": name, "tokens": tokens}, checks, shape, tokens, count)
         model = Model(shape, distinct=2)
         for tokens in arguments.tokens:
             for context in arguments.contexts:
                 step = Step(model, [context] * tokens)
                 about = {"shape": name, "tokens": tokens, "context": context}
-                for count in warps[tokens]:
+                for count in warps:
                     attempt(about, times, model, step, tokens, count, arguments.stamps)
                 if tokens <= MOST_SEPARATE and not shape.head_norms and not arguments.no_separate:
                     attempt(about, separate_times, step)

@@ -374,7 +374,7 @@ inline emulated::Barrier& barrier_at(unsigned barrier) {
     if (!all.count(barrier)) emulated::fail("a barrier that was not begun");
     return all[barrier];
 }
-inline void barrier_begin(unsigned barrier, unsigned arrivals) {
+inline void barrier_init(unsigned barrier, unsigned arrivals) {
     if (barrier % 8) emulated::fail("a barrier that is not at 8 bytes");
     emulated::me().block->barriers[barrier] = {arrivals, arrivals, 0, 0};
 }

@@ -153,10 +153,10 @@ FAULTS = {
     "a slot is read before it is full": ("barrier_wait(full + slot * 8, parity);", ""),
     "a slot is filled before it is empty": ("barrier_wait(empty + slot * 8, parity ^ 1);", ""),
     "sums overwrite activations": (
-        "meet();  // copies of activations, and sums of the pass before, have been read",
+        "sync_multipliers();  // copies of activations, and sums of the pass before, have been read",
         "",
     ),
-    "a phase ends before all have stored": ("    fence_copies();\n    meet();\n", ""),
+    "a phase ends before all have stored": ("    fence_copies();\n    sync_multipliers();\n", ""),
     "columns in another order": ("0x43084308u, offset", "0x43004300u, offset"),
 }
 

@@ -8,7 +8,7 @@ import torch
 
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
-from selfspec_cli.vllm_plugin.fused_step.wide.layout import SHARED, STAMPS, WARPS, Build, Stream, built
+from selfspec_cli.vllm_plugin.fused_step.wide.layout import SHARED, STAMPS, WIDTHS, Build, Stream, built
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
 QWEN3 = Shape(28, 1024, 3072, 16, 8, 128, 16, 1e-6, head_norms=True)
@@ -17,7 +17,7 @@ SMALL = Shape(3, 256, 448, 4, 2, 64, 16, 1e-6)
 SOURCE = "".join((files("selfspec_cli.vllm_plugin.fused_step") / part).read_text() for part in Build.parts)
 
 
-@pytest.mark.parametrize("tokens", WARPS)
+@pytest.mark.parametrize("tokens", WIDTHS)
 @pytest.mark.parametrize("shape", [QWEN, QWEN3, LLAMA])
 def test_every_build_shares_out_each_tile_and_fits_into_a_block(shape, tokens):
     build = built(shape, 132, tokens)
@@ -34,7 +34,7 @@ def test_every_build_shares_out_each_tile_and_fits_into_a_block(shape, tokens):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "over"), [(QWEN, 16, 1.15), (QWEN, 32, 1.15), (LLAMA, 16, 1.15), (LLAMA, 32, 1.1)]
+    ("shape", "tokens", "over"), [(QWEN, 16, 1.15), (QWEN, 32, 1.15), (LLAMA, 16, 1.15), (LLAMA, 32, 1.05)]
 )
 def test_the_slowest_warp_multiplies_little_more_than_the_mean(shape, tokens, over):
     """Of gate_up and down, which are most of the weights."""
@@ -76,7 +76,7 @@ def test_a_stream_has_every_record_in_the_order_of_its_use():
 def test_a_block_without_room_is_refused():
     with pytest.raises(ValueError, match="60000 bytes of shared memory have no room for weights and activations of 32"):
         built(LLAMA, 132, 32, 60_000)
-    with pytest.raises(ValueError, match="a block has 96 tiles of rows, and no more than 7 of a warp have registers"):
+    with pytest.raises(ValueError, match="a block has 96 tiles of rows, and no more than 12 of a warp have registers"):
         built(LLAMA, 4, 16)
 
 

@@ -138,7 +138,7 @@ __device__ __forceinline__ void fence_copies() {
 }
 
 // ---- barriers in shared memory: a phase ends with its last arrival, and after all bytes that it expects -----------
-__device__ __forceinline__ void barrier_begin(u32 barrier, u32 arrivals) {
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void fence_barriers() {

@@ -24,7 +24,7 @@ struct Ring {
         slot = parity = coming = 0, policy = read_once();
         if (id == 0) {
 #pragma unroll 1
-            for (u32 n = 0; n < SLOTS; n++) barrier_begin(barriers + n * 8, 1);
+            for (u32 n = 0; n < SLOTS; n++) barrier_init(barriers + n * 8, 1);
             fence_barriers();
         }
         __syncwarp();

@@ -189,7 +189,7 @@ __device__ __forceinline__ void attend(
         u16* const cached = part > 0 && item.slot >= 0 ? cache + item.slot + (part - 1) * a.cache_value : nullptr;
         load_head(lane, a, layer, item, number, part, turn, to, cached);
     }
-    meet();
+    sync_multipliers();
     uint4 query[DIM / 32];
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++)
@@ -217,7 +217,7 @@ __device__ __forceinline__ void attend(
         stats[(lane.warp * GROUP_HEADS + lane.row) * 2] = found.best;
         stats[(lane.warp * GROUP_HEADS + lane.row) * 2 + 1] = found.weight;
     }
-    meet();
+    sync_multipliers();
     float* const parts = (float*)(a.memory + IN_PARTS);
     float* const weights = (float*)(a.memory + IN_WEIGHTS);
 #pragma unroll 1
@@ -240,12 +240,12 @@ __device__ __forceinline__ void attend(
     if (item.splits == 1) return;
     // The last of the token's and head's items adds all of them up.
     int* const last = (int*)(shared + AT_LAST);
-    meet();
+    sync_multipliers();
     if (threadIdx.x == 0) {
         u32* const arrived = (u32*)(a.memory + IN_ARRIVED) + item.token * KVH + item.head;
         *last = count_acquire_release(arrived, item.splits - 1) == u32(item.splits - 1);
     }
-    meet();
+    sync_multipliers();
     if (!*last) return;
     const int first = item.number - item.split;  // items of a token and head follow each other
 #pragma unroll 1

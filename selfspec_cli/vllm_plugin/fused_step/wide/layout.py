@@ -16,10 +16,10 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
 
 SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
-WARPS = {16: 12, 32: 8, 48: 8, 64: 8}
-"""Warps of a block that multiply, for each number of tokens that a kernel is compiled for. Eight have more registers
-each than twelve."""
-TILES = {(16, 12): 7, (32, 12): 4, (48, 12): 3, (64, 12): 2, (16, 8): 12, (32, 8): 8, (48, 8): 6, (64, 8): 4}
+WIDTHS = (16, 32, 48, 64)  # tokens that a kernel is compiled for, at most
+WARPS = (12, 8)  # of a block that multiply; eight have more registers each, twelve wait less for each other
+EIGHT_LOSES = 1.1  # how much longer eight warps take over as many records, assumed
+TILES = {(16, 12): 7, (32, 12): 4, (48, 12): 2, (64, 12): 2, (16, 8): 12, (32, 8): 8, (48, 8): 6, (64, 8): 4}
 """Most tiles of a warp at a time, for tokens and warps: more need more registers."""
 SLABS = (4, 3, 2, 1)  # groups of columns of a copy of activations; the first with which the rings have room
 FEWEST_BYTES = 110_000  # of the ring of weights, where it can have them: more than is on the way from memory at a time
@@ -193,17 +193,21 @@ def _round_up(count: int, unit: int) -> int:
 
 
 def built(shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: int | None = None) -> Build:
-    """The build for steps of up to `tokens` tokens (one of WARPS) on `blocks` multiprocessors.
+    """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors.
 
-    warps: 8 or 12, if not the usual number. Raises ValueError if a block's tiles or the rings have no room.
+    warps: one of WARPS, in place of those with which the slowest warp should take least time. Raises ValueError if a
+    block's tiles or the rings have no room.
     """
-    warps = warps or WARPS[tokens]
-    down_rows, down_slices = _parts_of_down(shape, blocks)
-    plan = Build(shape, tokens, warps, blocks, (1, 1, 1, 1), down_rows, down_slices, 1)
-    qkv, o, gate_up, down = (
-        _row_groups(plan.most_tiles(phase), plan.most_groups(phase), warps, TILES[tokens, warps]) for phase in PHASES
-    )
-    plan = replace(plan, rows=(qkv, o, gate_up, down))
+    plans: list[tuple[float, Build]] = []
+    reason = ValueError()
+    for count in WARPS if warps is None else (warps,):
+        try:
+            plans.append(_planned(Build(shape, tokens, count, blocks, (1, 1, 1, 1), *_parts_of_down(shape, blocks), 1)))
+        except ValueError as error:
+            reason = error
+    if not plans:
+        raise reason
+    _, plan = min(plans, key=lambda one: one[0])
     for slab in SLABS:
         # Activations have three slots, or as many as the sums need that lie there later; weights have the rest.
         some = replace(plan, slab=slab)
@@ -213,6 +217,15 @@ def built(shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: i
             if weights >= 3 and (weights * some.records * RECORD >= FEWEST_BYTES or slab == SLABS[-1]):
                 return replace(some, input_slots=slots, weight_slots=min(weights, 64))
     raise ValueError(f"{shared} bytes of shared memory have no room for weights and activations of {tokens} tokens")
+
+
+def _planned(plan: Build) -> tuple[float, Build]:
+    """With row groups, and how long the slowest warps of the products take, as a number to compare."""
+    work = [(plan.most_tiles(phase), plan.most_groups(phase)) for phase in PHASES]
+    qkv, o, gate_up, down = (_row_groups(*one, plan.warps, TILES[plan.tokens, plan.warps]) for one in work)
+    rows = (qkv, o, gate_up, down)
+    rounds = sum(_rounds(*one, groups, plan.warps) for one, groups in zip(work, rows, strict=True))
+    return rounds * plan.warps * (EIGHT_LOSES if plan.warps == 8 else 1.0), replace(plan, rows=rows)
 
 
 def _rounds(tiles: int, groups: int, row_groups: int, warps: int) -> int:
@@ -244,15 +257,18 @@ def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
         tiles, groups = -(-shape.tiles["down"] // rows), -(-shape.groups["down"] // slices)
         if tiles > 1.25 * -(-shape.tiles["gate_up"] // blocks):  # slots are as large as the largest slab of weights
             return math.inf, rows, slices
-        for tokens, warps in WARPS.items():
-            try:
-                row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
-            except ValueError:
-                return math.inf, rows, slices
-            owned = -(-shape.tiles["o"] // blocks)
+        owned = -(-shape.tiles["o"] // blocks)
+        for tokens in WIDTHS:
             moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
-            all_us += _rounds(tiles, groups, row_groups, warps) * ROUND_US * warps / 12 + moved / BYTES_PER_US
+            all_us += moved / BYTES_PER_US + min(products_us(tiles, groups, tokens, warps) for warps in WARPS)
         return all_us, rows, slices
+
+    def products_us(tiles: int, groups: int, tokens: int, warps: int) -> float:
+        try:
+            row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
+        except ValueError:
+            return math.inf
+        return _rounds(tiles, groups, row_groups, warps) * ROUND_US * warps / 12
 
     _, rows, slices = min(map(cost, range(1, min(blocks, shape.tiles["down"]) + 1)))
     return rows, slices

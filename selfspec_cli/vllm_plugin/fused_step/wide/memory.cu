@@ -15,29 +15,30 @@
 //    owns the residual of 16 columns, in float in its shared memory, from the first layer to the last.
 // 4. Weights are int4 with a scale for each 64 columns, in the records of 544 bytes of ../layout.py. A block's records
 //    of all layers are one stream, in the order in which it multiplies them. One warp copies the stream ahead into a
-//    ring, past hops: the ring holds most of a layer. A second warp waits for counters and copies activations, a third one
-//    asks for keys ahead of their layer. Twelve or eight warps multiply. They share a block's tiles (ROW_GROUPS) and columns (the other factor of their number), unpack a record once
-//    for all tokens, and add up their sums in shared memory, 16 tokens at a time.
+//    ring, past hops: the ring holds most of a layer. A second warp waits for counters and copies activations, a third
+//    one asks for keys ahead of their layer. Twelve or eight warps multiply. They share a block's tiles (ROWS_...) and its
+//    columns (the other factor of their number), unpack a record once for all tokens, and add up their sums in shared
+//    memory, 16 tokens at a time.
 // 5. Attention: one (token, KV head, run of keys) is an item. Items are about as many as blocks, or a multiple. The block
 //    that is last to finish an item of a token and head adds up their results.
 //
-// Bytes and steps, on paper, for one layer (4.3 TB/s of memory; L2 gives some 5 TB/s; 132 blocks):
+// Bytes and steps of one layer, counted (layout.py's plan for 132 blocks; 512 tokens of context):
 //
-//                               1.5 B shape, 16 / 32 / 64 tokens   8B shape, 16 / 32 tokens
-//   weights, MB                 24.9  (5.8 us)                     115.9 (27 us)
-//   keys and values of 512, MB  8.4 / 16.8 / 33.6                  33.6 / 67.1
-//   activations from L2, MB     20 / 40 / 79                       63 / 125
-//     of them qkv and gate_up   13 / 26 / 51                       35 / 69
-//   partial sums of down, MB    1.1 / 2.2 / 4.3, twice             3 / 6, twice
-//   records of a warp           29 of 1,024 weights                135
-//   mma of a warp               232 / 464 / 928                    1,080 / 2,160
-//   hops                        6                                  6
+//                                    1.5 B shape, 16 / 32 / 64 tokens    8B shape, 16 / 32 tokens
+//   weights from memory, MB          24.9                                115.9
+//   keys and values, MB              8.4 / 16.7 / 33.5                   33.5 / 67.0
+//   activations from L2, MB          21 / 42 / 84                        59 / 119
+//   partial sums of down, MB         1.1 / 2.2 / 4.3 in and out          2.1 / 4.2 in and out
+//   records of the slowest warp      32 / 32 / 38 of 12 warps            147 of 12 / 208 of 8
+//   its products on tensor cores     256 / 512 / 1,216                   1,176 / 3,328
+//   hops                             6                                   6
 //
-// The hops are what a step of the 1.5 B shape consists of: 168 a step.
+// Memory gives 4.3 TB/s: 5.8 us for a layer's weights of the 1.5 B shape, 27 us for the 8B shape's, and they are read
+// while everything else goes on. So at 16 tokens of the 1.5 B shape the six hops are most of a layer.
 //
-// Not here yet: the lm_head. It would follow `end`: one more product over the normed tokens with (vocabulary / 16) tiles,
-// whose sums are compared rather than stored: a block keeps each token's maximum and the gate's statistic, and one more
-// hop joins them. The loop of a round would begin again at `begin` with the token found.
+// Not here yet: the lm_head. It would take the place of `store_outputs`: one more product over the normed tokens, whose
+// sums are compared rather than stored: a block keeps each token's maximum and the gate's statistic, and one more hop
+// joins them. The loop of a round would go on at `embed` with the tokens found.
 //
 // Constants by -D, all from layout.py's Build: LAYERS HIDDEN INTER QH KVH DIM (query heads, KV heads, dimensions) PAGE
 // BIAS QKNORM ROPE_FLOAT EPSILON of the model; TOKENS (most of a step, a multiple of 16) NB (blocks) WARPS (that multiply)
@@ -182,12 +183,12 @@ __device__ __forceinline__ void wait_for(const Arguments& a, const u64* bases, i
         TRY(tries);
     }
 }
-// Among the warps that multiply.
-__device__ __forceinline__ void meet() { synchronize<1, MULTIPLIERS>(); }
+// All warps that multiply.
+__device__ __forceinline__ void sync_multipliers() { synchronize<1, MULTIPLIERS>(); }
 
 // What the block stored in this phase may be read. By all threads that multiply.
 __device__ __forceinline__ void end_phase(const Arguments& a, int phase) {
-    meet();
+    sync_multipliers();
     if (threadIdx.x == 0) add_release(counter_of(a, phase), 1);
 }
 
@@ -198,11 +199,11 @@ struct Ring {
     char* slots;
     u32 full, empty, slot, parity;  // addresses of the barriers; the slot that is next, and its barriers' phase
 
-    // barriers: [2 * SLOTS], which `begin` made.
+    // barriers: [2 * SLOTS], which `init` made.
     __device__ __forceinline__ Ring(char* where, u32 barriers)
         : slots(where), full(barriers), empty(barriers + SLOTS * 8), slot(0), parity(0) {}
-    __device__ __forceinline__ void begin() const {
-        for (u32 n = 0; n < SLOTS; n++) barrier_begin(full + n * 8, 1), barrier_begin(empty + n * 8, WARPS);
+    __device__ __forceinline__ void init() const {
+        for (u32 n = 0; n < SLOTS; n++) barrier_init(full + n * 8, 1), barrier_init(empty + n * 8, WARPS);
     }
     // Where `bytes` bytes are to be copied; the slot's barrier expects them.
     __device__ __forceinline__ u32 fill(u32 bytes, u32& barrier) {

@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, i
 }
 
 // ---- what becomes of sums ----------------------------------------------------------------------------------------
-// Norms' factors of all tokens into factors [TOKENS], four lanes a token. Read them after the next `meet`.
+// Norms' factors of all tokens into factors [TOKENS], four lanes a token. Read them after the next `sync_multipliers`.
 __device__ __forceinline__ void norm_factors(const Arguments& a, const Lane& lane, float* factors) {
     constexpr int FOURS = TILES_HIDDEN / 4;  // loads of four for a token
 #pragma unroll 1
@@ -239,7 +239,7 @@ struct Block {
 };
 
 // Until bases and items are in shared memory: all warps but those that need none.
-__device__ __forceinline__ void begun() { synchronize<2, MULTIPLIERS + 64>(); }
+__device__ __forceinline__ void sync_start() { synchronize<2, MULTIPLIERS + 64>(); }
 
 // The block's items in a layer. Keys of the first are read before qkv is waited for.
 __device__ __forceinline__ void attend_to_items(
@@ -256,7 +256,7 @@ __device__ __forceinline__ void attend_to_items(
             read_keys(keys, lane, a, cache, place_of_row(lane, a, item, first), item.length - 1 - first * 8);
         if (n == 0) {
             if (threadIdx.x == 0) wait_for(a, block.bases, QKV_PHASE, layer + 1);
-            meet();
+            sync_multipliers();
             STAMP(a, layer, 13);
         }
         attend(lane, a, item, layer, keys, turns + n * DIM, block.shared, sums);
@@ -270,7 +270,7 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
     const Share owned = work_of(O_PHASE, block.number).tiles;  // tiles of the residual
     Item* const items = (Item*)(shared + AT_ITEMS);
     load_small_weights(a, shared, owned, work_of(QKV_PHASE, block.number).tiles);
-    begun();
+    sync_start();
     const int count = *(const int*)(shared + AT_LAST);
     embed(a, shared, owned);
     end_phase(a, FINISH_PHASE);
@@ -300,9 +300,9 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
                 STAMP(a, layer, phase * 3 + 1);
 #pragma unroll 1
                 for (int pass = 0; pass * 16 < a.tokens; pass++) {
-                    meet();  // copies of activations, and sums of the pass before, have been read
+                    sync_multipliers();  // copies of activations, and sums of the pass before, have been read
                     store_sums(area, pass, lane, work, sums);
-                    meet();
+                    sync_multipliers();
                     use_sums(a, lane, shared, area, work, phase, layer, pass);
                 }
             }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
         }
         if (owned.count > 0) {
             if (threadIdx.x == 0) wait_for(a, block.bases, DOWN_PHASE, layer + 1);
-            meet();
+            sync_multipliers();
             STAMP(a, layer, 15);
             finish(a, Lane::of(threadIdx.x), shared, owned, layer);
         }
@@ -320,9 +320,9 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
     }
     if (block.number < a.tokens) {
         if (threadIdx.x == 0) wait_for(a, block.bases, FINISH_PHASE, LAYERS + 1);
-        meet();
+        sync_multipliers();
         norm_factors(a, lane, factors);
-        meet();
+        sync_multipliers();
         store_outputs(a, factors, block.number);
     }
 }
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk_wide(const 
     Weights weights(shared, barriers);
     Inputs inputs(shared + AT_AREA, barriers + 2 * WEIGHT_SLOTS * 8);
     if (threadIdx.x == 0) {
-        weights.begin(), inputs.begin(), barrier_begin(ready, 1);
+        weights.init(), inputs.init(), barrier_init(ready, 1);
         fence_barriers();
     }
     __syncthreads();
@@ -349,13 +349,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk_wide(const 
             if (lane.id == 0) copy_weights(a, weights, block.number);
         } else if (lane.warp == 1) {
             if (lane.id < PHASES) bases[lane.id] = base_of(a, lane.id);
-            begun();
+            sync_start();
             if (lane.id == 0) copy_inputs(a, inputs, block.number, bases, ready);
         } else if (lane.warp == 2) {
             Item* const items = (Item*)(shared + AT_ITEMS);
             const int count = list_items(a, lane, block.number, items);
             if (lane.id == 0) *(int*)(shared + AT_LAST) = count;
-            begun();
+            sync_start();
             copy_keys(a, lane, bases, items, count);
         }
     }

@@ -39,15 +39,21 @@ MIXED = [1, 7, 8, 100, 300, 0, 17, 50, 600, 513, 64, 2, 0, 129, 1025, 33]
 
 
 class Wide:
-    """The kernel for up to `most` tokens, and a model's weights as it reads them."""
+    """The kernel for up to `most` tokens, and a model's weights as it reads them. `built` explains warps and gathered."""
 
     def __init__(
-        self, model: Model, most: int, warps: int | None, options: list[str], blocks: int | None = None
+        self,
+        model: Model,
+        most: int,
+        warps: int | None,
+        options: list[str],
+        blocks: int | None = None,
+        gathered: bool = True,
     ) -> None:
         device = torch.device("cuda")
         properties: Any = torch.cuda.get_device_properties(device)
         blocks = blocks or properties.multi_processor_count
-        self.build = built(model.shape, blocks, most, properties.shared_memory_per_block_optin, warps)
+        self.build = built(model.shape, blocks, most, properties.shared_memory_per_block_optin, warps, gathered)
         began = time.perf_counter()
         self.kernel = Kernel(self.build, device, None, options)
         self.compiled_s = round(time.perf_counter() - began, 2)
@@ -70,7 +76,13 @@ class Wide:
     def facts(self) -> dict[str, Any]:
         """The plan, and what the compiler made of it."""
         build = self.build
-        plan = {"rows": build.rows, "down": (build.down_rows, build.down_slices), "tiles": build.tiles_of_warp}
+        plan = {
+            "rows": build.rows,
+            "qkv": build.qkv_blocks,
+            "o": build.o_blocks,
+            "down": (build.down_rows, build.down_slices),
+            "tiles": build.tiles_of_warp,
+        }
         rings = {"slab": build.slab, "weight_slots": build.weight_slots, "input_slots": build.input_slots}
         sizes = {"shared": build.shared_bytes, "spilled": self.kernel.spilled, "compiled_s": self.compiled_s}
         return {"warps": build.warps, **plan, **rings, **sizes}
@@ -145,12 +157,12 @@ def checks(shape: Shape, tokens: int, warps: int | None) -> list[dict[str, Any]]
     ]
 
 
-def times(model: Model, step: Step, tokens: int, warps: int | None, stamps: bool) -> dict[str, Any]:
+def times(model: Model, step: Step, tokens: int, warps: int | None, stamps: bool, gathered: bool) -> dict[str, Any]:
     """Of all layers."""
-    wide = Wide(model, tokens, warps, [])
+    wide = Wide(model, tokens, warps, [], gathered=gathered)
     row = {"wide_us": timed(wide.bind(step)), **wide.facts()}
     if stamps:
-        stamped = Wide(model, tokens, warps, ["-DSTAMPS"])
+        stamped = Wide(model, tokens, warps, ["-DSTAMPS"], gathered=gathered)
         row |= {"stamped_us": timed(stamped.bind(step)), "phases_us": phases_of(stamped.stamps)}
     return row
 
@@ -168,6 +180,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64], choices=WIDTHS)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
     parser.add_argument("--warps", nargs="+", type=int, choices=WARPS, help="in place of the planned number")
+    parser.add_argument("--all-blocks", action="store_true", help="rows of qkv and o over all blocks, not over few")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--stamps", action="store_true", help="where the time of a layer goes")
@@ -204,7 +217,7 @@ def main() -> None:
                 step = Step(model, [context] * tokens)
                 about = {"shape": name, "tokens": tokens, "context": context}
                 for count in warps:
-                    attempt(about, times, model, step, tokens, count, arguments.stamps)
+                    attempt(about, times, model, step, tokens, count, arguments.stamps, not arguments.all_blocks)
                 if tokens <= MOST_SEPARATE and not shape.head_norms and not arguments.no_separate:
                     attempt(about, separate_times, step)
                 del step

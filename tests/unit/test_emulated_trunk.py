@@ -114,6 +114,7 @@ def few(shape: Shape, blocks: int, lengths: list[int]) -> Case:
     ("shape", "blocks", "most", "lengths", "warps"),
     [
         (QWEN, 4, 16, [*LENGTHS, 3], 12),
+        (QWEN, 7, 32, [*LENGTHS, *LENGTHS], None),
         (QWEN, 4, 16, [*LENGTHS, *LENGTHS], 8),
         (QWEN3, 3, 16, [300, 100, 0, 8, 7, 1, 1, 1, 0, 20, 40], 12),
         (OWN_HEADS, 5, 32, [*LENGTHS, *LENGTHS, *LENGTHS[1:]], 8),
@@ -156,7 +157,10 @@ FAULTS = {
         "sync_multipliers();  // copies of activations, and sums of the pass before, have been read",
         "",
     ),
-    "a phase ends before all have stored": ("    fence_copies();\n    sync_multipliers();\n", ""),
+    "a phase ends before all have stored": (
+        "    sync_multipliers();\n    if (threadIdx.x == 0) add_release",
+        "    if (threadIdx.x == 0) add_release",
+    ),
     "columns in another order": ("0x43084308u, offset", "0x43004300u, offset"),
 }
 

@@ -10,7 +10,8 @@
 // 2. Activations are stored once, by the phase that computes them, as bf16 in the order in which lanes multiply them
 //    (`place_in_fragments`). So a block gets a run of columns of all tokens by one asynchronous copy, without a
 //    conversion. A norm's factor is applied after the product, as a factor of each token.
-// 3. qkv, o and gate_up split their rows over blocks. `down` splits rows and columns (DOWN_ROWS x DOWN_SLICES), so a
+// 3. qkv, o and gate_up split their rows over blocks; qkv and o over as few as are not slower, because every block that has
+//    rows reads the activations of all columns. `down` splits rows and columns (DOWN_ROWS x DOWN_SLICES), so a
 //    block reads a slice of the intermediate, and stores partial sums in float. `finish` adds the slices up: a block
 //    owns the residual of 16 columns, in float in its shared memory, from the first layer to the last.
 // 4. Weights are int4 with a scale for each 64 columns, in the records of 544 bytes of ../layout.py. A block's records
@@ -42,7 +43,7 @@
 //
 // Constants by -D, all from layout.py's Build: LAYERS HIDDEN INTER QH KVH DIM (query heads, KV heads, dimensions) PAGE
 // BIAS QKNORM ROPE_FLOAT EPSILON of the model; TOKENS (most of a step, a multiple of 16) NB (blocks) WARPS (that multiply)
-// ROWS_QKV ROWS_O ROWS_GATE_UP ROWS_DOWN (row groups of warps) DOWN_ROWS DOWN_SLICES TILES (most of a warp) SLAB (groups
+// ROWS_QKV ROWS_O ROWS_GATE_UP ROWS_DOWN (row groups of warps) QKV_BLOCKS O_BLOCKS (that have rows) DOWN_ROWS DOWN_SLICES TILES (most of a warp) SLAB (groups
 // of columns of a copy of activations) RECORDS (of a slot of weights, at most) WEIGHT_SLOTS INPUT_SLOTS ITEMS (of
 // attention, of a block, at most), and SHARED and MEMORY, which layout.py counted too.
 //
@@ -67,8 +68,8 @@ static_assert(WARPS == 12 || WARPS == 8, "registers for other numbers of warps")
 #define TILES_QKV (QKV / 16)
 #define TILES_HIDDEN (HIDDEN / 16)
 #define TILES_GATE_UP (2 * INTER / 16)
-#define OWNED COUNT_OF(TILES_HIDDEN, NB)   // most tiles of the residual in a block
-#define BIASED COUNT_OF(TILES_QKV, NB)     // most tiles of qkv in a block
+#define OWNED COUNT_OF(TILES_HIDDEN, O_BLOCKS)  // most tiles of the residual in a block
+#define BIASED COUNT_OF(TILES_QKV, QKV_BLOCKS)  // most tiles of qkv in a block
 #define SUM_ROW 20                         // floats from a token's 16 sums to the next one's: no two lanes in one bank
 #define TILE_SUMS (16 * SUM_ROW)           // floats of a tile's sums for 16 tokens
 #define GROUP_BYTES (TOKENS * 128)         // of 64 columns of all tokens
@@ -244,6 +245,9 @@ __device__ __forceinline__ Share share_of(int all, int part, int parts) {
     return {first, all * (part + 1) / parts - first};
 }
 
+// The same where only the first `parts` of all blocks have one.
+__device__ __forceinline__ Share first_of(int all, int part, int parts) { return part < parts ? share_of(all, part, parts) : Share{0, 0}; }
+
 // A block's part of a product: tiles of 16 rows times groups of 64 columns.
 struct Work {
     Share tiles, groups;
@@ -252,8 +256,8 @@ struct Work {
 };
 __device__ __forceinline__ Work work_of(int phase, int block) {
     switch (phase) {
-        case QKV_PHASE: return {share_of(TILES_QKV, block, NB), {0, HIDDEN / 64}, ROWS_QKV, 0};
-        case O_PHASE: return {share_of(TILES_HIDDEN, block, NB), {0, HEADS_OUT / 64}, ROWS_O, 0};
+        case QKV_PHASE: return {first_of(TILES_QKV, block, QKV_BLOCKS), {0, HIDDEN / 64}, ROWS_QKV, 0};
+        case O_PHASE: return {first_of(TILES_HIDDEN, NB - 1 - block, O_BLOCKS), {0, HEADS_OUT / 64}, ROWS_O, 0};
         case GATE_UP_PHASE: return {share_of(TILES_GATE_UP, block, NB), {0, HIDDEN / 64}, ROWS_GATE_UP, 0};
     }
     const int slice = block / DOWN_ROWS;

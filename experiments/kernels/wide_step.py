@@ -39,7 +39,7 @@ MIXED = [1, 7, 8, 100, 300, 0, 17, 50, 600, 513, 64, 2, 0, 129, 1025, 33]
 
 
 class Wide:
-    """The kernel for up to `most` tokens, and a model's weights as it reads them. `built` explains warps and gathered."""
+    """The kernel for up to `most` tokens, and a model's weights as it reads them. warps, gathered: see `built`."""
 
     def __init__(
         self,

@@ -28,10 +28,10 @@
 //                                    1.5 B shape, 16 / 32 / 64 tokens    8B shape, 16 / 32 tokens
 //   weights from memory, MB          24.9                                115.9
 //   keys and values, MB              8.4 / 16.7 / 33.5                   33.5 / 67.0
-//   activations from L2, MB          21 / 42 / 84                        59 / 119
+//   activations from L2, MB          15 / 31 / 62                        46 / 92
 //   partial sums of down, MB         1.1 / 2.2 / 4.3 in and out          2.1 / 4.2 in and out
-//   records of the slowest warp      32 / 32 / 38 of 12 warps            147 of 12 / 208 of 8
-//   its products on tensor cores     256 / 512 / 1,216                   1,176 / 3,328
+//   records of the slowest warp      36 / 36 / 42 of 12 warps            166 of 12 / 232 of 8
+//   its products on tensor cores     288 / 576 / 1,344                   1,328 / 3,712
 //   hops                             6                                   6
 //
 // Memory gives 4.3 TB/s: 5.8 us for a layer's weights of the 1.5 B shape, 27 us for the 8B shape's, and they are read

@@ -12,7 +12,9 @@ __device__ __forceinline__ void read_key(Keys& keys, const Lane& lane, const u16
     for (int n = 0; n < DIM / 32; n++) keys.key[n] = *(const uint4*)(key + n * 32);
 }
 // Their values: every lane reads some dimensions of two of them.
-__device__ __forceinline__ void read_values(Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place) {
+__device__ __forceinline__ void read_values(
+    Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place
+) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         const u16* value = cache + __shfl_sync(FULL, place, (lane.id & 3) * 8 + k * 4) + a.cache_value + lane.row * 8;

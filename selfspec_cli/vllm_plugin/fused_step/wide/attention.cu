@@ -59,8 +59,9 @@ __device__ __forceinline__ int list_items(const Arguments& a, const Lane& lane, 
         const int token = lane.id * EACH + n, length = lengths[n];
         if (length < 0) break;
         const int splits = splits_of(length, fewest);
-        for (int which = (before > block ? COUNT_OF(before - block, NB) : 0); block + which * NB < before + splits * KVH; which++) {
-            const int number = block + which * NB, head = (number - before) / splits, split = (number - before) % splits;
+        int which = before > block ? COUNT_OF(before - block, NB) : 0;  // the block's first item from `before` on
+        for (int number = block + which * NB; number < before + splits * KVH; number += NB, which++) {
+            const int head = (number - before) / splits, split = (number - before) % splits;
             const bool newest = length > 0 && split == splits - 1;
             const long long slot = newest ? a.slots[token] : -1;
             Item item;
@@ -104,7 +105,8 @@ __device__ __forceinline__ void prefetch_keys(const Arguments& a, const Lane& la
 // One head of the new token by one warp: normed, turned, to shared memory and, if `cached` is not null, to the cache.
 // part: 0 query, 1 key, 2 value. turn: [DIM] cosines, then sines.
 __device__ __forceinline__ void load_head(
-    const Lane& lane, const Arguments& a, int layer, const Item& item, int number, int part, const float* turn, u16* to, u16* cached
+    const Lane& lane, const Arguments& a, int layer, const Item& item, int number, int part, const float* turn, u16* to,
+    u16* cached
 ) {
     constexpr int FOURS = DIM / 8;  // of columns, in half a head
     const bool here = lane.id < FOURS;

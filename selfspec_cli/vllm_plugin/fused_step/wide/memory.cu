@@ -43,9 +43,9 @@
 //
 // Constants by -D, all from layout.py's Build: LAYERS HIDDEN INTER QH KVH DIM (query heads, KV heads, dimensions) PAGE
 // BIAS QKNORM ROPE_FLOAT EPSILON of the model; TOKENS (most of a step, a multiple of 16) NB (blocks) WARPS (that multiply)
-// ROWS_QKV ROWS_O ROWS_GATE_UP ROWS_DOWN (row groups of warps) QKV_BLOCKS O_BLOCKS (that have rows) DOWN_ROWS DOWN_SLICES TILES (most of a warp) SLAB (groups
-// of columns of a copy of activations) RECORDS (of a slot of weights, at most) WEIGHT_SLOTS INPUT_SLOTS ITEMS (of
-// attention, of a block, at most), and SHARED and MEMORY, which layout.py counted too.
+// ROWS_QKV ROWS_O ROWS_GATE_UP ROWS_DOWN (row groups of warps) QKV_BLOCKS O_BLOCKS (that have rows) DOWN_ROWS DOWN_SLICES
+// TILES (most of a warp) SLAB (groups of columns of a copy of activations) RECORDS (of a slot of weights, at most)
+// WEIGHT_SLOTS INPUT_SLOTS ITEMS (of attention, of a block, at most), and SHARED and MEMORY, which layout.py counted too.
 //
 // The parts, in order: ../ptx.cu, memory.cu, ../keys.cu, product.cu, attention.cu, trunk.cu.
 
@@ -246,7 +246,9 @@ __device__ __forceinline__ Share share_of(int all, int part, int parts) {
 }
 
 // The same where only the first `parts` of all blocks have one.
-__device__ __forceinline__ Share first_of(int all, int part, int parts) { return part < parts ? share_of(all, part, parts) : Share{0, 0}; }
+__device__ __forceinline__ Share first_of(int all, int part, int parts) {
+    return part < parts ? share_of(all, part, parts) : Share{0, 0};
+}
 
 // A block's part of a product: tiles of 16 rows times groups of 64 columns.
 struct Work {

@@ -31,7 +31,9 @@ __device__ __forceinline__ void unpack_word(u32 word, u32 scale, u32 (&pairs)[4]
 
 // One group of columns: COUNT tiles, whose records are `stride` bytes apart, times all tokens.
 template <int COUNT>
-__device__ __forceinline__ void multiply_tiles(const char* records, int stride, const char* tokens, const Lane& lane, Sums& sums) {
+__device__ __forceinline__ void multiply_tiles(
+    const char* records, int stride, const char* tokens, const Lane& lane, Sums& sums
+) {
     constexpr int HALVES = TOKENS <= 16 ? 2 : 1;  // at once; both would need more registers than there are
 #pragma unroll HALVES
     for (int half = 0; half < 2; half++) {

@@ -21,7 +21,9 @@ __device__ __forceinline__ void copy_weights(const Arguments& a, Weights weights
 
 // Keys of the block's items on their way from memory before their layer begins: while `down` of the layer before goes on.
 // By one warp.
-__device__ __forceinline__ void copy_keys(const Arguments& a, const Lane& lane, const u64* bases, const Item* items, int count) {
+__device__ __forceinline__ void copy_keys(
+    const Arguments& a, const Lane& lane, const u64* bases, const Item* items, int count
+) {
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
         if (layer > 0 && lane.id == 0) wait_for(a, bases, GATE_UP_PHASE, layer);
@@ -115,7 +117,8 @@ __device__ __forceinline__ void use_sums(
             const int tile = n / 32, token = n / 2 % 16, row = n % 2 * 4;
             const float4 gates = add_splits(sums, work, tile, token, row), ups = add_splits(sums, work, tile, token, row + 8);
             if (pass * 16 + token >= a.tokens) continue;
-            const float factor = factors[token], x[4] = {gates.x, gates.y, gates.z, gates.w}, y[4] = {ups.x, ups.y, ups.z, ups.w};
+            const float factor = factors[token];
+            const float x[4] = {gates.x, gates.y, gates.z, gates.w}, y[4] = {ups.x, ups.y, ups.z, ups.w};
             float z[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {

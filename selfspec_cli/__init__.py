@@ -8,7 +8,7 @@ The packages, in the order in which imports may run:
     report/        points in; tables, figures and the page out
     gateway/       the control layer in front of servers: which backend answers, what is cached, what that gained
     engine/        the only construction of vllm.LLM, and what stages ask of it
-    artifacts/     files that commands make for a model: heads, calibrations, tuned settings
+    artifacts/     files that commands make for a model: heads, tuned settings
     vllm_plugin/   the only place that knows vLLM's internals; runs in its workers
     texts/         prompts, and text to fit and to score on
     record/        a measured point as one file, and the tables made of points

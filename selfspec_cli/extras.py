@@ -17,7 +17,6 @@ EXTRAS = {
         "joblib",
         "numpy",
         "omegaconf",
-        "optuna",
         "pandas",
         "rich",
         "scipy",

@@ -30,6 +30,12 @@ def written(file: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def atomic_write(file: Path, text: str) -> None:
+    """Write a whole file of text, as `written`."""
+    with written(file) as part:
+        part.write_text(text, encoding="utf-8")
+
+
 def cache_dir() -> Path:
     """Where files are kept that can be made again: $XDG_CACHE_HOME/selfspec, or ~/.cache/selfspec."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,11 +1,8 @@
-"""A command in a pseudo-terminal: what it writes there, what its user sees, and a recording of both."""
+"""A command in a pseudo-terminal: what it writes there, and what its user sees."""
 
-import json
 import re
-import time
 
 import pytest
-from transcripts import without_folders
 
 pexpect = pytest.importorskip("pexpect")
 pyte = pytest.importorskip("pyte")
@@ -22,8 +19,8 @@ class Terminal:
         self.child = pexpect.spawn(
             command[0], command[1:], cwd=str(folder), env=environment, timeout=timeout, dimensions=(ROWS, columns)
         )
-        self.screen, self.raw, self.seen, self.events = pyte.Screen(columns, ROWS), "", [], []
-        self.stream, self.columns, self.began = pyte.Stream(self.screen), columns, time.monotonic()
+        self.screen, self.raw, self.seen = pyte.Screen(columns, ROWS), "", []
+        self.stream = pyte.Stream(self.screen)
 
     def read(self, until=None):
         """Read to the end of the command, or until its user has seen `until`."""
@@ -35,7 +32,6 @@ class Terminal:
                 assert until is None, self.last
                 return self
             self.raw += text
-            self.events.append((time.monotonic() - self.began, text))
             for part in re.split(r"(?=\r\x1b\[2K)", text):  # each picture begins by erasing the one before
                 self.stream.feed(part)
                 self.seen.append("\n".join(line.rstrip() for line in self.screen.display).rstrip())
@@ -46,17 +42,3 @@ class Terminal:
     def last(self):
         """What the user sees now."""
         return self.seen[-1] if self.seen else ""
-
-    def record(self, file, title):
-        """The session as an asciinema recording, and beside it as text: each picture that differs from the last."""
-        head = {"version": 2, "width": self.columns, "height": ROWS, "title": title}
-        lines = [json.dumps(head), *(json.dumps([round(at, 3), "o", text]) for at, text in self.events)]
-        file.with_suffix(".cast").write_text(without_folders("\n".join(lines)) + "\n", encoding="utf-8")
-        pictures = [
-            seen
-            for seen, after in zip(self.seen, [*self.seen[1:], ""], strict=True)
-            if len(seen) >= len(after) and seen.strip()
-        ]
-        rule = "\n" + "-" * self.columns + "\n"
-        text = without_folders(f"$ {title}{rule}{rule.join(dict.fromkeys(pictures))}\n")
-        file.with_suffix(".txt").write_text(text, encoding="utf-8")

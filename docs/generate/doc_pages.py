@@ -13,19 +13,20 @@ import re
 from pathlib import Path
 
 from figure_cells import ROOT, at, data_of, names, table
-from figure_files import patterns, sections
-from figure_grid import by_arm, by_load
-from figure_hosts import hosts
-from figure_hosts import served as served_coder
-from figure_one_line import fixed_lengths, one_line
-from figure_one_line import served as one_line_served
-from figure_points import point_folders, points_section
-from figure_quality import quality_tables
-from figure_readme import rivals, served, settings
-from figure_sprint import conversations, in_short, milestones
-from figure_views import first_drafts
+from figure_points import patterns, point_folders, points_section, sections
+from figure_quality import conversations, in_short, milestones, quality_tables
+from figure_readme import rivals, rivals_tables, served, settings
+from figure_tables import (
+    by_arm,
+    by_load,
+    first_drafts,
+    fixed_lengths,
+    hosts,
+    one_line,
+    served_coder,
+)
+from figure_tables import served as one_line_served
 from picture_one_line import picture
-from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record.columns import TABLES, header, meanings
 

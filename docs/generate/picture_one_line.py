@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from figure_one_line import PLAIN, SERVED, closed_loops
+from figure_tables import PLAIN, SERVED, closed_loops
 
 WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM, NAMES = 860, 358, 44, 40, 34, 110, 40
 """In pixels: of the picture, and of what is around its two panels; NAMES: right of a panel, for the names of its lines."""

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -153,14 +153,12 @@ def opened(wanted: Mapping[str, RunConfig], cpu: bool, logs: Path, scratch: Path
 
 @contextmanager
 def gateway(
-    servers: Mapping[str, Server],
+    servers: Mapping[str, str],
     policy: str,
     folder: Path,
     options: Mapping[str, Any] | None = None,
-    checkout: Path | None = None,
 ) -> Iterator[str]:
-    """The address of a gateway in front of these servers, once all of them take requests. folder: of its logs.
-    checkout: of this repository, whose gateway it is; otherwise this one's."""
+    """The address of a gateway, once all of its backends take requests. servers: addresses by name. folder: of logs."""
     port = free_port()
     settings = {
         "port": port,
@@ -169,8 +167,8 @@ def gateway(
         "ledger": {"plain_share": 0.0},
         "results_dir": str(folder.absolute()),
         "backends": [
-            {"name": name, "kind": "quantised" if name == BITS else "local", "url": one.url}
-            for name, one in servers.items()
+            {"name": name, "kind": "quantised" if name == BITS else "local", "url": url}
+            for name, url in servers.items()
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +176,7 @@ def gateway(
     config.write_text(json.dumps(settings))
     words = [sys.executable, "-c", GATEWAY, str(config.absolute())]
     with open(folder / "gateway.log", "wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=checkout or Path(__file__).parents[2])
+        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
     try:
         while not _all_up(url, len(servers)):
@@ -197,3 +195,21 @@ def _all_up(url: str, count: int) -> bool:
     with suppress(OSError, ValueError):
         return len(json.loads(ask(f"{url}/health", seconds=2.0))["backends"]) == count
     return False
+
+
+@contextmanager
+def sleeping(kinds: Sequence[str], slower: float) -> Iterator[dict[str, str]]:
+    """Addresses of servers that compute nothing (`step_engine.py`), by kind, each as if it had a host of its own."""
+    script = str(Path(__file__).with_name("step_engine.py"))
+    found, processes = {}, []
+    try:
+        for number, kind in enumerate(kinds):
+            host, port = f"127.0.0.{number + 1}", free_port()
+            words = ["--host", host, "--port", str(port), "--slower", str(slower)]
+            processes.append(subprocess.Popen([sys.executable, script, kind, *words]))
+            found[kind] = f"http://{host}:{port}"
+        yield found
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

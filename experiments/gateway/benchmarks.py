@@ -30,7 +30,8 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.engine.server import Server, ServerError
-from selfspec_cli.record import gateway_log
+from selfspec_cli.gateway.log import FILE
+from selfspec_cli.record.gateway_log import FOLDER
 
 INPUT = 64  # tokens of a prompt
 RUN_SECONDS = 300.0
@@ -156,11 +157,11 @@ def measure(servers: dict[str, Server], given: argparse.Namespace, logs: Path) -
         with_guidellm(given.guidellm, logs / "pip.log")
         asking["guidellm"] = guidellm
     found, seen = [], 0
-    with gateway(servers, "least_time", logs) as url:
+    with gateway({name: one.url for name, one in servers.items()}, "least_time", logs) as url:
         for name, ask in asking.items():
             for at_once in given.at_once:
                 row = ask(url, servers[EARLY], given, at_once, logs)
-                logged = gateway_log.read(logs)
+                logged = [json.loads(line) for line in (logs / FOLDER / FILE).read_text().splitlines()]
                 routes = Counter(str(one["route"]) for one in logged[seen:] if one["status"] == 200)
                 seen = len(logged)
                 row = {"benchmark": name, "at_once": at_once, "requests": given.requests} | row

@@ -40,7 +40,7 @@ KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start withou
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
 CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
-PAGE, MARKERS = Path(__file__).parents[2] / "docs" / "gateway_reference.md", ("<!-- beside -->", "<!-- /beside -->")
+PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
 MOST_EVENTS = (
     3000  # a second, that clients and server in Python keep up with: more streams get their tokens more slowly
@@ -459,9 +459,15 @@ def write_table(document: dict[str, Any]) -> None:
                 else "not measured"
             )
         lines.append(f"| {' | '.join(cells)} |")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKERS[0])
-    after = rest.partition(MARKERS[1])[2]
-    PAGE.write_text("\n".join([before + MARKERS[0], *lines, MARKERS[1] + after]), encoding="utf-8")
+    into_page("beside", lines)
+
+
+def into_page(name: str, lines: Sequence[str]) -> None:
+    """Write the page anew with these lines between the two markers of a name."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    PAGE.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
 
 
 def rate(parts: Sequence[dict[str, Any]]) -> float:

@@ -34,7 +34,6 @@ from aiohttp import web
 
 MODEL, TOKENS = "toy", 24
 GAP_SECONDS = 0.04  # between two tokens
-LONG_SECONDS = 8.0  # for an answer in one piece of a backend that is slow
 GOOD, EVIL = {"Authorization": "Bearer good"}, {"Authorization": "Bearer evil"}
 FAULTS = ("well", "dies", "pings", "garbage", "error", "refuses", "killed", "stopped")
 CALM_SECONDS = 70.0  # at the end, in which connections that are kept are closed
@@ -59,11 +58,9 @@ def expected(prompt: str) -> str:
 
 
 class Answers:
-    """What a server sends, as vLLM does. fault: what it does to requests now, in the middle of a stream. asked:
-    requests that it got. running: those that it answers now."""
+    """What a server sends, as vLLM does. fault: what it does to requests now, in the middle of a stream."""
 
     fault = "well"
-    asked = running = 0
 
     def application(self) -> web.Application:
         """Of aiohttp; `POST /fault/NAME` sets the fault."""
@@ -71,8 +68,7 @@ class Answers:
         app.router.add_get("/v1/models", lambda request: self._json({"data": [{"id": MODEL}]}))
         app.router.add_get("/{page:health|metrics}", lambda request: self._json({}))
         app.router.add_post("/fault/{name}", self._set)
-        app.router.add_get("/seen", lambda request: self._json({"asked": self.asked, "running": self.running}))
-        app.router.add_post("/v1/completions", self.counted)
+        app.router.add_post("/v1/completions", self.complete)
         return app
 
     async def _set(self, request: web.Request) -> web.Response:
@@ -81,14 +77,6 @@ class Answers:
 
     async def _json(self, found: dict[str, Any], status: int = 200) -> web.Response:
         return web.json_response(found, status=status)
-
-    async def counted(self, request: web.Request) -> web.StreamResponse:
-        """Answer, and count it."""
-        self.asked, self.running = self.asked + 1, self.running + 1
-        try:
-            return await self.complete(request)
-        finally:
-            self.running -= 1
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer, or fail as `fault` says."""
@@ -101,7 +89,7 @@ class Answers:
         count, begin = body.get("max_tokens") or 16, len(ids)
         at = random.randrange(1, TOKENS)
         if not body.get("stream"):
-            await asyncio.sleep(LONG_SECONDS if fault == "slow" else GAP_SECONDS)
+            await asyncio.sleep(GAP_SECONDS)
             if fault in ("dies", "pings"):
                 request.transport.abort()  # type: ignore[union-attr]
             for _ in range(count):

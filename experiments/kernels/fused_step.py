@@ -32,7 +32,7 @@ from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built,
 from selfspec_cli.vllm_plugin.fused_step.layout import Stream, planned
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 PATIENCE: list[str] = []
 """How often the kernel asks for what another block should have written, before it ends with an error."""

@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "views"))
 
 import torch
-from drafting import answers, chat_prompts, load
 from torch import Tensor
 
 KINDS = ("llama", "qwen3")  # of layers that speculators has
@@ -37,10 +35,13 @@ Batch = dict[str, Tensor]
 
 def main() -> None:
     """Write texts, train until the time is up, save."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     chosen = _arguments()
     began = time.monotonic()
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU, several times as many steps a minute
-    model, tokenizer = load(chosen.model, chosen.device, getattr(torch, chosen.dtype))
+    model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).to(chosen.device)
+    model, tokenizer = model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(chosen.model)
     texts = _texts(chosen, model, tokenizer)
     held, trained = texts[: max(len(texts) // 20, 1)], texts[max(len(texts) // 20, 1) :]
     if not trained:
@@ -171,25 +172,48 @@ def _head(chosen: argparse.Namespace) -> Any:
 
 def _texts(chosen: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[int]]:
     """--texts texts of --length tokens, each begun by somebody else and written by the model."""
-    from selfspec_cli.texts import library
+    from selfspec_cli.texts import chat, library
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def ask(question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}]
+        return encode(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     made: list[list[int]] = []
     for part in range(64 * chosen.texts):
         if len(made) >= chosen.texts:
             break
         if chosen.chat and part % 2:
-            asked = [ids for kind, count in UNASKED for ids in chat_prompts(tokenizer, count, 1, kind)]
+            asked = [ids for kind, count in UNASKED for ids in chat.asked(kind, count, 1, ask, 0)]
             prompts = asked * (chosen.at_once // len(asked) or 1)
         else:
             prompts = library.token_windows(encode, library.fitting_text(), 32, chosen.at_once, SEED + part)
         wanted = chosen.length - min(map(len, prompts))
-        written = answers(model, tokenizer, prompts, wanted, 1.0, SEED + part)
-        made += [ids[: chosen.length] for ids, _ in written if len(ids) >= chosen.length]
+        written = _written(model, tokenizer, prompts, wanted, SEED + part)
+        made += [ids[: chosen.length] for ids in written if len(ids) >= chosen.length]
     random.Random(SEED).shuffle(made)  # or none of the answers to questions would be among those held out
     return made[: chosen.texts]
+
+
+def _written(model: Any, tokenizer: Any, prompts: list[list[int]], length: int, seed: int) -> list[list[int]]:
+    """Prompts with the model's own continuations of at most `length` tokens, drawn, up to their end of text."""
+    torch.manual_seed(seed)
+    longest, fill = max(map(len, prompts)), tokenizer.pad_token_id or 0
+    ids = torch.tensor([[fill] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    with torch.no_grad():
+        rows = model.generate(ids, attention_mask=mask, max_new_tokens=length, pad_token_id=fill, **drawn).tolist()
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    found = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        new = row[longest:]
+        stop = next((at + 1 for at, token in enumerate(new) if token in ends), len(new))
+        found.append(prompt + new[:stop])
+    return found
 
 
 def _accepted(parts: list[dict[str, Tensor]], ahead: int) -> str:

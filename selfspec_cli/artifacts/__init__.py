@@ -1,1 +1,1 @@
-"""Files that commands make for a model: exit heads, calibrations, tuned settings."""
+"""Files that commands make for a model: exit heads, tuned settings."""

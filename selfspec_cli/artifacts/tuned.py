@@ -1,6 +1,6 @@
 """Files of tuned settings: overrides that `tuned=MODEL` puts before the user's own.
 
-`config/tuned_files.py` reads them.
+`config/choices.py` reads them.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from selfspec_cli.config.choices import TUNED
 from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import GateConfig, RunConfig, gate_threshold
-from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.settings import arm_settings
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 _MORE = ("head_dir", "runner")
 """Written down only if not the default, as the settings of an arm are."""
@@ -22,8 +22,7 @@ _MORE = ("head_dir", "runner")
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
     """Return `cfg` with a tuned gate, threshold and draft length."""
-    gate = GateConfig(setting.gate, cfg.gate.calibration)
-    return replace(cfg, gate=gate, threshold=setting.threshold, k=setting.k)
+    return replace(cfg, gate=GateConfig(setting.gate), threshold=setting.threshold, k=setting.k)
 
 
 def overrides(cfg: RunConfig) -> list[str]:
@@ -44,10 +43,9 @@ def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
     """
     import yaml
 
-    file = conf / FOLDER / f"{folder_name(cfg)}.yaml"
+    file = conf / TUNED / f"{folder_name(cfg)}.yaml"
     header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={safe_name(cfg.model.name)}\n"
     model = {"path": cfg.model.path, "fingerprint": model_fingerprint(cfg)}
     document = {"title": title, "model": model, "overrides": words}
-    with written(file) as part:
-        part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    atomic_write(file, header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     return file

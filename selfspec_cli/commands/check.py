@@ -9,12 +9,10 @@ import typer
 
 from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands import load as load_command
-from selfspec_cli.commands.measuring import ENGINES, Backend
+from selfspec_cli.commands.measuring import ENGINES, Backend, tracked
 from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, warn
 from selfspec_cli.commands.shared import Overrides, command
-from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record import folder as results_folder
@@ -46,7 +44,7 @@ def check(
     ] = None,
 ) -> None:
     """Performance check: is the speed still what FILE asks for? Exit code 0: green; 1: red, or not measurable, which
-    the last line says; 2: bad input, or its micro check was not green yet."""
+    the last line says; 2: bad input."""
     asked = check_file.with_words(check_file.read(file), overrides or [])
     cfgs = _configs(asked, file, plant)
     folder = Path(plan.results_dir(cfgs))
@@ -84,7 +82,7 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
             raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
         cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]
     preflight.check_all(cfgs)
-    found = preflight.for_this_machine([preflight.with_calibration(cfg) for cfg in cfgs])
+    found = preflight.for_this_machine(cfgs)
     eager = [cfg.engine for cfg in cfgs] != [cfg.engine for cfg in found]
     warn([*preflight.warnings(found), *([configs.NO_COMPILER] if eager else [])])
     return found
@@ -92,12 +90,11 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
 
 def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Output) -> None:
     """What would be measured, and what each case asks for."""
-    points = plan.plan(cfgs, results_folder.heads(folder), again=True)
+    points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
     limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
-    facts = {"refused": stage.refusal(asked, folder, Keys().device(cfgs[0]))} | limits
     if not out.as_json:
         screen.show_plan(points)
-    out.answer(screen.plan_document(points) | facts, lambda: screen.show_facts(facts))
+    out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
 
 
 def show(document: dict[str, Any]) -> None:

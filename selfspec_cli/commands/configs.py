@@ -59,7 +59,7 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
         each = [overrides]
     cfgs = [cfg for words in each for cfg in several(words)]
     preflight.check_all(cfgs)
-    preflight.check_folder(cfgs[0].head_dir, "head_dir")  # calibrations go there
+    preflight.check_folder(cfgs[0].head_dir, "head_dir")
     found = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found

@@ -14,7 +14,6 @@ from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label, latest
-from selfspec_cli.stages import preflight
 
 MODELS = 3  # for which a report says what to deploy
 OF_A_SERVER = ("model=", "model.", "engine=", "engine.")
@@ -30,7 +29,8 @@ def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[
     """
     try:
         pays = speedup is None or speedup > 1
-        cfg = preflight.with_calibration(cfg) if pays else baseline_of(cfg)
+        if not pays:
+            cfg = baseline_of(cfg)
         made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
         spec, config = deployment.save(cfg, made, command)
     except (ConfigError, OSError) as error:

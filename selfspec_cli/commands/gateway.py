@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,13 +33,9 @@ def gateway(
     ] = None,
 ) -> None:
     """Route requests to several servers: the best one for each, streams that survive, and the gain. See `demo`."""
-    route(words or [], out)
-
-
-def route(words: Sequence[str], out: Output) -> None:
-    """words: the name or file of a gateway, if any, and overrides KEY=VALUE."""
     from selfspec_cli.gateway import files
 
+    words = words or []
     named = [word for word in words if "=" not in word]
     if len(named) > 1:
         raise ConfigError(f"one gateway at a time: {' '.join(named)}")

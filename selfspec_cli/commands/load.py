@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.measuring import Backend, SweepOptions, measure
+from selfspec_cli.commands.measuring import Backend, SweepOptions, measure, tracked
 from selfspec_cli.commands.screen import ROWS_KEPT, Output, emit, rows_document, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
-from selfspec_cli.commands.tracked import tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -86,7 +85,11 @@ def load(
     runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
     if url is None:
         refuse_without_url(baseline_url=baseline_url, served_model=served_model, chat=chat)
-        return own_servers(runs, more, out)
+        for cfg in runs:
+            server.front_end(cfg)
+            if not out.dry_run and cfg.load.kind:
+                _check_prompts(cfg)
+        return measure("load", runs, SweepOptions(again=True), out, servers(runs, more))
     knows = config is not None or any(word.startswith(("model=", "model.")) for word in words)
     where = Elsewhere(url, baseline_url, served_model, chat, knows and not chat)
     elsewhere(of_elsewhere(runs), where, out)
@@ -108,17 +111,8 @@ def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
     return found
 
 
-def own_servers(runs: list[RunConfig], more: Sequence[str], out: Output) -> None:
-    """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's."""
-    for cfg in runs:
-        server.front_end(cfg)
-        if not out.dry_run and cfg.load.kind:
-            _check_prompts(cfg)
-    measure("load", runs, SweepOptions(again=True), out, servers(runs, more))
-
-
 def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Backend:
-    """Servers in place of engines. more: options of vLLM's."""
+    """Servers in place of engines, for the baseline and for each arm, one after the other. more: options of vLLM's."""
     return Backend(lambda shown, run_id: _servers(runs, more, shown, run_id), _warnings, _searched, _page)
 
 
@@ -231,7 +225,7 @@ def _warnings(points: Sequence[Any]) -> list[str]:
 def _page(folder: Path) -> Path | None:
     """The report page of a folder; None where it could not be made, which is a warning."""
     try:
-        return report_stage.run(folder, folder).page
+        return report_stage.run(folder, folder)[1]
     except Exception as error:
         warn([f"the page could not be made: {on_one_line(error)}"])
         return None

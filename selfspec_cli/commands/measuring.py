@@ -1,4 +1,4 @@
-"""What commands that measure share: plan, measure on real engines, show."""
+"""What commands that measure share: plan, measure on real engines, show, and send to the experiment tracker."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -14,14 +15,15 @@ from rich.console import Console
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
-from selfspec_cli.commands.tracked import send, tracked
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
-from selfspec_cli.record import tables
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record import quality, tables
+from selfspec_cli.record.columns import Record, known
 from selfspec_cli.record.point import Point
+from selfspec_cli.record.tracking import Tracker, open_tracker
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import preflight
@@ -99,15 +101,14 @@ def unless_nothing_typed(
 
 
 def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Configs that were checked, with their calibrations, as this machine can run them; says where that is eagerly.
+    """Configs that were checked, as this machine can run them; says where that is eagerly.
 
     Raises:
         ConfigError: one could not run.
     """
     preflight.check_all(cfgs)
-    asked = [preflight.with_calibration(cfg) for cfg in cfgs]
-    runs = preflight.for_this_machine(asked)
-    warn([NO_COMPILER] if runs != asked else [])
+    runs = preflight.for_this_machine(cfgs)
+    warn([NO_COMPILER] if runs != list(cfgs) else [])
     return runs
 
 
@@ -122,7 +123,7 @@ def measure(
     warn(before)
     folder = Path(planning.results_dir(runs))
     if out.dry_run:
-        plan = planning.plan(runs, results_folder.heads(folder), **options.plan)
+        plan = planning.plan(runs, results_folder.read(folder)[0], **options.plan)
         return out.answer(screen.plan_document(plan), lambda: screen.show_plan(plan))
     preflight.check_device(runs[0])
     result, plans = _sweep(command, runs, options, out.debug, backend)
@@ -225,3 +226,47 @@ def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[...,
             yield engine
 
     return open_engine
+
+
+@contextmanager
+def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator[Tracker]:
+    """The tracker of `cfg` for as long as a command measures. In the end its messages are shown.
+
+    If the command has not sent a report of its own, the tracker gets the table and the figures of the results folder. A
+    failure of the tracker is one of the messages.
+
+    Raises:
+        ConfigError: the tracker that is asked for is not installed.
+    """
+    with open_tracker(cfg, run_id or results_folder.new_run_id()) as tracker:
+        yield tracker
+        if cfg.tracker.kind != "none" and not tracker.reported:
+            send(tracker, command, Path(cfg.results_dir))
+    for message in tracker.messages:
+        note(message)
+
+
+def send(tracker: Tracker, command: str, folder: Path, rows: list[Record] | None = None) -> None:
+    """Log rows (all of a results folder, if they are not given) and the figures of the folder."""
+    from selfspec_cli.report import make
+
+    try:
+        with TemporaryDirectory() as place:
+            shown = rows_of(folder) if rows is None else rows
+            tracker.report(command, folder, shown, make.pictures(folder, place))
+    except Exception as error:  # what was measured is on disk: what a tracker cannot do must not hide it
+        tracker.messages.append(f"tracker: {on_one_line(error)}")
+
+
+def rows_of(folder: str | Path) -> list[Record]:
+    """The rows of a results folder, and one for each arm of which only its quality is known."""
+    points, book = results_folder.read(folder)[0], quality.read(folder)
+    measured = {point.arm_key for point in points}
+    alone = {finding.arm_key: finding for finding in book.findings.values() if finding.arm_key not in measured}
+    rows = [
+        replace(
+            tables.of_arm(one.arm), run_id=one.run_id, time=one.time, device=one.device, **known(book.columns(key, ""))
+        )
+        for key, one in alone.items()
+    ]
+    return [tables.row(point) for point in points] + [tables.with_delta(row) for row in rows]

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, emit, rows_document, say, warn
@@ -62,14 +63,29 @@ def report(
 ) -> None:
     """Show what was measured: tables here, and a self-contained page (HTML) with figures; or compare two sets."""
     folder = configs.results_dir(overrides)
+    if compare is None and by is None and form is Format.html:
+        return _page(out, folder, pages or folder, where or [], figures)
+    from selfspec_cli.report import by_category, compared, sources, static
+    from selfspec_cli.report import compare as comparing
+
+    form = Format.json if out.as_json else form
     if compare is not None:
-        _compare(folder, compare, where or [], Format.json if out.as_json else form)
-    elif by is not None:
-        _by_category(folder, where or [], Format.json if out.as_json else form)
-    elif form is not Format.html:
-        _text(folder, where or [], form)
+        comparison = comparing.compare(compare, folder, where or [])
+        warnings, text = comparison.warnings, compared.text(comparison, form)
     else:
-        _page(out, folder, pages or folder, where or [], figures)
+        read = sources.read(folder, where or [])
+        warnings, text = read.warnings, (static if by is None else by_category).text(read, form)
+    warn(warnings)
+    say_text(text, form)
+
+
+def say_text(text: str, form: Format) -> None:
+    """Print a report's text; Markdown that nobody asked for is drawn where the output is a terminal."""
+    console = Console()
+    if form is Format.html and console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text, end="")
 
 
 def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures: bool) -> None:
@@ -77,53 +93,19 @@ def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures:
     from selfspec_cli.commands import deploying
     from selfspec_cli.report import make, sources, table
 
-    made = make.run(folder, pages, where=where, files=figures)
+    made, page, pictures = make.run(folder, pages, where=where, files=figures)
     warn(made.warnings)
     deploy = deploying.of_report(folder, pages)
     if out.as_json:
-        files = {"page": made.page, "figures": made.figures}
+        files = {"page": page, "figures": pictures}
         return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
     table.show(made.rows, Console(), made.targets)
     places = sources.folders(folder)
     if places != [folder]:
         say(f"{folder} holds no points of its own: these are of {len(places)} results folders below it")
-    if made.figures:
-        say(f"figures: {len(made.figures)} files in {made.figures[0].parent}")
-    say(f"page: {made.page}")
+    if pictures:
+        say(f"figures: {len(pictures)} files in {pictures[0].parent}")
+    say(f"page: {page}")
     for one in deploy:
         say(f"\n{one['what']}", "bold") if "what" in one else None
         deploying.show(one)
-
-
-def _text(folder: Path, where: Sequence[str], form: Format) -> None:
-    """Print the report in another format."""
-    from selfspec_cli.report import sources, static
-
-    found = sources.read(folder, where)
-    warn(found.warnings)
-    print(static.text(found, form), end="")
-
-
-def _by_category(folder: Path, where: Sequence[str], form: Format) -> None:
-    """Print what was measured of each category of prompts."""
-    from selfspec_cli.report import by_category, sources
-
-    found = sources.read(folder, where)
-    warn(found.warnings)
-    if form is Format.html:
-        console = Console()
-        by_category.show(found, console if console.is_terminal else Console(width=400))
-    else:
-        print(by_category.text(found, form), end="")
-
-
-def _compare(folder: Path, words: tuple[str, str], where: Sequence[str], form: Format) -> None:
-    """Print two sets of points side by side."""
-    from selfspec_cli.report import compare, compared
-
-    made = compare.compare(words, folder, where)
-    warn(made.warnings)
-    if form is Format.html:
-        compared.show(made, Console())
-    else:
-        print(compared.text(made, form), end="")

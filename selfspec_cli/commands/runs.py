@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.help import RunsCommands
+from selfspec_cli.commands.report import say_text
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
 from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -19,6 +18,7 @@ from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
+from selfspec_cli.report.formats import Format
 from selfspec_cli.report.rows import group_title, label, times
 from selfspec_cli.stages import preflight
 
@@ -73,7 +73,11 @@ def show(out: Output, ids: Ids) -> None:
     if out.as_json:
         return emit({"points": [_document(point) for point in chosen]})
     for point in chosen:
-        _show(point, folder)
+        row = tables.row(point)
+        say(f"{label(row)}, {group_title(row)}", "bold")
+        say(f"file: {folder / results.RUNS / point.id}.json")
+        say(f"command: {' '.join(point.command or []) or 'not kept'}")
+        print(json.dumps(_document(point), indent=1, ensure_ascii=False, default=str))
 
 
 @command("diff", epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0", **OF_FOLDER)
@@ -85,8 +89,8 @@ def diff(out: Output, ids: Ids) -> None:
     if len(names) != 2:
         raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
     a, b = (_one(_points(folder), name) for name in names)
-    pair = compare.of_two(a, b)
-    emit(compared.document(pair)) if out.as_json else compared.show(pair, Console())
+    form = Format.json if out.as_json else Format.html
+    say_text(compared.text(compare.of_two(a, b), form), form)
 
 
 @command(
@@ -109,10 +113,10 @@ def delete(
     names = [row.point for row in rows]
     if not out.dry_run and names and not yes:
         _ask(rows, out.as_json)
-    warnings = [] if out.dry_run or not names else results.delete(folder, names)
-    warn(warnings)
+    if names and not out.dry_run:
+        results.delete(folder, names)
     if out.as_json:
-        return emit({"dry_run": out.dry_run, "deleted": names, "warnings": warnings})
+        return emit({"dry_run": out.dry_run, "deleted": names})
     for row in rows:
         say(f"{row.point}  {label(row)}  {row.status}")
     say(f"{len(names)} point(s) {'would be' if out.dry_run else 'were'} deleted from {folder}")
@@ -229,26 +233,3 @@ def _document(point: Point) -> dict[str, Any]:
         "compared_with": point.compared_with and asdict(point.compared_with),
         "repeats": [{"seconds": repeat.seconds, "tok_s": repeat.tok_s} for repeat in point.repeats],
     }
-
-
-def _show(point: Point, folder: Path) -> None:
-    from selfspec_cli.report.compare import flat
-
-    row = tables.row(point)
-    say(f"{label(row)}, {group_title(row)}", "bold")
-    say(f"file: {folder / results.RUNS / point.id}.json")
-    document = {name: value for name, value in _document(point).items() if value and name != "row"}
-    sections = {"figures": {name: value for name, value in plain(row).items() if value is not None}} | document
-    sections["command"] = " ".join(point.command or []) or "not kept"
-    for name, section in sections.items():
-        say(f"\n{name}", "bold")
-        if isinstance(section, dict):
-            for key, value in flat(section):
-                Console(soft_wrap=True).print(
-                    Text(f"  {key:<32} {json.dumps(value) if isinstance(value, list) else value}")
-                )
-        elif isinstance(section, list):
-            for number, one in enumerate(section, start=1):
-                say(f"  {number}: {one['tok_s']:,.1f} tokens a second, {one['seconds']:.3f} s")
-        else:
-            say(f"  {section}")

@@ -16,7 +16,7 @@ from rich.text import Text
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, note, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
-from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.config.schema import ConfigError, Method
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.engine import deployment
 from selfspec_cli.engine.deployment import Deployment
@@ -36,46 +36,8 @@ def serve(out: Output, overrides: Overrides = None, config: Config = None) -> No
     cfg = configs.one(own, config)
     warn(_without_effect(own))
     one_line = config is None and not any(map(_says_how_to_draft, own))
-    _serve(cfg, more, out, count, router, one_line=one_line)
-
-
-def _says_how_to_draft(word: str) -> bool:
-    """Whether an override is one of drafting; tuned settings and experiments are too."""
-    key = word.partition("=")[0]
-    return key in ("tuned", "experiment", "method", "speculative") or key in OPTIONS or key.partition(".")[0] in OPTIONS
-
-
-OF_MEASURING = ("workload", "load", "tracker", "launcher", "repeats", "warmup", "perplexity_tokens")
-"""Settings of a measurement, by their first part: a server has its requests from clients."""
-
-
-def _without_effect(words: Sequence[str]) -> list[str]:
-    """A hint for each word that says nothing to a server."""
-    idle = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_MEASURING]
-    hint = "each request says its own, such as temperature, max_tokens and seed"
-    return [f"{' '.join(idle)}: without effect on a server; {hint}"] if idle else []
-
-
-def _serve(
-    cfg: RunConfig,
-    more: Sequence[str],
-    out: Output,
-    count: int = 1,
-    router: str | None = None,
-    *,
-    one_line: bool = False,
-) -> None:
-    """Replace this process by vLLM's server, which drafts as `cfg` says; or start several of them behind a router.
-
-    more: further options of vLLM's server. count, router: see `replicas.plan`. one_line: nobody said how to draft, so
-    the engine chooses.
-
-    Raises:
-        ConfigError: what `cfg` asks for cannot be had here.
-        ServerError: of several servers, see `replicas.serve`.
-    """
     preflight.check(cfg, served=True)
-    cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
+    cfg = preflight.for_this_machine([cfg])[0]
     # Where the engine chooses what drafts it warns of that itself; the config has other drafts.
     warn(preflight.warnings([replace(cfg, method=Method.baseline) if one_line else cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
@@ -102,6 +64,23 @@ def _serve(
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)
     made.replace_process(list(more))
+
+
+def _says_how_to_draft(word: str) -> bool:
+    """Whether an override is one of drafting; tuned settings and experiments are too."""
+    key = word.partition("=")[0]
+    return key in ("tuned", "experiment", "method", "speculative") or key in OPTIONS or key.partition(".")[0] in OPTIONS
+
+
+OF_MEASURING = ("workload", "load", "tracker", "launcher", "repeats", "warmup", "perplexity_tokens")
+"""Settings of a measurement, by their first part: a server has its requests from clients."""
+
+
+def _without_effect(words: Sequence[str]) -> list[str]:
+    """A hint for each word that says nothing to a server."""
+    idle = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_MEASURING]
+    hint = "each request says its own, such as temperature, max_tokens and seed"
+    return [f"{' '.join(idle)}: without effect on a server; {hint}"] if idle else []
 
 
 def check_port(options: Sequence[str]) -> None:

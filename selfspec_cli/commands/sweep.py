@@ -1,4 +1,4 @@
-"""`selfspec sweep`: measure a grid."""
+"""`selfspec sweep` and `selfspec bench`: measure a grid, or one arm."""
 
 from typing import Annotated
 
@@ -47,3 +47,17 @@ def sweep(
     if runs[0].launcher.kind == "sky":
         return cloud.launch(runs[0], overrides or [], [*options.typed(), *(["--config"] if config else [])], out)
     measure("sweep", runs, options, out)
+
+
+@command(
+    epilog="Examples: selfspec bench gate=maxp tau=0.35 layer=4 k=5   ·   selfspec bench experiment=gpu_8b",
+    then=f"{ROWS_KEPT}; selfspec sweep with the same words measures only the rest",
+)
+def bench(
+    out: Output, overrides: Overrides = None, config: Config = None, reuse_baseline: ReuseBaseline = False
+) -> None:
+    """Measure one arm, or all of one experiment, and the baseline that each is compared with; always afresh."""
+    whole = any(override.startswith("experiment=") for override in overrides or [])
+    runs = configs.several(overrides, sweep=whole, config=config)
+    out = unless_nothing_typed(out, "bench", overrides, config, "selfspec bench gate=maxp tau=0.35 layer=4 k=5")
+    measure("bench", runs, SweepOptions(again=True, reuse_baseline=reuse_baseline), out)

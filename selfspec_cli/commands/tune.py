@@ -18,24 +18,21 @@ from selfspec_cli.commands.shared import Overrides, command
 def tune(
     out: Output,
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, help="How many minutes the search may take.")] = 14,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="After how many minutes nothing new begins.")] = 14,
 ) -> None:
     """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
     from selfspec_cli.stages import tune as tune_stage
-    from selfspec_cli.stages.budget import Budget
 
     words = overrides or []
     cfgs = [*configs.copies_of_all_layers(words), *configs.exits(words, tune_stage.LAYER_PARTS)]
     heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
     if out.dry_run:
-        return out.plan(tune_stage.facts(cfgs, minutes, trials, heads))
+        return out.plan(tune_stage.facts(cfgs, minutes, heads))
     warn(tune_stage.costly_copies(cfgs))
     model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
     with on_engines(out, "tune", cfgs[0], forked=True) as stage:
-        result = tune_stage.run(
-            cfgs, budget=Budget(minutes, trials), conf=Path("conf"), heads=heads, model_words=model, **stage
-        )
+        budget = tune_stage.Budget(minutes)
+        result = tune_stage.run(cfgs, budget=budget, conf=Path("conf"), heads=heads, model_words=model, **stage)
     warn(result.warnings)
     document = tune_stage.document(result)
     serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
@@ -56,8 +53,7 @@ def _show(document: dict[str, Any], words: Sequence[str]) -> None:
         say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
     say(
         f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
-        f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s and "
-        f"{document['trials']} trials",
+        f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s",
         "bold",
     )
     say(f"written to {document['file']}; use it with: {shlex.join(['selfspec', 'sweep', *words])}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any
 
 import typer
 
@@ -11,12 +12,9 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import on_engines, runnable
 from selfspec_cli.commands.screen import RUN_FAILED, Output, say, show_facts
 from selfspec_cli.commands.shared import Config, Overrides, command
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.stages import preflight
-
-if TYPE_CHECKING:
-    from selfspec_cli.stages.verify.arm import Wanted
 
 
 @command(
@@ -43,64 +41,38 @@ def verify(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs on the same engines, each with a new seed.")] = 1,
 ) -> None:
     """Show that an arm is lossless here: compare greedy and sampled outputs with those of an engine without drafts."""
-    cfg = configs.one(overrides, config)
-    wanted = _wanted(thorough, only, batch_invariant, near_tie, plant, repeat)
-    document = _document(cfg, wanted, out)
-    out.answer(document, lambda: show(document))
-    raise typer.Exit(_exit_code(document))
-
-
-def _wanted(
-    thorough: bool,
-    only: str,
-    batch_invariant: bool,
-    near_tie: float | None,
-    plant: str | None,
-    repeat: int,
-) -> Wanted:
-    """The options of the command line; raises ConfigError for a fault or a case that there is not."""
-    from selfspec_cli.stages.verify import cases
+    from selfspec_cli.stages.verify import cases, run
     from selfspec_cli.stages.verify.arm import EVERY, Wanted
-    from selfspec_cli.stages.verify.verdict import KINDS
+    from selfspec_cli.stages.verify.verdict import KINDS, PASSING
 
-    size = cases.THOROUGH if thorough else cases.QUICK
+    cfg = configs.one(overrides, config)
     named = tuple(name for name in only.split(",") if name)
-    for option, names, allowed in (
-        ("--plant", [plant] if plant else [], [*KINDS, EVERY]),
-        ("--cases", named, cases.GROUPS),
-    ):
-        for name in names:
-            if name not in allowed:
-                raise ConfigError(closest(name, allowed, option))
-    return Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
-
-
-def _document(cfg: RunConfig, wanted: Wanted, out: Output) -> dict[str, Any]:
-    """Check, and run on real engines; the document."""
-    from selfspec_cli.stages.verify import run
-
+    _check_names("--plant", [plant] if plant else [], [*KINDS, EVERY])
+    _check_names("--cases", named, cases.GROUPS)
+    size = cases.THOROUGH if thorough else cases.QUICK
+    wanted = Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
     run.check(cfg, wanted)
     (cfg,) = runnable([cfg])
     if out.dry_run:
-        return run.plan(cfg, wanted)
+        return out.answer(document := run.plan(cfg, wanted), lambda: show_facts(document))
     preflight.check_device(cfg)
-    if wanted.batch_invariant:
+    if batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
     with on_engines(out, "verify", cfg, forked=True) as engines:
-        return run.run(cfg, wanted, **engines)
+        document = run.run(cfg, wanted, **engines)
+    out.answer(document, lambda: show(document))
+    raise typer.Exit(0 if document["verdict"] in PASSING else RUN_FAILED)
 
 
-def _exit_code(document: dict[str, Any]) -> int:
-    """0: it passes (or nothing was run); 1: a fault, or not shown."""
-    from selfspec_cli.stages.verify.verdict import PASSING
-
-    return 0 if document.get("dry_run") or document["verdict"] in PASSING else RUN_FAILED
+def _check_names(option: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    """Raises ConfigError for a fault or a case that there is not."""
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(closest(name, allowed, option))
 
 
 def show(document: dict[str, Any]) -> None:
     """The verdict for people: a line a case, a line a way to sample, and the verdict last."""
-    if document.get("dry_run"):
-        return show_facts(document)
     for name, proof in document["proof"].items():
         say(f"{'caught' if proof['caught'] else 'MISSED':<15} the fault {name} that this run planted itself")
     for row in document["cases"]:

@@ -5,19 +5,22 @@ A user's ./conf and ./experiments add names and take the place of packaged ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config import paths
-from selfspec_cli.config.schema import GROUPS, ConfigError, GateConfig, HeadConfig, ModelConfig, head_spec
-from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.config.model_digest import SHORT, model_fingerprint, safe_name
+from selfspec_cli.config.schema import GROUPS, ConfigError, GateConfig, HeadConfig, ModelConfig, RunConfig, head_spec
+from selfspec_cli.early_exit.errors import SettingsError, closest, nearest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 
 EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
-TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
+TUNED = "tuned"  # what `selfspec tune` found, by the model's name
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
 _SUFFIX = ".yaml"
 _EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
@@ -126,3 +129,89 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
     return content
+
+
+@dataclass(frozen=True)
+class TunedFile:
+    """What `selfspec tune` found for one model: conf/tuned/NAME-FINGERPRINT.yaml.
+
+    Two models may share a name (orgA/M and orgB/M), and one name may come to mean other weights, so a file is used for
+    the model that it was made for alone.
+
+    model: how its user named the model. overrides: as typed on the command line.
+    """
+
+    path: Path
+    model: str
+    fingerprint: str
+    overrides: list[str]
+
+    @property
+    def owner(self) -> str:
+        """The model that it was made for, for people."""
+        return f"{self.model} (weights {self.fingerprint[:SHORT]})"
+
+
+def find_tuned(name: str) -> list[TunedFile]:
+    """Every file for models called `name`; of two folders that hold one model's file, the first is taken.
+
+    Raises:
+        ConfigError: no model of that name was tuned (names the nearest), or a file of another shape.
+    """
+    names = _tuned_files()
+    wanted = [file for file, model in names.items() if model == safe_name(name)]
+    if not wanted:
+        known, models = sorted(set(names.values())), file_choices("model")
+        model = name if name in models else nearest(name, models) or name
+        meant = "" if model == name else f"; did you mean {model!r}?"
+        which = closest(name, known, TUNED) if known else f"tuned={name}: no model was tuned yet{meant}"
+        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
+    return [_read_tuned(file) for file in wanted]
+
+
+def tuned_models() -> list[str]:
+    """The names of the models that were tuned."""
+    return sorted(set(_tuned_files().values()))
+
+
+def _tuned_files() -> dict[Path, str]:
+    """Every file, with its model's name; the first folder that has a file of a name wins."""
+    found: dict[str, Path] = {}
+    for folder in conf_dirs():
+        for file in sorted((folder / TUNED).glob("*.yaml")):
+            found.setdefault(file.name, file)
+    pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
+    return {found[name]: match[1] for name in found if (match := pattern.fullmatch(name))}
+
+
+def choose_tuned(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
+    """The file that belongs to the model of the command.
+
+    matches: every file of `find_tuned`, with the configs that name the model once the file's overrides are applied.
+
+    Raises:
+        ConfigError: no file is of that model's weights, or several are, each of the model that it names itself.
+    """
+    right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
+    if len(right) == 1:
+        return right[0]
+    if right:
+        owners = " and ".join(file.owner for file in right)
+        raise ConfigError(
+            f"tuned={name}: several models of that name were tuned, {owners}; name one: "
+            f"model={right[0].model} tuned={name}"
+        )
+    file, cfgs = matches[0]
+    cfg = next(cfg for cfg in cfgs if model_fingerprint(cfg) != file.fingerprint)
+    raise ConfigError(
+        f"tuned={name}: {file.path} was made for {file.owner}, and this is {cfg.model.path} (weights "
+        f"{model_fingerprint(cfg)[:SHORT]}); tune this one: selfspec tune model={cfg.model.path}"
+    )
+
+
+def _read_tuned(path: Path) -> TunedFile:
+    content = paths.read_yaml(path, ("title", "model", "overrides"))
+    model, overrides = content.get("model"), content.get("overrides")
+    if not isinstance(overrides, list) or not isinstance(model, dict) or not {"path", "fingerprint"} <= model.keys():
+        raise ConfigError(f"{path}: it is no file that selfspec tune wrote; make it again with: selfspec tune")
+    return TunedFile(path, str(model["path"]), str(model["fingerprint"]), [str(word) for word in overrides])

@@ -17,15 +17,15 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from selfspec_cli.config import tuned_files
 from selfspec_cli.config.choices import (
     EXPERIMENT,
     REGISTRY_GROUPS,
     TUNED,
     choices,
-    conf_dirs,
+    choose_tuned,
     experiment_overrides,
     file_choices,
+    find_tuned,
     named_model,
     of_registry,
 )
@@ -122,11 +122,11 @@ def _tuned_words(name: str, others: Sequence[Word], files: Files) -> list[Word]:
         ConfigError: no model of that name was tuned, or another one was.
     """
     matches = []
-    for file in tuned_files.find(name, conf_dirs()):
+    for file in find_tuned(name):
         words = [*parse(file.overrides), *others]
         model = [word for word in words if word.key in ("model", "seed") or word.key.startswith("model.")]
         matches.append((file, list(_points(model, True, files))))
-    return parse(tuned_files.choose(name, matches).overrides)
+    return parse(choose_tuned(name, matches).overrides)
 
 
 def _points(words: Sequence[Word], sweep: bool, files: Files) -> Iterator[RunConfig]:

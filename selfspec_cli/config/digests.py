@@ -27,7 +27,7 @@ COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: 
 
 
 def digests(cfg: RunConfig) -> dict[str, str]:
-    """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, calibration, draft_weights, and of
+    """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, draft_weights, and of
     method vllm the draft.
 
     What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
@@ -42,8 +42,6 @@ def digests(cfg: RunConfig) -> dict[str, str]:
         found["draft"] = draft_digest(cfg)
     if cfg.method == "layer_skip" and cfg.draft_weights_path is not None:
         found["draft_weights"] = file_digest(Path(cfg.draft_weights_path).expanduser())
-    if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" and cfg.gate.calibration is not None:
-        found["calibration"] = file_digest(Path(cfg.gate.calibration).expanduser())
     return {name: digest for name, digest in found.items() if digest is not None}
 
 

@@ -37,7 +37,6 @@ STILL_IN_A_KEY: dict[str, dict[str, Any]] = {
     "load": {"e2e_limit": None, "category": "category"},
 }
 """Settings that are gone, with the value that they had in every key, so that measured points keep their keys."""
-ENGINE_KEY = "engine key"
 _DEFAULT = RunConfig()
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
@@ -89,20 +88,14 @@ def uses(cfg: RunConfig, key: str) -> bool:
         return True
     if not any(cfg.method in knob.methods for knob in about):
         return False
-    gate = GATES[cfg.gate.kind]
-    used = {
-        "gate.calibration": gate.needs_calibration,
-        "threshold": gate.key is not None,
-    }
-    return used.get(key, True)
+    return key != "threshold" or GATES[cfg.gate.kind].key is not None
 
 
 def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
     """What the gate does, for a method that has one."""
     if cfg.method is not Method.layer_skip:
         return {}
-    calibration = {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
-    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)} | calibration
+    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
 
 
 def _unused(load: LoadConfig) -> Iterator[str]:
@@ -124,11 +117,6 @@ def engine_key(cfg: RunConfig) -> str:
     return Keys().engine(cfg)
 
 
-def settings_key(cfg: RunConfig) -> str:
-    """Equal for two configs exactly when no knob that has an effect differs; reads no file and asks no machine."""
-    return Keys().settings(cfg)
-
-
 def run_key(cfg: RunConfig) -> str:
     """Names what `cfg` measures: its settings, what the files that it names hold, the device and the versions."""
     return Keys().run(cfg)
@@ -142,7 +130,6 @@ class Keys:
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
-        self._last: tuple[RunConfig | None, dict[str, str]] = (None, {})  # see `_known`
         self._digests: dict[str, dict[str, str]] = {}
         self._devices: dict[str, str] = {}
         self._versions = _deciding_versions()
@@ -169,7 +156,7 @@ class Keys:
         return self._baselines[name]
 
     def settings(self, cfg: RunConfig) -> str:
-        """`settings_key` of a config."""
+        """Equal for two configs exactly when no knob that has an effect differs; reads no file and asks no machine."""
         facts = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")} | _gate_facts(cfg)
         facts |= {name: self._part(cfg, name) for name in _load(cfg)}
         return digest(facts | {name: getattr(cfg, name) for name in MEASURING})
@@ -189,17 +176,13 @@ class Keys:
 
     def engine(self, cfg: RunConfig) -> str:
         """`engine_key` of a config."""
-        known = self._known(cfg)
-        if ENGINE_KEY in known:
-            return known[ENGINE_KEY]
         facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine")}
         facts |= method_settings(cfg) | {"device": device_of(cfg)}
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
         if cfg.load.kind and cfg.load.frontend != "python":
             facts["frontend"] = cfg.load.frontend
-        known[ENGINE_KEY] = digest(facts)
-        return known[ENGINE_KEY]
+        return digest(facts)
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:
         """What the files that a config names hold, see `digests.digests`."""
@@ -207,8 +190,7 @@ class Keys:
         if cfg.model.load_format == "dummy":
             named.append(cfg.seed)  # the weights themselves depend on it
         if cfg.method in EARLY_EXIT:
-            calibration = cfg.gate.calibration if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" else None
-            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration, cfg.draft_weights_path]
+            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, cfg.draft_weights_path]
         if cfg.method is Method.vllm:
             named.append(cfg.speculative)
         name = repr(named)
@@ -218,23 +200,14 @@ class Keys:
 
     def _part(self, cfg: RunConfig, name: str) -> str:
         """Digest of a group of settings, worked out once for all configs in which the group is the same."""
-        known = self._known(cfg)
-        if name not in known:
-            part = getattr(cfg, name)
-            text = (name, repr(vars(part)))
-            if text not in self._parts:
-                facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), NOT_IN_A_KEY.get(name, ())
-                if name == "load":
-                    without = (*without, *_unused(part))
-                self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
-            known[name] = self._parts[text]
-        return known[name]
-
-    def _known(self, cfg: RunConfig) -> dict[str, str]:
-        """What was worked out of the config that was asked for last; empty for another one."""
-        if self._last[0] is not cfg:
-            self._last = (cfg, {})
-        return self._last[1]
+        part = getattr(cfg, name)
+        text = (name, repr(vars(part)))
+        if text not in self._parts:
+            facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), NOT_IN_A_KEY.get(name, ())
+            if name == "load":
+                without = (*without, *_unused(part))
+            self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
+        return self._parts[text]
 
 
 def _deciding_versions() -> dict[str, str]:

@@ -1,13 +1,15 @@
-"""Every setting as a table, from the schema: `selfspec options`, the commands' `--help`, and docs/reference.md."""
+"""Every setting, from the schema: `selfspec options`, the commands' `--help`, docs/reference.md, and completion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args
 
+from selfspec_cli.config import choices as config_choices
 from selfspec_cli.config.schema import GROUPS, RunConfig
+from selfspec_cli.config.words import option_of, other_names, type_of
 from selfspec_cli.early_exit import knobs, settings
 from selfspec_cli.early_exit.contexts import CONTEXTS
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
@@ -131,3 +133,47 @@ def _row(option: knobs.Option) -> Row:
 def _table(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
     cells = [header, ("---",) * len(header), *lines]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells)
+
+
+def candidates(word: str) -> list[tuple[str, str]]:
+    """Whole words that begin with `word`, each with its help.
+
+    >>> [text for text, _ in candidates("tracker.kind=n")]
+    ['tracker.kind=none']
+    """
+    key, equals, value = word.partition("=")
+    if not equals:
+        offered = [(f"{name}=", text) for name, text in _keys() if name.startswith(word)]
+        rare = {row.key: row.help for row in rows(rare=True)}
+        rare |= {name: f"another name of {key}" for name, key in other_names().items()}
+        return offered or [(f"{name}=", text) for name, text in rare.items() if name.startswith(word)]
+    before, comma, last = value.rpartition(",")
+    given = before.split(",")
+    return [
+        (f"{key}={before}{comma}{name}", "") for name in _values(key) if name.startswith(last) and name not in given
+    ]
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    """Every key that is offered, and its help: groups, files, and the settings that are not rare."""
+    yield config_choices.EXPERIMENT, "the points of a file of experiments/"
+    yield config_choices.TUNED, "what `selfspec tune` found for a model"
+    for group in GROUPS:
+        yield group, f"a named set of the settings {group}.*"
+    yield from ((row.key, row.help) for row in rows() if row.key not in GROUPS)
+
+
+def _values(key: str) -> Iterable[str]:
+    """What a key can be set to, where that is a choice of words; nothing for numbers, text and unknown keys."""
+    if key in GROUPS:
+        return config_choices.choices(key)
+    if key == config_choices.EXPERIMENT:
+        return sorted(config_choices.experiment_files())
+    if key == config_choices.TUNED:
+        return config_choices.tuned_models()
+    option = option_of(key)
+    return _words(option) if option is not None else ()
+
+
+def _words(option: knobs.Option) -> Iterable[str]:
+    return option.knob.words() or (("true", "false") if type_of(option.key) in (bool, bool | None) else ())

@@ -17,6 +17,7 @@ RETIRED: dict[str, Any] = {
     "verification_from": None,
     "model.pipeline_parallel_size": 1,
     "engine.nvtx": False,
+    "gate.calibration": None,
     "read_first": True,
     "model.exit_layer": ANY,
     "model.draft_length": ANY,

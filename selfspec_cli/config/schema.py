@@ -9,7 +9,8 @@ up by name and users type the value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import json
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,6 @@ class Runner(StrEnum):
     auto = "auto"
     v1 = "v1"
     v2 = "v2"
-
-
-class TrackerKind(StrEnum):
-    """Where rows go besides the results folder."""
-
-    none = "none"
-    wandb = "wandb"
 
 
 HUMANEVAL = "humaneval"
@@ -201,9 +195,7 @@ class LoadConfig(PatternSettings):
 class TrackerConfig:
     """An experiment tracker. Weights & Biases runs offline where there is no key."""
 
-    kind: TrackerKind = knob(
-        TrackerKind.none, help="where rows go besides the results folder", choices=tuple(TrackerKind)
-    )
+    kind: str = knob("none", help="where rows go besides the results folder", choices=("none", "wandb"))
 
 
 class LauncherKind(StrEnum):
@@ -276,7 +268,7 @@ class RunConfig(DraftSettings):
         4096, help="held-out text that the baseline and skip are scored on; 0: none", unit="tokens", low=0
     )
     results_dir: str = knob("results", help="folder of rows and runs")
-    head_dir: str = knob("ee_head", help="folder of fitted heads and calibrations, one below it for each model")
+    head_dir: str = knob("ee_head", help="folder of fitted heads, one below it for each model")
 
 
 # The groups of Hydra and the choice each begins with. The choice of that name holds exactly the schema's defaults
@@ -344,15 +336,8 @@ def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
 
 def to_plain(value: Any) -> dict[str, Any]:
     """A config as nested dicts of YAML's own types (enums by value)."""
-    return {name: _plain(getattr(value, name)) for name in type(value).__dataclass_fields__}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (str, int, float)) or value is None:
-        return value.value if isinstance(value, StrEnum) else value
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else to_plain(value)
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))
+    return plain
 
 
 def dump(cfg: RunConfig) -> str:

@@ -52,7 +52,7 @@ def validate(cfg: RunConfig) -> None:
     for key in ("results_dir", "head_dir"):
         if not getattr(cfg, key).strip():
             raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
-    _validate_threshold(cfg)
+    check_threshold(cfg.gate.kind, gate_threshold(cfg))
     _validate_engine(cfg)
     _validate_method(cfg)
     _validate_view(cfg)
@@ -136,11 +136,6 @@ def _why_unused(key: str, typed: str, idle: Sequence[RunConfig]) -> str:
         return f"method {cfg.method.value!r}; methods that use {name}: {', '.join(methods)}"
     takes = _names(GATES[cfg.gate.kind]) if uses(cfg, "threshold") else "no threshold"
     return f"gate {cfg.gate.kind!r}, which takes {takes}; gates that use {name}: {', '.join(kinds)}"
-
-
-def _validate_threshold(cfg: RunConfig) -> None:
-    """The threshold in force."""
-    check_threshold(cfg.gate.kind, gate_threshold(cfg))
 
 
 def _validate_method(cfg: RunConfig) -> None:

@@ -7,7 +7,6 @@ One line per room:
     errors.py        the one error for settings, and the nearest right spelling
     registry.py      objects by name: a folder's modules and other packages' entry points; no torch
     gates/           the gates, one object in one module each: rule, statistic, device expression, help, colour
-    calibration.py   the calibrated gate's map; calibrating.py fits it
     draft_log.py     the record of real drafts: every statistic and every verdict
     replay.py        what a gate would have made of a log
     roc.py           how well each statistic tells drafts that stand from drafts that fall
@@ -26,8 +25,7 @@ One line per room:
     legacy.py        safe import of older .pt heads
     fingerprint.py   a short stable name for a model
     equations.py     streaming least squares, in closed form
-    fitting.py       heads fitted by it
-    evaluation.py    agreement with the full model on held-out data; choice of the ridge
+    fitting.py       heads fitted by it; agreement with the full model on held-out data; choice of the ridge
     rule.py          how much to draft before each step, by measured times and acceptance; no torch
     confidence.py    how far a draft's own confidence can be trusted, learnt from verdicts
     defaults.py      what drafts where a user names nothing; no torch

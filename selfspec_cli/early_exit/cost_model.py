@@ -84,19 +84,6 @@ class Costs:
         k = max(tokens, key=lambda k: (self.speedup(tokens[k], k), -k))
         return k, self.speedup(tokens[k], k)
 
-    def break_even(self, speedup: float = 1.0) -> float:
-        """The acceptance probability above which one more draft pays: speedup * step / plain. May exceed 1: never.
-
-        The probability is that the next draft token AND all before it in the round are accepted, for only then does the
-        step yield a token. It pays when p tokens are worth more than a step costs; a token is worth the time that it
-        takes otherwise: `plain` without drafting (speedup = 1), or plain / speedup once rounds already run at that
-        speedup (the marginal value theorem: continue while the marginal rate exceeds the average).
-        Raises ValueError for a speedup that is not positive.
-        """
-        if not speedup > 0:
-            raise ValueError(f"speedup {speedup!r} must be positive")
-        return speedup * self.step / self.plain
-
     def to_dict(self) -> dict[str, float]:
         """JSON form; `Costs(**...)` reads it back."""
         return asdict(self)

@@ -105,7 +105,7 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None
     """Read a file, tensors on the CPU.
 
     kind: the draft_weights asked for. fingerprint: of the model at hand; None is not checked. Raises SettingsError for
-    another kind or model, for a file with corrections of low rank, which there were before, and as `read_about`.
+    another kind or model, and as `read_about`.
     """
     about = read_about(path)
     if about.kind != kind:
@@ -121,11 +121,6 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None
     copies: dict[str, dict[str, Tensor]] = {}
     with safe_open(path, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 (no mapping)
-            name, _, last = key.rpartition(".")
-            if not name.endswith(".copy"):
-                raise SettingsError(
-                    f"draft_weights_path = {str(path)!r} holds corrections of low rank, which are no "
-                    "longer read; make it again with: selfspec fit-weights"
-                )
-            copies.setdefault(name.removesuffix(".copy"), {})[last] = opened.get_tensor(key)
+            name, _, last = key.rpartition(".copy.")
+            copies.setdefault(name, {})[last] = opened.get_tensor(key)
     return FittedWeights(about, copies)

@@ -22,12 +22,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.estimate import trials, updated
-
 LONGEST = 16
 """Tokens of a match that are looked at: longer ones count as this long."""
 WEIGHT = 0.15
 """Of one token against all before it, in the estimates of a request."""
+
+
+# Without types, because v2/matches.py compiles these two for the device too.
+def trials(accepted, drafted):  # type: ignore[no-untyped-def]
+    """Tokens that a verify pass judged: those that stood, and the first that did not."""
+    return accepted + (accepted < drafted)
+
+
+def updated(rate, accepted, judged, weight):  # type: ignore[no-untyped-def]
+    """The estimate of a token's acceptance after `accepted` of `judged` tokens stood; of none, it stays."""
+    return (rate + weight * accepted) / (1.0 + weight * judged)
 
 
 def longest_match(text: Tensor) -> tuple[int, int]:

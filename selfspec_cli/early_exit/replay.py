@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
@@ -49,19 +48,19 @@ class Outcome:
         return {**asdict(self.setting), **{key: value for key, value in asdict(self).items() if key != "setting"}}
 
 
-def draft_lengths(log: DraftLog, setting: Setting, calibration: Calibration | None = None) -> Tensor:
+def draft_lengths(log: DraftLog, setting: Setting) -> Tensor:
     """Steps that each logged round would have taken, int64 [rounds], at most what was drafted."""
     longest = log.drafted.clamp_max(setting.k)
-    rule = GATES[setting.gate].rule(setting.threshold, calibration)
+    rule = GATES[setting.gate].rule(setting.threshold)
     if rule.feature is None:
         return longest
     open_ = rule.is_open(log.feature(rule.feature))  # [rounds, k]; NaN, beyond the draft, is closed
     return torch.minimum(open_.long().cumprod(1).sum(1) + 1, longest)
 
 
-def replay(log: DraftLog, setting: Setting, costs: Costs, calibration: Calibration | None = None) -> Outcome:
+def replay(log: DraftLog, setting: Setting, costs: Costs) -> Outcome:
     """The log's rounds under another setting."""
-    return _outcome(log, setting, draft_lengths(log, setting, calibration), costs)
+    return _outcome(log, setting, draft_lengths(log, setting), costs)
 
 
 def oracle(log: DraftLog, k: int, costs: Costs) -> Outcome:
@@ -69,16 +68,9 @@ def oracle(log: DraftLog, k: int, costs: Costs) -> Outcome:
     return _outcome(log, Setting("none", None, k), torch.minimum(log.accepted + 1, log.drafted.clamp_max(k)), costs)
 
 
-def statistic_of(log: DraftLog, gate: str, calibration: Calibration | None = None) -> Tensor:
-    """What the gate's threshold is compared with, float32 [rounds, k]; NaN beyond the drafts."""
-    if calibration is not None and GATES[gate].needs_calibration:
-        return calibration.probability(log.feature(calibration.feature))
-    return log.feature(gate)
-
-
-def thresholds(log: DraftLog, gate: str, count: int = 16, calibration: Calibration | None = None) -> list[float]:
+def thresholds(log: DraftLog, gate: str, count: int = 16) -> list[float]:
     """Thresholds worth trying: evenly spaced quantiles of the gate's statistic in the log, where it is a number."""
-    value = statistic_of(log, gate, calibration)
+    value = log.feature(gate)
     value = value[log.was_drafted & torch.isfinite(value)]
     if not len(value):
         return []
@@ -87,22 +79,15 @@ def thresholds(log: DraftLog, gate: str, count: int = 16, calibration: Calibrati
     return sorted({round(min(max(item, low), high), 4) for item in quantiles.tolist()})
 
 
-def settings_for(
-    log: DraftLog, names: Iterable[str], lengths: Sequence[int], calibration: Calibration | None = None
-) -> list[Setting]:
+def settings_for(log: DraftLog, names: Iterable[str], lengths: Sequence[int]) -> list[Setting]:
     """Every gate of `names` at each of its `thresholds`, with every draft length. Gates whose statistic the log does
-    not hold are left out, and without a calibration those that need one."""
+    not hold are left out."""
     settings: list[Setting] = []
     for name in names:
-        gate = GATES[name]
-        if gate.needs_calibration and calibration is None:
-            continue
-        feature = gate.rule(None, calibration).feature
-        if feature is None:
+        if GATES[name].rule().feature is None:
             settings += [Setting(name, None, k) for k in lengths]
-        elif feature in log.features:
-            limits = thresholds(log, name, calibration=calibration)
-            settings += [Setting(name, limit, k) for limit in limits for k in lengths if k > 1]
+        elif name in log.features:
+            settings += [Setting(name, limit, k) for limit in thresholds(log, name) for k in lengths if k > 1]
     return settings
 
 

@@ -8,7 +8,6 @@ from numbers import Integral
 from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.contexts import SETTING, Context, as_setting, context_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
@@ -27,10 +26,9 @@ from selfspec_cli.early_exit.settings import (
     OPTIONS,
     USER_KEYS,
     DraftSettings,
-    GateConfig,
     gate_threshold,
 )
-from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
+from selfspec_cli.early_exit.thresholds import check_threshold, number
 from selfspec_cli.early_exit.view import DraftView, canonical
 
 PLACES_AT_HAND = 136
@@ -82,11 +80,6 @@ class ResolvedSettings(DraftSettings):
         """Up to so many running requests a table of lengths does not bound free drafts, which cost no draft step: a
         verify pass has room for them. 0 without free drafts."""
         return PLACES_AT_HAND // (self.free_drafts + 1) if self.free_drafts else 0
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The map of gate "calibrated"; None for other gates."""
-        return None if self.gate.calibration is None else calibration_from_dict(self.gate.calibration)
 
     @property
     def table(self) -> LengthTable:
@@ -153,7 +146,6 @@ class ResolvedSettings(DraftSettings):
         canonical(settings)
         settings.view.check()
         settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
-        settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
         settings.length_table = checked_table(settings.length_table, settings.k)
         return settings
 
@@ -188,7 +180,6 @@ class ResolvedSettings(DraftSettings):
         self._check_head()
         self.k = DRAFT_LENGTH if self.k is None else self.k
         self.threshold = _threshold(spec, self.gate.kind)
-        self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))
         if spec.get(VLLM_KEY) is not None:
             if self.length_table is not None:
                 raise SettingsError(f"{KEY} and {VLLM_KEY} mean the same setting; give one")
@@ -292,17 +283,6 @@ def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
     return check_threshold(gate, spec[key], key)
 
 
-def _calibration(value: object, gate: str) -> dict[str, Any] | None:
-    """The map of gate "calibrated", checked, in its JSON form."""
-    if gate != "calibrated":
-        if value is not None:
-            raise SettingsError(f"calibration is given but gate {gate!r} does not use it; gates that do: calibrated")
-        return None
-    if not isinstance(value, Mapping):
-        raise SettingsError("gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts")
-    return calibration_from_dict(value).to_dict()
-
-
 def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
     """Names a threshold that can never close, or (but for rounding) never open, its gate; else empty.
 
@@ -311,9 +291,7 @@ def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list
     rule, threshold = GATES[settings.gate.kind], gate_threshold(settings)
     if rule.key is None or threshold is None:
         return []
-    calibration = settings.gate.calibration
-    known = calibration_from_dict(calibration) if isinstance(calibration, Mapping) else None
-    least, greatest = rule.statistic_range(vocab_size, known)
+    least, greatest = rule.statistic_range(vocab_size)
     at_least = rule.direction == "at_least"
     never_closes = threshold <= least if at_least else threshold >= greatest
     never_opens = threshold > greatest if at_least else threshold < least

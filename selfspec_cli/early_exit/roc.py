@@ -14,10 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.replay import statistic_of
 
 _FAR = 1e30  # stands in for infinity, which scikit-learn refuses
 
@@ -41,18 +39,17 @@ class AucRow:
     best_fixed_speedup: float  # of the best draft length without a gate, likewise
 
 
-def scores(log: DraftLog, gate: str, calibration: Calibration | None = None) -> Tensor:
+def scores(log: DraftLog, gate: str) -> Tensor:
     """A gate's statistic turned so that more of it means open, float32 [rounds, k]; NaN beyond the drafts."""
-    rule = GATES[gate].rule(None, calibration)
-    if rule.feature is None:
+    if GATES[gate].rule().feature is None:
         return torch.where(log.was_drafted, 1.0, torch.nan)
-    value = statistic_of(log, gate, calibration)
+    value = log.feature(gate)
     return value if GATES[gate].direction == "at_least" else -value
 
 
-def auc(log: DraftLog, gate: str, calibration: Calibration | None = None, *, at_stake: bool = False) -> float | None:
+def auc(log: DraftLog, gate: str, *, at_stake: bool = False) -> float | None:
     """Area under the ROC curve, 0.5 for a gate that tells nothing; None where every token has the same fate."""
-    truth, score = _labelled(log, gate, calibration, at_stake)
+    truth, score = _labelled(log, gate, at_stake)
     if len(truth) == 0 or bool(truth.all()) or not bool(truth.any()):
         return None
     from sklearn.metrics import roc_auc_score
@@ -60,13 +57,11 @@ def auc(log: DraftLog, gate: str, calibration: Calibration | None = None, *, at_
     return float(roc_auc_score(truth.numpy(), score.numpy()))
 
 
-def curve(
-    log: DraftLog, gate: str, calibration: Calibration | None = None, *, at_stake: bool = False
-) -> tuple[list[float], list[float]]:
+def curve(log: DraftLog, gate: str, *, at_stake: bool = False) -> tuple[list[float], list[float]]:
     """(false positive rates, true positive rates), both rising from 0 to 1."""
     from sklearn.metrics import roc_curve
 
-    truth, score = _labelled(log, gate, calibration, at_stake)
+    truth, score = _labelled(log, gate, at_stake)
     false_rate, true_rate, _ = roc_curve(truth.numpy(), score.numpy())
     return false_rate.tolist(), true_rate.tolist()
 
@@ -83,9 +78,9 @@ def write_table(rows: Sequence[AucRow], path: str | Path) -> Path:
     return path
 
 
-def _labelled(log: DraftLog, gate: str, calibration: Calibration | None, at_stake: bool) -> tuple[Tensor, Tensor]:
+def _labelled(log: DraftLog, gate: str, at_stake: bool) -> tuple[Tensor, Tensor]:
     """Truth (bool) and score of the tokens in question, [n] each; tokens without a finite score are left out."""
-    score = scores(log, gate, calibration)
+    score = scores(log, gate)
     if not at_stake:
         score = score.nan_to_num(nan=-torch.inf).cummin(1).values  # NaN closes the gate for the rest of the draft
         score = torch.where(torch.isfinite(score), score, -_FAR)

@@ -5,7 +5,6 @@ The command line's config inherits `DraftSettings`; `resolved.py` reads a specul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +43,6 @@ class GateConfig:
 
     kind: str = knob(
         "none", help="the gate: when to stop drafting", choices=GATES, spec_keys=("gate",), methods=DRAFTING
-    )
-    calibration: Any = knob(
-        None,
-        help="of gate calibrated: its file, or in a speculative_config the map {feature, xs, ps} itself",
-        unset="what `selfspec roc` saved for this exit",
-        spec_keys=("calibration",),
-        methods=DRAFTING,
     )
 
 
@@ -251,11 +243,6 @@ def vllm_keys(settings: DraftSettings) -> dict[str, Any]:
 
 
 def gate_threshold(settings: DraftSettings) -> float | None:
-    """The threshold that the chosen gate uses; None for `none`, and for `calibrated` where its file is to say."""
+    """The threshold that the chosen gate uses; None for a gate that has none."""
     rule = GATES[settings.gate.kind]
-    if rule.key is None:
-        return None
-    given = settings.threshold
-    if given is None and rule.needs_calibration and not isinstance(settings.gate.calibration, Mapping):
-        return None
-    return rule.default if given is None else given
+    return rule.default if settings.threshold is None or rule.key is None else settings.threshold

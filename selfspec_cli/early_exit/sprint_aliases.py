@@ -3,15 +3,12 @@
 Nothing reads the old words; whoever meets one answers with the line to type. Free of torch, vLLM and Typer.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 
 VARIABLES = ("LAYERSKIP", "EE_GATE", "EE_TAU", "EE_TAU_V")
@@ -26,14 +23,7 @@ _KEYS = {
     "ee_weight": "head.path",
     "forward_partial": "forward_partial",
 }
-_SPEC_KEYS = {"layer": "layer_skip", "head.path": "head_path"}
-_OPTION = re.compile(r"^--([A-Za-z_-]+)(?:=(.*))?$")
-_WORD = re.compile(r"^([A-Za-z_]+)(?:=(.*))?$")
-
-
-def in_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The old words that are set in an environment: settings of today by key, "0" for a layer being off."""
-    return {_KEYS[name.lower()]: environment[name] for name in VARIABLES if environment.get(name)}
+_WORD = re.compile(r"(--)?([A-Za-z_-]+)(?:=(.*))?")
 
 
 def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -44,20 +34,14 @@ def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """
     old: dict[str, str] = {}
     rest: list[str] = []
-    waiting: str | None = None  # an option whose value is the next argument
-    for argument in arguments:
-        option, word = _OPTION.match(argument), _WORD.match(argument)
-        named = option or word
-        name = "" if named is None else named[1].lower().replace("-", "_")
-        is_old = name in _KEYS and (option is not None or "=" in argument or name == "forward_partial")
-        if named is not None and is_old:
-            old[_KEYS[name]] = named[2] or ""
-            waiting = _KEYS[name] if option is not None and named[2] is None else None
-        elif waiting is not None and not argument.startswith("-"):
-            old[waiting], waiting = argument, None
+    words = iter(arguments)
+    for word in words:
+        match = _WORD.fullmatch(word)
+        name = match[2].lower().replace("-", "_") if match else ""
+        if match is None or name not in _KEYS or not (match[1] or "=" in word or name == "forward_partial"):
+            rest.append(word)
         else:
-            waiting = None
-            rest.append(argument)
+            old[_KEYS[name]] = match[3] or (next(words, "") if match[1] and "=" not in word else "")
     return old, rest
 
 
@@ -83,33 +67,17 @@ def settings(old: Mapping[str, str]) -> dict[str, str]:
     key = GATES[kind].key
     value = threshold or (old.get(key, "") if key else "")
     if value:
-        check_threshold(kind, _as_json("tau", value), key or "threshold")
+        is_number = re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", value)
+        check_threshold(kind, float(value) if is_number else value, key or "threshold")
     return current | {"gate": kind} | ({key: value} if key and value else {})
 
 
-def words(current: Mapping[str, str]) -> str:
-    """Settings as the command line takes them, such as layer=12 gate=varH tau_v=5."""
+def _line(command: str, *parts: str) -> str:
+    return " ".join(filter(None, ["selfspec", command, *parts]))
+
+
+def _words(current: Mapping[str, str]) -> str:
     return shlex.join(f"{key}={value}" for key, value in current.items())
-
-
-def speculative_config(current: Mapping[str, str]) -> str:
-    """Settings as vLLM takes them: the speculative_config as JSON, "null" where early exit is off."""
-    if current.get("method") == "baseline":
-        return "null"
-    spec: dict[str, Any] = {"method": "layer_skip"}
-    spec |= {_SPEC_KEYS.get(key, key): _as_json(key, value) for key, value in current.items()}
-    if spec["method"] == "layer_skip":
-        spec[SPECULATIVE_LENGTH] = DRAFT_LENGTH
-    return json.dumps(spec)
-
-
-def _as_json(key: str, value: str) -> int | float | str:
-    if key not in ("layer", "tau", "tau_v"):
-        return value
-    try:
-        return int(value) if value.isdigit() else float(value)
-    except ValueError:  # whoever checks it says so
-        return value
 
 
 def answer_for_arguments(command: str, arguments: Sequence[str]) -> str | None:
@@ -118,29 +86,21 @@ def answer_for_arguments(command: str, arguments: Sequence[str]) -> str | None:
     if not old:
         return None
     split = rest.index("--") if "--" in rest else len(rest)  # what stands behind it is handed to vLLM
-    parts = [shlex.join(rest[:split]), words(settings(old)), shlex.join(rest[split:])]
-    line = " ".join(filter(None, ["selfspec", command, *parts]))
+    line = _line(command, shlex.join(rest[:split]), _words(settings(old)), shlex.join(rest[split:]))
     return f"words of the first sprint are settings now; type:\n{line}"
 
 
-def answer_for_environment(environment: Mapping[str, str], command: str | None = None) -> str | None:
+def answer_for_environment(environment: Mapping[str, str], command: str = "serve") -> str | None:
     """One line about old variables that are set and are not read; None where there are none. Never raises.
 
-    command: the `selfspec` command that is running, None inside vLLM.
+    command: the `selfspec` command to type; inside vLLM the one that starts its server.
     """
-    old = in_environment(environment)
+    old = {name: environment[name] for name in VARIABLES if environment.get(name)}
     if not old:
         return None
-    given = " ".join(f"{name}={environment[name]}" for name in VARIABLES if environment.get(name))
+    given = f"the environment has {' '.join(f'{name}={value}' for name, value in old.items())}, which nothing reads"
     try:
-        current = settings(old)
+        current = settings({_KEYS[name.lower()]: value for name, value in old.items()})
     except SettingsError as error:
-        return f"the environment has {given}, which nothing reads; {error}"
-    if command is not None:
-        return f"the environment has {given}, which nothing reads; type: selfspec {command} {words(current)}"
-    if current == {"method": "baseline"}:
-        return f"the environment has {given}, which nothing reads; without a --speculative-config early exit is off"
-    return (
-        f"the environment has {given}, which nothing reads; type: --speculative-config "
-        f"{shlex.quote(speculative_config(current))}"
-    )
+        return f"{given}; {error}"
+    return f"{given}; type: {_line(command, _words(current))}"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.artifacts.head_files import head_file
 from selfspec_cli.config.facts import config_document, config_file, longest_request, needed
 from selfspec_cli.config.paths import model_path
@@ -18,8 +16,8 @@ from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfi
 from selfspec_cli.config.speculative import spec_of
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.texts import chat, tool_calls
-from selfspec_cli.texts.corpora import Encode, standard_library_counts
+from selfspec_cli.texts.corpora import standard_library_counts
+from selfspec_cli.texts.tokens import Tokens
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
 
@@ -60,9 +58,9 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     if cfg.method is Method.baseline:
         return None
     if cfg.method in EARLY_EXIT:
-        head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
+        head = replace(cfg.head, path=head_path(cfg))
         # The file that was found, or made, has the draft vocabulary.
-        return to_spec(replace(cfg, head=head, gate=gate, vocab=RunConfig.vocab))
+        return to_spec(replace(cfg, head=head, vocab=RunConfig.vocab))
     if cfg.method is Method.vllm:
         return spec_of(cfg) | vllm_keys(cfg)
     spec = {"method": cfg.method.value, SPECULATIVE_LENGTH: cfg.k, "model": str(shallow_model(cfg, scratch))}
@@ -98,108 +96,10 @@ def head_path(cfg: RunConfig) -> str | None:
         return None
     layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))
     size = needed(cfg, "vocab_size")
-    path = head_file(cfg, layer, needed(cfg, "hidden"), size, lambda: standard_library_counts(tokenizer(cfg), size))
+    path = head_file(
+        cfg, layer, needed(cfg, "hidden"), size, lambda: standard_library_counts(ModelTokens(cfg).encode, size)
+    )
     return None if path is None else str(path)
-
-
-def tokenizer(cfg: RunConfig) -> Encode:
-    """Text -> token ids without special tokens, by the tokenizer of `cfg`'s model; starts no engine.
-
-    Raises:
-        ConfigError: the model has none.
-    """
-    found = load_tokenizer(cfg, "it has no tokenizer to count tokens with; give vocab a file of token ids")
-    return lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))
-
-
-def load_tokenizer(cfg: RunConfig, without: str) -> Any:
-    """The tokenizer of `cfg`'s model, as transformers has it. without: what is said of a model that has none.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    from transformers import AutoTokenizer
-
-    model = cfg.model
-    try:
-        return AutoTokenizer.from_pretrained(
-            model.tokenizer or model_path(model), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model={model.name}: {without}") from error
-
-
-Render = Callable[..., str]
-"""A tokenizer's chat template: messages -> text."""
-
-
-def _with_system(render: Render, messages: list[dict[str, str]], system: str) -> str:
-    """Messages after a system message, or with it in the first of them where a template refuses one."""
-    from jinja2 import TemplateError
-
-    if not system:
-        return render(messages)
-    try:
-        return render([{"role": "system", "content": system}, *messages])
-    except TemplateError:
-        first = {"role": "user", "content": f"{system}\n\n{messages[0]['content']}"}
-        return render([first, *messages[1:]])
-
-
-def _with_tools(
-    render: Render, messages: list[dict[str, str]], tools: Sequence[Mapping[str, Any]], system: str
-) -> str | None:
-    """Messages and functions in a template; None for a template that passes over functions."""
-    text = _with_system(partial(render, tools=list(tools)), messages, system)
-    return text if text != _with_system(render, messages, system) else None
-
-
-class Tokens:
-    """A model's tokenizer. cfg: of the model."""
-
-    cfg: RunConfig
-
-    @property
-    def tokenizer(self) -> Any:
-        """As transformers has it."""
-        raise NotImplementedError
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def chat(
-        self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
-    ) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template; or user and model in turn,
-        of which the user begins and ends.
-
-        Args:
-            tools: functions that the model may call; in words in the system message if the template takes none.
-            system: the system message; a template that refuses one has it at the beginning of the user's first turn.
-
-        Raises:
-            ConfigError: it has none.
-        """
-        if not self.has_template:
-            raise ConfigError(chat.no_template(self.cfg.model.name))
-        said = [question] if isinstance(question, str) else question
-        messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        if tools and (text := _with_tools(render, messages, tools, system)) is not None:
-            return self.encode(text)
-        return self.encode(_with_system(render, messages, tool_calls.in_words(tools, system)))
-
-    def answer(self, ids: Sequence[int]) -> str:
-        """The text of an output up to its first special token: what follows an end that was ignored is no answer."""
-        special = set(self.tokenizer.all_special_ids)
-        end = next((place for place, token in enumerate(ids) if token in special), len(ids))
-        return str(self.tokenizer.decode(list(ids[:end])))
 
 
 @dataclass
@@ -220,13 +120,20 @@ class ModelTokens(Tokens):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Raises ConfigError where the model has none."""
-        return load_tokenizer(self.cfg, "it has no tokenizer; use workload.prompts=random")
+        """As transformers has it; raises ConfigError where the model has none."""
+        from transformers import AutoTokenizer
+
+        model = self.cfg.model
+        try:
+            return AutoTokenizer.from_pretrained(
+                model.tokenizer or model_path(model), revision=model.revision, trust_remote_code=model.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model={model.name}: it has no tokenizer; name one (model.tokenizer=NAME), or use "
+                "workload.prompts=random and for vocab a file of token ids"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """Text -> token ids, without special tokens; a text longer than the model takes is no reason for a warning."""
         return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-    def decode(self, ids: list[int]) -> str:
-        """Token ids -> text."""
-        return str(self.tokenizer.decode(ids))

@@ -135,7 +135,7 @@ def processes_for(clients: int) -> int:
 def run(
     job: Job, folder: Path, *, check: Callable[[], None], progress: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
-    """Run a job to its end. Leaves job.json, samples.jsonl, clients.log and locust's own tables in `folder`.
+    """Run a job to its end. Leaves job.json, samples.jsonl and clients.log in `folder`.
 
     Args:
         check: called while the clients work; what it raises ends them. progress: called with the
@@ -159,10 +159,10 @@ def run(
             interrupted = True
         finally:
             for process in running:
-                children.end(process, signal.SIGTERM, STOP_SECONDS)  # locust writes its tables first
+                children.end(process, signal.SIGTERM, STOP_SECONDS)
     result = _joined(folder, parts)
     result.interrupted = interrupted
-    failed = any(process.returncode not in (0, 1) for process in running)  # 1: locust saw requests that failed
+    failed = any(process.returncode not in (0, 1) for process in running)  # 1: a client failed, which the samples show
     if not interrupted and (failed or not result.samples):
         raise ClientsError(_why(log))
     return result
@@ -196,7 +196,6 @@ def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
     shares = []
     for number in range(count):
         share = whole | {"first": number, "step": count, "out": str((folder / _samples(number)).absolute())}
-        share["csv"] = str(folder / f"locust{number or ''}")
         if job.clients is not None:
             share["clients"] = len(range(number, job.clients, count))
         if job.requests is not None:
@@ -234,8 +233,6 @@ def _start(part: Mapping[str, Any], folder: Path, out: BinaryIO) -> subprocess.P
         "--spawn-rate",
         users,
         "--only-summary",
-        "--csv",
-        part["csv"],
     ]
     return children.start(command, out, os.environ | {"SELFSPEC_LOAD": str(file.absolute())})
 

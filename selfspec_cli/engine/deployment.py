@@ -19,7 +19,7 @@ from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import RunConfig, Runner, dump
 from selfspec_cli.engine.arguments import llm_arguments
 from selfspec_cli.vllm_plugin import versions
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 FOLDER = "deploy"
 COMMAND_MODULE = "vllm.entrypoints.cli.main"  # what the `vllm` command runs
@@ -129,8 +129,7 @@ def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
     name = Path(cfg.results_dir) / FOLDER / f"{command}-{folder_name(cfg)}"
     spec, config = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.yaml")
     for file, text in ((spec, json.dumps(made.speculative_config, indent=2) + "\n"), (config, dump(cfg))):
-        with written(file) as part:
-            part.write_text(text, encoding="utf-8")
+        atomic_write(file, text)
     return spec, config
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,14 +25,17 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import Tokens, llm_arguments
+from selfspec_cli.engine.arguments import llm_arguments
 from selfspec_cli.engine.processes import how_they_start
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.texts.prompts import Turn
+from selfspec_cli.texts.tokens import Tokens
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
 MIB = 2**20
+OpenEngine = Callable[..., AbstractContextManager["Engine"]]
+"""Starts an engine for a config, as `open_engine` does."""
 
 
 @dataclass
@@ -111,12 +114,9 @@ class Engine(Tokens):
         view = {"layer_skip": cfg.layer} | DraftView.of(cfg).options()
         self.llm.collective_rpc("early_exit_set_view", args=(view,))
 
-    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
-        """Change the gate of a drafting engine between two rounds; nothing is reloaded.
-
-        calibration: a map in its JSON form, for gate `calibrated`; None keeps the one there is.
-        """
-        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, calibration))
+    def set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate of a drafting engine between two rounds; nothing is reloaded."""
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
 
     def set_draft_length(self, k: int) -> None:
         """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding.

@@ -3,7 +3,7 @@
 locust replaces Python's sockets by gevent's, so nothing of vLLM may live in this process, and this file imports nothing
 of selfspec. It reads what to ask from the file that SELFSPEC_LOAD names, and writes a line of JSON for each request:
 its number, when it was sent and when each output arrived (microseconds of the machine's monotonic clock), how many
-tokens the server counted, and a digest of the text. locust's own statistics are rounded to milliseconds.
+tokens the server counted, and a digest of the text. locust's own statistics are not used: they are in milliseconds.
 
 Connections are kept between requests. A server closes one that was idle for some seconds, and may do so just when it is
 used again; that says nothing about the server, so such a request is sent once more (`_answer`).
@@ -26,7 +26,6 @@ import gevent
 from locust import User, events, task
 from locust.env import Environment
 from locust.exception import StopUser
-from locust.stats import CSV_STATS_INTERVAL_SEC
 
 JOB: dict[str, Any] = json.loads(Path(os.environ["SELFSPEC_LOAD"]).read_text(encoding="utf-8"))
 NAME = JOB["path"]
@@ -98,8 +97,7 @@ class Run:
             self.out.write(json.dumps(used) + "\n")
             self.out.close()
             assert self.environment is not None and self.environment.runner is not None
-            # locust does not write its tables once more when it quits.
-            gevent.spawn_later(CSV_STATS_INTERVAL_SEC + 0.2, self.environment.runner.quit)
+            gevent.spawn(self.environment.runner.quit)  # it waits for the clients, of which this is one
 
     def ask(self, number: int, late: float = 0.0) -> None:
         """One request, to its end. late: seconds that it was sent after its time."""
@@ -128,21 +126,6 @@ class Run:
         sample |= {"sent_us": round(1e6 * sent), "error": error}
         self.out.write(json.dumps(sample) + "\n")
         self.out.flush()
-        self._tell_locust(sample)
-
-    def _tell_locust(self, sample: dict[str, Any]) -> None:
-        """The request in locust's statistics: its whole time, and its first token as an entry of its own."""
-        assert self.environment is not None
-        fire, sent, arrived = self.environment.events.request.fire, sample["sent_us"], sample["events_us"]
-        failure = None if sample["error"] is None else RuntimeError(sample["error"])
-        last = (arrived[-1] - sent) / 1000 if arrived else (1e6 * time.monotonic() - sent) / 1000
-        more: dict[str, Any] = {"response_length": sample["tokens"] or 0, "exception": failure, "context": {}}
-        fire(request_type="POST", name=NAME, response_time=last, **more)
-        if arrived and failure is None:
-            fire(request_type="TTFT", name=NAME, response_time=(arrived[0] - sent) / 1000, **more)
-            if (sample["tokens"] or 0) > 1:
-                each = (arrived[-1] - arrived[0]) / 1000 / (sample["tokens"] - 1)
-                fire(request_type="TPOT", name=NAME, response_time=each, **more)
 
 
 def _answer(connection: http.client.HTTPConnection, body: bytes, sample: dict[str, Any]) -> http.client.HTTPResponse:

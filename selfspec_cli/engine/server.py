@@ -51,9 +51,9 @@ class Server:
         """The exit layer in force; None for a server that has none, or of which it is not known."""
         return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method in (Method.layer_skip,) else None
 
-    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
+    def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate between two rounds; nothing is reloaded."""
-        self.call("early_exit_set_gate", kind, threshold, calibration)
+        self.call("early_exit_set_gate", kind, threshold)
 
     def call(self, method: str, *args: Any) -> Any:
         """The first worker's answer to one of `EarlyExitWorker`'s methods; of a server that was started here."""
@@ -118,7 +118,7 @@ class Server:
     def check(self) -> None:
         """Raises ServerError if a server that was started here has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            raise ServerError(f"the server ended with exit code {code}{_tail(self.log)}")
+            raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
 def connect(url: str, model: str | None = None) -> Server:
@@ -267,10 +267,10 @@ def _wait(server: Server) -> None:
             ask(f"{server.url}/health", seconds=2.0)
             return
         time.sleep(POLL_SECONDS)
-    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{_tail(server.log)}")
+    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{tail(server.log)}")
 
 
-def _tail(log: Path | None) -> str:
+def tail(log: Path | None) -> str:
     """The lines of a log that say what went wrong, and where it is."""
     if log is None:
         return ""

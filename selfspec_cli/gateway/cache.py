@@ -40,7 +40,8 @@ def key(request: Request) -> bytes:
 def specials(request: Request) -> set[str]:
     """Which of the kinds of `also_for` a request is."""
     body = request.body
-    messages = [one for one in body.get("messages") or () if isinstance(one, dict)]
+    said = body.get("messages")
+    messages = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
     called = any(one.get("tool_calls") or one.get("role") == "tool" for one in messages)
     parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
     found = {"tools"} if called or any(body.get(name) for name in _TOOLS) else set()

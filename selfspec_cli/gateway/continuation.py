@@ -106,9 +106,9 @@ class Answer:
     """The client's side of one stream of /v1/chat/completions or /v1/completions.
 
     ids: token ids are asked for. head: id, created, model and object of the first event. texts: what the client has, by
-    channel. calls: a part of a tool call has been sent. ends: choices that have ended. usage: the last one that came,
-    of the whole answer. skip: by channel, what an answer from the beginning still has to repeat. before: tokens that
-    came from other backends than the one of now.
+    channel. other: something else than text has been sent, such as a part of a tool call. ends: choices that have
+    ended. usage: the last one that came, of the whole answer. skip: by channel, what an answer from the beginning still
+    has to repeat. before: tokens that came from other backends than the one of now.
     """
 
     request: Request
@@ -118,7 +118,7 @@ class Answer:
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
-    calls: bool = False
+    other: bool = False
     ends: int = 0
     usage: dict[str, Any] | None = None
     skip: dict[str, str] = field(default_factory=dict)
@@ -149,7 +149,9 @@ class Answer:
         document = read(event)
         if document.get("usage"):
             self._count(document)
-        choices = [one for one in document.get("choices") or () if isinstance(one, dict)]
+        choices = document.get("choices") or []
+        if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
+            raise BrokenStream("an event whose choices are none")
         if not choices:
             return self._without_choices(document, event), False
         self.ends += sum(bool(choice.get("finish_reason")) for choice in choices)
@@ -180,13 +182,15 @@ class Answer:
     def _record(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
         if self.ids:
             if not self.prompt_ids:
-                self.prompt_ids = document.get("prompt_token_ids") or choice.get("prompt_token_ids") or []
-            self.token_ids += choice.get("token_ids") or ()
+                self.prompt_ids = _ids(document.get("prompt_token_ids") or choice.get("prompt_token_ids"))
+            self.token_ids += _ids(choice.get("token_ids"))
         inner = _inner(choice)
-        self.calls = self.calls or bool(inner.get("tool_calls") or inner.get("function_call"))
+        self.other = self.other or bool(inner.get("tool_calls") or inner.get("function_call"))
         for channel in CHANNELS:
-            if text := inner.get(channel):
-                self.texts.setdefault(channel, []).append(str(text))
+            text = inner.get(channel)
+            if text and isinstance(text, str):
+                self.texts.setdefault(channel, []).append(text)
+            self.other = self.other or bool(text and not isinstance(text, str))
 
     def _as_continued(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
         """Make an event of /v1/completions one of the endpoint that the client asked."""
@@ -232,11 +236,11 @@ class Answer:
 
     def next_way(self) -> Way | None:
         """How the rest can be asked for now; None where it cannot."""
-        only_text = not self.calls and set(self.texts) <= {"content", "text"}
+        only_text = not self.other and set(self.texts) <= {"content", "text"}
         if self.ids and self.prompt_ids and only_text:
             return Way.ids
         logged = self.request.body.get("logprobs") not in (None, False)
-        fits = _single(self.request) and self.request.greedy and not logged and not self.calls
+        fits = _single(self.request) and self.request.greedy and not logged and not self.other
         return Way.again if fits and not self.request.body.get("return_token_ids") else None
 
     def rest(self, way: Way) -> tuple[str, dict[str, Any]] | None:
@@ -267,6 +271,14 @@ class Answer:
         empty: Mapping[str, Any] = {"delta": {"content": ""}} if self.request.endpoint == CHAT else {"text": ""}
         choice = {"index": 0, **empty, "logprobs": None, "finish_reason": "length"}
         return written(packed.dumps({**(self.head or {}), "choices": [choice]}))
+
+
+def _ids(found: Any) -> list[int]:
+    """Token ids of an event, which may have none; raises BrokenStream for what are none."""
+    ids = found or []
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise BrokenStream("an event whose token ids are none")
+    return ids
 
 
 def _inner(choice: dict[str, Any]) -> dict[str, Any]:

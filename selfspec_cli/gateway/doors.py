@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,8 @@ HEAD_BYTES = 1 << 16  # of a request's line and headers together
 HEAD_SECONDS = 20.0  # from the connection, or from the first byte of a later request, to the end of the head
 SPARE_FILES = 256  # descriptors that are no client's and no backend's
 WANTED_FILES = 65_536
+_HTTP2 = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
+"""Java's HttpClient offers HTTP/2 in this way, and sends its body all the same; as an upgrade it would not be read."""
 _TOO_MANY, _TOO_LARGE = "503 Service Unavailable\r\nretry-after: 1", "431 Request Header Fields Too Large"
 
 
@@ -70,6 +73,7 @@ class Doors(HttpToolsProtocol):
             if self._alarm is None:
                 self._wait()
             self._head += len(data)
+            data = _HTTP2.sub(b"", data)
         super().data_received(data)
         if self._alarm is not None and self._head > HEAD_BYTES and not self.transport.is_closing():
             self._refuse(_TOO_LARGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 _NAMES = {
@@ -14,9 +15,12 @@ _NAMES = {
     "vllm:selfspec_draft_rounds_total": "draft_rounds",
     "vllm:selfspec_draft_steps_total": "draft_steps",
     "vllm:selfspec_draft_cost": "draft_cost",
+    "vllm:selfspec_draft_length": "draft_length",
     "vllm:selfspec_expected_step_seconds": "step",
 }
-STATES = ("draft_cost", "step")
+STATES = ("draft_cost", "draft_length", "step")
+MOST = 1e15  # that anything may be counted
+ROUNDS = 100  # of drafting, over which the tokens that a round brings are a mean
 _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
 
 
@@ -25,11 +29,15 @@ Counts = dict[str, float]
 
 
 def read(text: str) -> Counts:
-    """The counts of Prometheus's text format: the sum over the engines of a server, of STATES the largest."""
+    """The counts of Prometheus's text format: the sum over the engines of a server, of STATES the largest. What is no
+    count is left out."""
     found: Counts = {}
     for name, value in _LINE.findall(text):
-        key, number = _NAMES[name], float(value)
-        found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
+        key, number = _NAMES[name], -1.0
+        with suppress(ValueError):
+            number = float(value)
+        if 0 <= number < MOST:
+            found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
     return found
 
 
@@ -37,7 +45,8 @@ def read(text: str) -> Counts:
 class Load:
     """The state of a server: requests, and what a round of drafting costs (work, in plain steps) and brings (tokens).
 
-    step: seconds that the server expects its next step to take; None where it does not say.
+    rounds: that `tokens` is a mean of. step: seconds that the server expects its next step to take; None where it does
+    not say, or does not draft at the moment, so that the step is no round.
     known: whether it says anything at all. drafts: whether it can draft. caches: whether its prefix cache is used.
     """
 
@@ -49,20 +58,24 @@ class Load:
     caches: bool = True
     known: bool = False
     step: float | None = None
+    rounds: float = 0.0
 
 
 def between(before: Counts | None, now: Counts, last: Load) -> Load:
-    """The load by two looks; where no round ended between them, what a round costs and brings stays as it was."""
-    work, tokens = last.work, last.tokens
+    """The load by two looks; where no round ended between them, what a round costs and brings stays as it was. Few
+    rounds say little of what one brings, so they count as much as others before them."""
+    work, tokens, counted = last.work, last.tokens, last.rounds
     rounds = _more(before, now, "drafts")
     if rounds:
-        tokens = 1.0 + (_more(before, now, "accepted") or 0.0) / rounds
+        counted = min(ROUNDS, last.rounds + rounds)
+        brought = 1.0 + (_more(before, now, "accepted") or 0.0) / rounds
+        tokens += min(1.0, rounds / counted) * (brought - tokens)
         ours, steps, cost = _more(before, now, "draft_rounds"), _more(before, now, "draft_steps"), now.get("draft_cost")
         if ours and steps is not None and cost is not None:
             work = 1.0 + cost * steps / ours
-    caches, step = now.get("prefix_queries") != 0, now.get("step") or None
+    caches, step = now.get("prefix_queries") != 0, now.get("step") if now.get("draft_length") != 0 else None
     running, waiting = now.get("running", 0.0), now.get("waiting", 0.0)
-    return Load(running, waiting, work, tokens, "drafts" in now, caches, "running" in now, step)
+    return Load(running, waiting, work, tokens, "drafts" in now, caches, "running" in now, step or None, counted)
 
 
 def _more(before: Counts | None, now: Counts, name: str) -> float | None:

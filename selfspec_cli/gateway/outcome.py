@@ -11,6 +11,7 @@ from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import Prediction
 
 TIMES = ("waited", "ttft", "tpot", "e2e", "expected_ttft", "expected_tpot", "lost")
+MOST = 1 << 50  # tokens of one request; a backend that says more is wrong
 SHOWN = (
     "route",
     "policy",
@@ -93,7 +94,7 @@ class Outcome:
 
 
 def _whole(value: Any, otherwise: int | None) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+    return value if type(value) is int and 0 <= value < MOST else otherwise
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -260,7 +260,10 @@ class Relay:
     def _taken(self, found: list[Event]) -> Iterator[bytes | None]:
         """Events as the client gets them; None at the end of the stream."""
         for event in found:
-            made, done = self.answer.take(event)
+            try:
+                made, done = self.answer.take(event)
+            except (TypeError, ValueError, AttributeError, LookupError) as error:
+                raise BrokenStream("an event that has not the form of an answer's") from error
             if made is not None:
                 yield made
             if done:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from selfspec_cli.gateway.breaker import Breaker
@@ -14,7 +15,7 @@ from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import NEW, Prediction, Timing
 
-SAMPLE = 8  # events of answers under way, of which the mean time is learnt as one
+SAMPLE = 5  # events of an answer under way, of which the median time is learnt
 NOISE = 1.15  # times longer that a step takes beside another backend of the host; less counts as nothing
 USUAL = 1 / 8  # weight of a new request in the mean of how many are there
 PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
@@ -33,7 +34,8 @@ class State(StrEnum):
 class Flight:
     """A request at a backend. before: tokens of its answer that other backends generated; own, ahead: tokens to prefill
     of it, and before it; clock: the backend's when it began; began, first, last: seconds, when it was sent and when its
-    first and its newest events came; held: seconds since then in which the client had no room for more."""
+    first and its newest events came; held: seconds since then in which the client had no room for more; sample: of the
+    newest events, seconds before them and the requests that ran."""
 
     replica: Replica
     answers: int
@@ -46,6 +48,7 @@ class Flight:
     last: float = 0.0
     held: float = 0.0
     events: int = 0
+    sample: list[tuple[float, float]] = field(default_factory=list)
 
     def came(self, events: int) -> None:
         """So many events of its stream have come."""
@@ -57,9 +60,12 @@ class Flight:
             self.last = at
         else:
             more = events
-        if more:
-            self.replica.learn_events(more / self.answers, at - self.last - self.held)
+        if more and self.answers == 1:  # parts of several answers come in no order
+            self.sample.append(((at - self.last - self.held) / more, self.replica.running()))
             self.held = 0.0
+            if len(self.sample) == SAMPLE:
+                self.replica.learn_events(self.sample)
+                self.sample = []
         self.events, self.last = self.events + events, at
 
 
@@ -95,7 +101,6 @@ class Replica:
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _clock: float = 0.0
     _clock_at: float = 0.0
-    _sample: tuple[float, float, float] = (0.0, 0.0, 0.0)  # events, seconds before them, and requests that ran
 
     def __post_init__(self) -> None:
         self.breaker = Breaker(self.now)
@@ -144,8 +149,10 @@ class Replica:
         return bool(self.neighbours) and (longer.count == 0 or longer.seconds > NOISE)
 
     def came_up(self) -> None:
-        """It takes requests from now on. A server that was started anew has an empty prefix cache."""
+        """It takes requests from now on. A server that was started anew has an empty prefix cache, and what drafts
+        brought in the text that warmed it up says nothing of the text of clients."""
         self.state = State.up
+        self.load = replace(self.load, rounds=0.0)
         self.breaker.reset()
         self._prefixes.clear()
 
@@ -227,15 +234,12 @@ class Replica:
             self._prefixes.popitem(last=False)
         return flight
 
-    def learn_events(self, count: float, seconds: float) -> None:
-        """So many more events of one answer took so many seconds."""
-        before, sum_seconds, running = self._sample
-        count, sum_seconds, running = before + count, sum_seconds + seconds, running + count * self.running()
-        if count >= SAMPLE:
-            event = self.load.tokens if self.per_event is None else self.per_event
-            self.learn_tpot(running / count, sum_seconds / count / event)
-            count = sum_seconds = running = 0.0
-        self._sample = count, sum_seconds, running
+    def learn_events(self, sample: Sequence[tuple[float, float]]) -> None:
+        """Learn the median time of successive events of one answer: (seconds before each, requests that ran). A step in
+        which prompts are read takes longer, but how many of those there are is no property of the backend."""
+        event = self.load.tokens if self.per_event is None else self.per_event
+        times, running = zip(*sample, strict=True)
+        self.learn_tpot(sum(running) / len(sample), statistics.median(times) / event)
 
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""
@@ -247,8 +251,8 @@ class Replica:
         self._advance()
         self.flights.remove(flight)
         self.breaker.probing = max(0, self.breaker.probing - 1)
-        if tokens is not None and flight.events:
-            each = tokens / flight.events
+        if tokens is not None and flight.events > 1:  # the first is no round's
+            each = (tokens - 1) / (flight.events - 1)
             self.per_event = each if self.per_event is None else self.per_event + NEW * (each - self.per_event)
         return self._clock - flight.clock
 

@@ -34,6 +34,7 @@ OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
 WISH_HEADER = "x-selfspec-"
 LONGEST_WAIT = 86_400_000  # milliseconds: a day
+LONGEST_ANSWER = 1 << 40  # tokens; any limit beyond is none
 LONGEST_SESSION = 256  # characters of its name that count
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
@@ -86,7 +87,7 @@ class Request:
         """Limit of the answer that the client set."""
         limit = self.body.get("max_output_tokens" if self.endpoint == RESPONSES else "max_completion_tokens")
         limit = self.body.get("max_tokens") if limit is None else limit
-        return limit if isinstance(limit, int) and limit > 0 else None
+        return min(limit, LONGEST_ANSWER) if isinstance(limit, int) and limit > 0 else None
 
     @property
     def greedy(self) -> bool:
@@ -98,7 +99,7 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     """A request out of its body and headers; raises GatewayError (400) for one that no backend could answer."""
     try:
         body = packed.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
@@ -143,6 +144,8 @@ def _wishes(request: Request, own: Any, headers: Mapping[str, str]) -> None:
     for name, value in wishes.items():
         if name not in WISHES:
             raise bad_request(closest(name, WISHES, "wish"), OWN)
+        if value is None:  # as clients write what they do not say
+            continue
         if name == "class":
             request.kind = _word(value, CLASSES, name)
         elif name == "cache":

@@ -22,14 +22,13 @@ BEGINS = tuple(f"response.{one}" for one in _BEGINS)
 class ResponsesAnswer(Answer):
     """seen: kinds of the events in BEGINS that the client has; again: those that the second answer has repeated.
     ids_seen: ids that the client knows. names: the second answer's ids, and the client's in their place. number: of the
-    newest event. other: more than text has been sent."""
+    newest event."""
 
     seen: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
     ids_seen: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     number: int = -1
-    other: bool = False
 
     END = b""
     named = True

@@ -104,13 +104,20 @@ def admitted(gateway: Gateway, scope: Scope) -> Tenant:
     if not tenant.admin and path not in FOR_EVERY_KEY and not path.startswith("/v1/models/"):
         raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
     host, origin = headers.get("host", ""), headers.get("origin")
-    if origin is not None and origin not in gateway.settings.origins and urlsplit(origin).netloc != host:
+    if origin is not None and origin not in gateway.settings.origins and origin.partition("://")[2] != host:
         raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
-    name = urlsplit(f"//{host}").hostname or ""
+    name = _name(host)
     if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_number(name):
         said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}"
         raise GatewayError(said, 403, "permission_error")
     return tenant
+
+
+def _name(host: str) -> str:
+    """Of a Host header; empty where it holds none."""
+    with suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
 
 
 def _is_number(host: str) -> bool:

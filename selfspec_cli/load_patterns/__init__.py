@@ -19,14 +19,12 @@ PATTERNS = Registry(
 FRONTEND = "frontend"
 
 if TYPE_CHECKING:
-    from selfspec_cli.load_patterns.alternating import AlternatingSettings
-    from selfspec_cli.load_patterns.bursty import BurstySettings
     from selfspec_cli.load_patterns.closed import ClosedSettings
     from selfspec_cli.load_patterns.poisson import PoissonSettings
     from selfspec_cli.load_patterns.trace import TraceSettings
 
     @dataclass
-    class PatternSettings(ClosedSettings, AlternatingSettings, PoissonSettings, BurstySettings, TraceSettings):
+    class PatternSettings(ClosedSettings, PoissonSettings, TraceSettings):
         """The settings of every pattern, as far as a type checker knows them."""
 
 else:
@@ -56,10 +54,15 @@ def problem(load: Any) -> str | None:
 
 
 def unused_settings(load: Any) -> list[str]:
-    """Return the settings that a load's key leaves out: settings of unused patterns that are not in every key."""
-    used = chosen(load)
-    others = [pattern for pattern in PATTERNS.values() if pattern is not used and not pattern.in_every_key]
-    return [item.name for pattern in others for item in fields(pattern.settings)]
+    """Return the settings that a load's key leaves out: of patterns that are in every key `unused`, of others that are
+    not used all."""
+    used, names = chosen(load), list[str]()
+    for pattern in PATTERNS.values():
+        if pattern.in_every_key:
+            names += pattern.unused(load)
+        elif pattern is not used:
+            names += [item.name for item in fields(pattern.settings)]
+    return names
 
 
 def columns(load: Any) -> dict[str, Any]:

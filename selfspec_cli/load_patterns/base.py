@@ -38,8 +38,8 @@ class LoadPattern:
     help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`. columns: of a row,
     that hold its settings (record/tables.py); a pattern without any is written in the column `arrivals`. rank: among
     patterns whose settings are given, the highest rank is used: 0 a closed loop, 1 an open loop, 2 a variant of one of
-    these, 3 a trace. in_every_key: its settings are in the key of every load test, as in older results; False for a new
-    pattern.
+    these, 3 a trace. in_every_key: its settings but for `unused` are in the key of every load test, as in older
+    results; False for a new pattern.
     """
 
     name: str
@@ -52,6 +52,10 @@ class LoadPattern:
     def asked(self, load: Any) -> bool:
         """Whether a load config gives this pattern's settings."""
         raise NotImplementedError
+
+    def unused(self, load: Any) -> list[str]:
+        """Return its settings that the key of a load leaves out, where `in_every_key`."""
+        return []
 
     def problem(self, load: Any) -> str | None:
         """Return why its settings contradict each other or others, and what to do; None if they do not."""

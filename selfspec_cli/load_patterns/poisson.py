@@ -1,4 +1,4 @@
-"""An open loop: requests arrive as a Poisson process, whether or not others have ended."""
+"""An open loop: requests or bursts of them arrive as a Poisson process, whether or not others have ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.load_patterns.base import LoadPattern, Schedule
 
+BURSTY = "bursty"
+"""What rows call arrivals of several requests at a time."""
+
 
 @dataclass
 class PoissonSettings:
-    """How many requests arrive."""
+    """How many requests arrive, and how many of them together."""
 
     rate: float | None = knob(
         None,
@@ -30,6 +33,9 @@ class PoissonSettings:
         above=0,
         high=4,
         unset="a closed loop, or a rate",
+    )
+    burst: int = knob(
+        1, help="requests that arrive together; 1 is a Poisson process, more are Poisson bursts", unit="requests", low=1
     )
 
 
@@ -63,21 +69,26 @@ def moments(
 
 
 class Poisson(LoadPattern):
-    """One request at a time."""
+    """One request at a time, or `burst` of them."""
 
     name = "poisson"
-    help = "requests arrive at random moments, load.rate of them a second on average"
-    settings: type = PoissonSettings
-    columns: tuple[str, ...] = ("rate", "load_share")
+    help = "requests, or bursts of load.burst of them, arrive at random moments, load.rate requests a second on average"
+    settings = PoissonSettings
+    columns = ("rate", "load_share", "burst")
     rank = 1
     in_every_key = True
 
     def asked(self, load: Any) -> bool:
-        """Whether a rate is given, or a share of the baseline's."""
-        return load.rate is not None or load.share is not None
+        """Whether a rate is given, or a share of the baseline's, or a burst in a load test."""
+        return load.rate is not None or load.share is not None or (load.burst > 1 and load.clients is not None)
 
     def problem(self, load: Any) -> str | None:
         """Require one rate, or clients, and not both."""
+        if load.rate is None and load.share is None:
+            return (
+                f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
+                "load.rate or load.share"
+            )
         if load.rate is not None and (load.clients is not None or load.share is not None):
             other = "clients" if load.clients is not None else "share"
             return (
@@ -92,15 +103,29 @@ class Poisson(LoadPattern):
         times = moments(load.rate, seed, burst=load.burst, requests=requests, seconds=seconds)
         return Schedule(arrivals=tuple(times))
 
+    def at_once(self, load: Any) -> int:
+        """Return the size of a burst."""
+        return load.clients or load.burst
+
     def values(self, load: Any) -> dict[str, Any]:
         """See `LoadPattern.values`."""
-        return {"arrivals": self.name, "rate": load.rate, "load_share": load.share, "burst": load.burst}
+        return {
+            "arrivals": BURSTY if load.burst > 1 else self.name,
+            "rate": load.rate,
+            "load_share": load.share,
+            "burst": load.burst,
+        }
+
+    def matches(self, row: Any) -> bool:
+        """See `values`."""
+        return row.arrivals in (self.name, BURSTY)
 
     def label(self, row: Any) -> str:
         """Return the load in words: 3.2 requests/s (60% of the baseline's saturation)."""
         rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""
         share = f"{row.load_share:.0%} of the baseline's saturation" if row.load_share is not None else ""
-        return f"{rate} ({share})" if rate and share else rate or share
+        words = f"{rate} ({share})" if rate and share else rate or share
+        return f"{words} in bursts of {row.burst}" if row.arrivals == BURSTY else words
 
 
 PATTERN = Poisson()

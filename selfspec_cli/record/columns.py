@@ -189,24 +189,12 @@ def plain(row: Record) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name in always or value is not None}
 
 
-def header_line(kind: type) -> str:
-    """The first line of a table's file."""
-    return _line(header(kind), kind)
-
-
-def line(kind: type, row: Record | AcceptRow) -> str:
-    """A point's line of a table's file."""
-    return _line([_cell(getattr(row, name)) for name in header(kind)], kind)
-
-
 def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
-    """A whole file."""
-    return "".join([header_line(kind), *(line(kind, row) for row in rows if has_line(kind, row))])
-
-
-def _line(cells: list[str], kind: type) -> str:
+    """A table's file: a header, and a line for each row that has one."""
     buffer = io.StringIO()
-    csv.writer(buffer, delimiter="\t" if kind is AcceptRow else ",", lineterminator="\n").writerow(cells)
+    writer = csv.writer(buffer, delimiter="\t" if kind is AcceptRow else ",", lineterminator="\n")
+    writer.writerow(header(kind))
+    writer.writerows([_cell(getattr(row, name)) for name in header(kind)] for row in rows if has_line(kind, row))
     return buffer.getvalue()
 
 
@@ -215,5 +203,5 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = " ".join(str(value).split())  # a newline inside a cell would break whole-line appends
+    text = " ".join(str(value).split())  # a line a row
     return text.encode("utf-8", "backslashreplace").decode()  # the bytes of a file name may be no UTF-8

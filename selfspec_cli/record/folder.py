@@ -1,29 +1,93 @@
 """A results folder: points in `runs/`, written so that none is lost or torn, and the tables that are made of them.
 
-A point is there from the moment that its file has its name; until then its text is in a file that ends in .part. Lines
-are added to the tables under a lock that is held while the file gets its name, so that a table and the points agree
-unless a process is killed in between; `prepare` and `export` make the tables again.
+A point is there from the moment that its file has its name; until then its text is in a file that ends in .part.
+Its line in the tables follows at once. The tables are made anew when a command that measures begins or ends, and by
+`export`.
 """
 
-import csv
 import errno
+import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import FileIO
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, profiles, quality, tables
-from selfspec_cli.record.columns import TABLES, AcceptRow, Summary
-from selfspec_cli.record.guarded import RecordError as RecordError
-from selfspec_cli.record.guarded import explained, locked, not_writable, sweep_lock
-from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
+from selfspec_cli.record.columns import TABLES, AcceptRow
+from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import written
 
 RUNS, SUMMARY = "runs", "summary.csv"
+
+
+class RecordError(Exception):
+    """A result could not be written. The text names the path, the reason and what to do."""
+
+
+@contextmanager
+def writing(results: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a results folder for one command, and make its tables anew; the lock ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another live process holds it (the message names its pid), or the folder cannot be written.
+        RecordError: a table could not be written.
+    """
+    archive.refuse(results)
+    folder = Path(results)
+    try:
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        probe = folder / RUNS / f".{os.getpid()}.part"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"results_dir={folder}: {error.filename or folder} cannot be written ({error.strerror}); make it writable, "
+            "or choose another folder: results_dir=NAME"
+        ) from error
+    with os.fdopen(handle, "r+b", buffering=0) as file:
+        # An engine that is forked from this process and outlives it must not go on holding the folder.
+        register_after_fork(file, FileIO.close)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = file.read(32).decode().strip() or "unknown"
+            raise ConfigError(
+                f"another selfspec command (pid {pid}) is writing to {results}; wait for it, or choose another "
+                "folder: results_dir=NAME"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n".encode())
+        for left in [*(folder / RUNS).glob(".*.part"), *folder.glob(".*.part")]:
+            left.unlink(missing_ok=True)  # of a process that was killed
+        if not all(_takes_lines(folder / name, kind) for name, kind in TABLES.items()):
+            export(results)
+        try:
+            yield
+        finally:
+            export(results)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What the file system refuses, as a RecordError that says what to do."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise RecordError(f"{path} is there already; a point is never written twice") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
+        raise RecordError(
+            f"{error.filename or path} could not be written: {reason}. What was measured before is kept; "
+            f"{remedy} and give the same command again, or choose another folder: results_dir=NAME"
+        ) from error
 
 
 def new_run_id() -> str:
@@ -38,7 +102,7 @@ def now() -> str:
 
 
 def save(results: str | os.PathLike[str], point: Point) -> Path:
-    """Write a point, once and for all, and add its lines to the tables. When this returns the point is on disk.
+    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk.
 
     Raises:
         RecordError: it could not be written, or there is such a point already; nothing of it is left.
@@ -46,33 +110,31 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     archive.refuse(results)
     runs = Path(results) / RUNS
     target = runs / f"{point.id}.json"
-    part = runs / f".{point.id}.{os.getpid()}.part"
     with explained(target):
-        runs.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(to_json(point))
-                file.flush()
-                os.fsync(file.fileno())
-            with locked(runs):
-                _give_name(part, target)
-                _sync(runs)
-                _add_lines(Path(results), point)
-        finally:
-            part.unlink(missing_ok=True)
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        with written(target) as part:
+            part.write_text(to_json(point), encoding="utf-8")
+        _sync(runs)
+    _append(Path(results), point)
     return target
 
 
-def _give_name(part: Path, target: Path) -> None:
-    """Let a file appear under its name, whole and only if nothing has that name."""
-    try:
-        os.link(part, target)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if target.exists():  # a file system without hard links; the lock keeps others of ours away
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
-        part.rename(target)
+def _takes_lines(table: Path, kind: type) -> bool:
+    """Whether lines can be appended: no table is there, or one of today's columns that ends with a whole line."""
+    text = table.read_text(encoding="utf-8", errors="replace") if table.exists() else ""
+    return not text or (text.startswith(columns.text(kind, [])) and text.endswith("\n"))
+
+
+def _append(results: Path, point: Point) -> None:
+    """Write a point's line below each table that has one of it, with one write each: several workers may write."""
+    row, accept = tables.row(with_quality(results, point)), tables.accept_row(point)
+    for name, kind in TABLES.items():
+        line = accept if kind is AcceptRow else row
+        if line is not None and columns.has_line(kind, line):
+            text = columns.text(kind, [line])
+            with explained(results / name), (results / name).open("a", encoding="utf-8") as file:
+                file.write(text.partition("\n")[2] if file.tell() else text)
 
 
 def _sync(folder: Path) -> None:
@@ -82,42 +144,6 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _add_lines(results: Path, point: Point) -> None:
-    row, accept = tables.row(point), tables.accept_row(point)
-    for name, kind in reversed(TABLES.items()):  # summary.csv last: what it lists is in the others, too (`prepare`)
-        record = accept if kind is AcceptRow else row
-        if record is not None and columns.has_line(kind, record):
-            _add_line(results / name, columns.header_line(kind), columns.line(kind, record))
-
-
-def _add_line(path: Path, head: str, line: str) -> None:
-    """Append a line, with the header before the first one. What cannot be written whole is not written at all."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        end = os.fstat(handle).st_size
-        torn = end > 0 and os.pread(handle, 1, end - 1) != b"\n"
-        rest = ((head if end == 0 else "\n" if torn else "") + line).encode()
-        try:
-            while rest:  # a write may take less than it was given
-                rest = rest[os.write(handle, rest) :]
-        except OSError as error:
-            os.ftruncate(handle, end)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(handle)
-
-
-def heads(results: str | os.PathLike[str]) -> list[Point]:
-    """Of every readable point what its first line says, in the order in which they were measured."""
-    if archive.inside(results) is not None:
-        return read(results)[0]
-    points = []
-    for file in _files(results):
-        with suppress(ValueError, OSError), file.open(encoding="utf-8") as opened:
-            points.append(head_from_line(opened.readline()))
-    return in_order(points)
 
 
 def read(results: str | os.PathLike[str], names: Collection[str] | None = None) -> tuple[list[Point], list[str]]:
@@ -146,17 +172,14 @@ def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
 
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
-    """Write a finding about an arm's quality, and make the tables again, for its columns are in them.
+    """Write a finding about an arm's quality.
 
     Raises:
         RecordError: it could not be written.
     """
     archive.refuse(results)
     with explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
-        path = quality.save(results, finding)
-    if (Path(results) / RUNS).is_dir():
-        export(results)
-    return path
+        return quality.save(results, finding)
 
 
 def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
@@ -191,88 +214,29 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     """
     place = Path(results if out is None else out)
     archive.refuse(place)
-    runs = Path(results) / RUNS
     with explained(place):
-        (runs if out is None else place).mkdir(parents=True, exist_ok=True)
-        with locked(runs) if out is None else nullcontext():
-            points, warnings = read(results)
-            rows = [tables.row(point) for point in points]
-            accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
-            for name, kind in TABLES.items():
-                made = [one for one in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, one)]
-                if made or (place / name).exists():
-                    _replace(place / name, columns.text(kind, made))
+        place.mkdir(parents=True, exist_ok=True)
+        points, warnings = read(results)
+        rows = [tables.row(point) for point in points]
+        accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
+        for name, kind in TABLES.items():
+            lines = [row for row in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, row)]
+            if lines or (place / name).exists():
+                path = (place / name).resolve()  # a link stays a link
+                with explained(path), written(path) as part:
+                    part.write_text(columns.text(kind, lines), encoding="utf-8")
     return len(points), warnings
 
 
-def delete(results: str | os.PathLike[str], ids: Collection[str]) -> list[str]:
-    """Delete points for good and make the tables again; the warnings.
+def delete(results: str | os.PathLike[str], ids: Collection[str]) -> None:
+    """Delete points for good and make the tables again.
 
     Raises:
         ConfigError: another command is writing to the folder.
         RecordError: a file could not be deleted, or a table not be written.
     """
     runs = Path(results) / RUNS
-    with sweep_lock(results), explained(runs):
-        with locked(runs):
-            for name in ids:
-                (runs / f"{name}.json").unlink(missing_ok=True)
-            _sync(runs)
-        return export(results)[1]
-
-
-def _replace(path: Path, text: str) -> None:
-    path = path.resolve()  # a link stays a link
-    with explained(path), written(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
-def prepare(results: str | os.PathLike[str]) -> list[str]:
-    """Make certain, before anything is measured, that points can be written here, and that the tables are those of the
-    points. To be called with the folder's `sweep_lock` held.
-
-    A table that is something else is kept beside the new one, under another name; the warnings say so.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    archive.refuse(results)
-    folder = Path(results)
-    try:
-        (folder / RUNS).mkdir(parents=True, exist_ok=True)
-        for left in [*(folder / RUNS).glob(".*.part"), *folder.glob(".*.part")]:
-            left.unlink()  # of a process that was killed
-        probe = folder / RUNS / f".{os.getpid()}.part"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(not_writable(folder, error)) from error
-    warnings = []
-    for name, kind in TABLES.items():
-        path = folder / name
-        if _listed(path, kind) is None:
-            aside = next(other for n in range(1, 1000) if not (other := folder / f"{name}.{n}").exists())
-            path.rename(aside)
-            warnings.append(
-                f"{path} was not a table of this version of selfspec; it is now {aside.name}, and a new "
-                f"{name} is made from {folder / RUNS}"
-            )
-    ids = [file.stem for file in _files(results)]
-    if sorted(_listed(folder / SUMMARY, Summary) or []) != ids:
-        export(results)
-    return warnings
-
-
-def _listed(path: Path, kind: type) -> list[str] | None:
-    """The points that a table lists; None for a file that is no whole table of this version."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    except (UnicodeDecodeError, OSError):
-        return None
-    if text and not (text.startswith(columns.header_line(kind)) and text.endswith("\n")):
-        return None
-    width = len(columns.header(kind))
-    rows = list(csv.reader(text.splitlines()[1:], delimiter="\t" if kind is AcceptRow else ","))
-    return [cells[-1] for cells in rows] if all(len(cells) == width for cells in rows) else None
+    with writing(results), explained(runs):
+        for name in ids:
+            (runs / f"{name}.json").unlink(missing_ok=True)
+        _sync(runs)

@@ -7,11 +7,9 @@ token of the answer; the gain is the mean of the plain side over that of a route
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median_high
 from typing import Any
 
@@ -72,20 +70,6 @@ def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequenc
     interval = mean_ratio_interval(plain, ours)
     low, high = interval if interval is not None else (None, None)
     return Gain(model, route, of, len(ours), len(plain), ratio, low, high)
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Every request of the logs of a results folder, the oldest first; lines that are no rows are left out."""
-    rows = []
-    for file in sorted((folder / FOLDER).glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # one that a full disk cut off
-            if isinstance(row, dict) and "route" in row and "at" in row:
-                rows.append(row)
-    return sorted(rows, key=lambda row: row["at"])
 
 
 @dataclass(frozen=True)

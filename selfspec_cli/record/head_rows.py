@@ -1,12 +1,10 @@
-"""The comparison of exit heads as data: a row a head, and heads.csv and heads.json."""
+"""The comparison of exit heads as data: a row a head, kept in heads.csv and heads.json."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from selfspec_cli.record import row_files
 
 LENGTHS = range(1, 9)
 
@@ -93,8 +91,3 @@ def load(document: dict[str, Any]) -> list[HeadRow]:
     """The rows of a heads.json; columns that this version does not know are left out."""
     names = {column.name for column in fields(HeadRow)}
     return [HeadRow(**{name: value for name, value in row.items() if name in names}) for row in document["rows"]]
-
-
-def save(rows: list[HeadRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Write heads.csv and heads.json (rows and facts); returns name -> path."""
-    return row_files.save("heads", HeadRow, rows, facts, folder)

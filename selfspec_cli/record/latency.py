@@ -101,38 +101,21 @@ def goodput(requests: Iterable[RequestTimes], seconds: float, limits: Limits) ->
     return sum(map(limits.kept, requests)) / seconds
 
 
-@dataclass(frozen=True)
-class Window:
-    """A part of a long run. start: seconds. tok_s: tokens that arrived in it, a second. ttft, tpot: the 50th, 90th and
-    99th percentile in milliseconds over the requests that ended in it; None where none did."""
-
-    start: float
-    requests: int
-    tok_s: float
-    ttft: tuple[float, ...] | None
-    tpot: tuple[float, ...] | None
-
-
-def windows(requests: Iterable[RequestTimes], seconds: float, length: float = WINDOW) -> list[Window]:
-    """The whole windows of a run, in order; what is left of it at the end is not one. The tokens of a request are
-    spread evenly over its outputs, because an output does not say how many it holds."""
+def windows(requests: Iterable[RequestTimes], seconds: float, length: float = WINDOW) -> list[dict[str, float]]:
+    """The whole windows of a run, in order; what is left of it at the end is not one. tok_s: tokens that arrived in it,
+    a second; those of a request are spread evenly over its outputs, because an output does not say how many it holds.
+    ttft, tpot: the 99th percentile in milliseconds over the requests that ended in it; left out where none did."""
     count = int(seconds / length + 1e-9)
     ended: list[list[RequestTimes]] = [[] for _ in range(count)]
     tokens = [0.0] * count
     for request in requests:
-        each = request.tokens / len(request.events)
         for event in request.events:
             if event < count * length:
-                tokens[int(event / length)] += each
+                tokens[int(event / length)] += request.tokens / len(request.events)
         if request.events[-1] < count * length:
             ended[int(request.events[-1] / length)].append(request)
-    return [
-        Window(
-            start=number * length,
-            requests=len(some),
-            tok_s=tokens[number] / length,
-            ttft=quantiles([ttft(request) for request in some]),
-            tpot=quantiles([value for request in some if (value := tpot(request)) is not None]),
-        )
-        for number, some in enumerate(ended)
-    ]
+    found = []
+    for made, some in zip(tokens, ended, strict=True):
+        tails = {name: quantiles(values) for name, values in by_name(some).items() if name in ("ttft", "tpot")}
+        found.append({"tok_s": made / length} | {name: tail[-1] for name, tail in tails.items() if tail is not None})
+    return found

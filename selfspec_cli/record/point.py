@@ -1,8 +1,7 @@
 """One measured point: everything that was measured, and what it takes to believe it. Written once, never changed.
 
-A point is a JSON file `results/runs/<id>.json`. Its first line holds what a list of points shows (`HEAD`), so that a
-plan need not read the times of every request; every further line is one section. Rows, tables and figures are made from
-points (`tables.row`), never the other way round.
+A point is a JSON file `results/runs/<id>.json`, a line a section. Rows, tables and figures are made from points
+(`tables.row`), never the other way round.
 """
 
 import hashlib
@@ -18,20 +17,6 @@ from selfspec_cli.record.latency import RequestTimes
 
 FORMAT = 1
 OK, FAILED = "ok", "failed"
-HEAD = (
-    "format",
-    "id",
-    "key",
-    "run_id",
-    "number",
-    "time",
-    "status",
-    "reason",
-    "seconds",
-    "start_seconds",
-    "device",
-    "arm",
-)
 MICRO = 1_000_000
 AS_ITSELF = "as_itself"
 """Fact of a baseline: how many of its outputs were the same in another batch order."""
@@ -211,9 +196,8 @@ def to_json(point: Point) -> str:
     document = {"format": FORMAT} | {name: getattr(point, name) for name in KEPT}
     document["compared_with"] = point.compared_with and asdict(point.compared_with)
     document["repeats"] = [_repeat_to_plain(repeat) for repeat in point.repeats]
-    head = ", ".join(_entry(name, document[name]) for name in HEAD)
-    rest = ",\n ".join(_entry(name, value) for name, value in document.items() if name not in HEAD)
-    return f"{{{head},\n {rest}}}\n"
+    lines = ",\n ".join(_entry(name, value) for name, value in document.items())
+    return f"{{{lines}}}\n"
 
 
 def from_json(text: str) -> Point:
@@ -223,7 +207,10 @@ def from_json(text: str) -> Point:
         ValueError: the text is no point, or of another format.
     """
     data = json.loads(text)
-    _check(data)
+    if not isinstance(data, dict) or "format" not in data:
+        raise ValueError("it is no point")
+    if data["format"] != FORMAT:
+        raise ValueError(f"it has format {data['format']}; this selfspec reads format {FORMAT}")
     sections = {name: data[name] for name in KEPT if name in data}
     try:
         if (comparison := sections.get("compared_with")) is not None:
@@ -233,27 +220,6 @@ def from_json(text: str) -> Point:
         return Point(**sections)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is no point: {error}") from error
-
-
-def head_from_line(line: str) -> Point:
-    """What the first line of a file says of its point; all other sections are empty.
-
-    Raises:
-        ValueError: the line is none that `to_json` wrote.
-    """
-    data = json.loads(line.rstrip().rstrip(",") + "}")
-    _check(data)
-    try:
-        return Point(**{name: data[name] for name in HEAD if name != "format"})
-    except KeyError as error:
-        raise ValueError(f"it is no point: {error} is missing") from error
-
-
-def _check(data: Any) -> None:
-    if not isinstance(data, dict) or "format" not in data:
-        raise ValueError("it is no point")
-    if data["format"] != FORMAT:
-        raise ValueError(f"it has format {data['format']}; this selfspec reads format {FORMAT}")
 
 
 def _entry(name: str, value: Any) -> str:

@@ -13,30 +13,29 @@ from selfspec_cli.record import documents
 from selfspec_cli.whole import written
 
 FOLDER = "profiles"
-SHARES = {
-    "trunk": ("trunk",),
-    "head": ("head",),
-    "gate": ("gate",),
-    "draft": ("draft",),
-    "verify": ("verify",),
-    "sampler": ("sampler",),
-    "scheduler": ("scheduler",),
-    "detokenise": ("detokenise",),
-    "host": ("host",),
-    "idle": ("idle", "other"),
+PARTS = {
+    "trunk": "the layers that draft",
+    "head": "the exit head",
+    "gate": "taking a draft token, and asking the gate",
+    "draft": "the rest of drafting; all of a draft loop that is a CUDA graph",
+    "verify": "the full model: verify passes and prefill",
+    "sampler": "sampling, and accepting or rejecting drafts",
+    "scheduler": "vLLM's scheduler",
+    "detokenise": "text of the tokens, and making outputs",
+    "other": "the rest of an engine step",
+    "host": "the GPU waits for the host inside the other parts",
+    "idle": "nothing of the above",
 }
-"""What is shown of a profile, and the parts that each is the sum of."""
+"""What each moment of a run is counted as."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """Where the time of one arm went.
 
-    arm: columns that name it. seconds: of each part (`report.trace.PARTS`), those without any left out. wall: seconds
-    of the run by a clock that is not the trace's. rounds: full passes. tokens: generated. tok_s: without the profiler;
-    tok_s_profiled: with it. kernels: slowest first, each with name, part, seconds, calls, bytes of the weights that its
-    calls read (None where not known) and rate, their share of the memory's (None where either is not known).
-    memory_rate: bytes a second at most; None where it is not known. unknown: what this profile cannot say, in words.
+    arm: columns that name it. seconds: of each part (PARTS), those without any left out. wall: seconds of the run, the
+    sum of all parts. rounds: full passes. tokens: generated. tok_s: without the profiler; tok_s_profiled: with it.
+    kernels: slowest first, each with name, seconds and calls. gpu: whether kernels of a GPU are what was counted.
     trace: name of the file beside this one.
     """
 
@@ -52,9 +51,7 @@ class Profile:
     tok_s: float
     tok_s_profiled: float
     kernels: list[dict[str, Any]]
-    memory_rate: float | None
     gpu: bool
-    unknown: list[str]
     trace: str
     command: list[str] | None = None
     config: dict[str, Any] | None = None
@@ -65,20 +62,6 @@ class Profile:
     def name(self) -> str:
         """Of its file, without the suffix."""
         return f"{self.key}-{self.run_id}"
-
-    @property
-    def accounted(self) -> float:
-        """The sum of all parts over the wall time: 1, but for what the two clocks see differently."""
-        return sum(self.seconds.values()) / self.wall
-
-    def share(self, *parts: str) -> float | None:
-        """Of the wall time, that of some parts; None where the profile has none of them."""
-        seconds = [self.seconds[part] for part in parts if part in self.seconds]
-        return sum(seconds) / self.wall if seconds else None
-
-    def columns(self) -> dict[str, float | None]:
-        """The share of each of SHARES, as `NAME_share`."""
-        return {f"{name}_share": self.share(*parts) for name, parts in SHARES.items()}
 
 
 def save(results: str | os.PathLike[str], profile: Profile, trace: bytes) -> Path:

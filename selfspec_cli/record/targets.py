@@ -46,12 +46,7 @@ class Target:
         if value is None:
             return None
         low, high = self.values[name]
-        return bool(value <= high) if self.is_less_better(name) else bool(value >= low)
-
-    @staticmethod
-    def is_less_better(name: str) -> bool:
-        """See `less_is_better`."""
-        return less_is_better(name)
+        return bool(value <= high) if less_is_better(name) else bool(value >= low)
 
 
 def less_is_better(column: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import extras
-from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind, to_plain
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
@@ -156,7 +156,7 @@ def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
     Raises:
         ConfigError: wandb is asked for and not installed.
     """
-    if cfg.tracker.kind is TrackerKind.none:
+    if cfg.tracker.kind == "none":
         yield Tracker()
         return
     try:

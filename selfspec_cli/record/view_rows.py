@@ -1,12 +1,9 @@
 """Rows of `selfspec views`: how often each view of a model drafts what the model says, and what a draft step reads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.record import row_files
 
 
 @dataclass
@@ -86,8 +83,3 @@ def wilson(successes: int, trials: int) -> tuple[float, float] | None:
 
     low, high = binomtest(successes, trials).proportion_ci(method="wilson")
     return float(low), float(high)
-
-
-def save(rows: Sequence[ViewRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Write views.csv and views.json (rows and facts); returns name -> path."""
-    return row_files.save("views", ViewRow, rows, facts, folder)

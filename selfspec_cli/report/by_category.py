@@ -5,13 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
@@ -21,16 +16,6 @@ from selfspec_cli.report.rows import groups, label
 from selfspec_cli.report.sources import Sources
 
 POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the formats for programs have all
-
-
-@dataclass
-class Matrix:
-    """A table of text. notes: the arm of each letter."""
-
-    title: str
-    head: list[str]
-    body: list[list[str]]
-    notes: list[str]
 
 
 def document(sources: Sources) -> list[dict[str, Any]]:
@@ -53,8 +38,9 @@ def document(sources: Sources) -> list[dict[str, Any]]:
     return lines
 
 
-def matrices(sources: Sources) -> list[Matrix]:
-    """A table for each group of arms that were compared with one baseline, rows ALL last; raises ConfigError."""
+def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
+    """A table for each group of arms that were compared with one baseline: title, head, lines (ALL last), and the arm
+    of each letter; raises ConfigError."""
     lines: dict[str, dict[str, dict[str, Any]]] = {}
     for line in document(sources):
         lines.setdefault(line["point"], {})[line["category"]] = line
@@ -72,7 +58,7 @@ def matrices(sources: Sources) -> list[Matrix]:
                 cells += _cells(lines[row.point].get(name))
         if body:
             notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in zip(letters, arms, strict=False)]
-            tables.append(Matrix(f"{group.title}, {group.rows[0].device}", head, body, notes))
+            tables.append((f"{group.title}, {group.rows[0].device}", head, body, notes))
     return tables
 
 
@@ -113,18 +99,6 @@ def text(sources: Sources, form: Format) -> str:
         writer.writerows(row | {"accepted": " ".join(f"{share:.4g}" for share in row["accepted"])} for row in rows)
         return buffer.getvalue()
     parts: list[str] = []
-    for matrix in matrices(sources):
-        parts += static.titled(matrix.title, static.table(matrix.head, matrix.body, form), matrix.notes, form)
-    return "\n\n".join([*parts, ABOUT if form is Format.md else f"% {ABOUT}"]) + "\n"
-
-
-def show(sources: Sources, console: Console) -> None:
-    """Print the tables; raises ConfigError."""
-    for matrix in matrices(sources):
-        table = Table(title=matrix.title, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for number, name in enumerate(matrix.head):
-            table.add_column(name, justify="right" if number else "left")
-        for cells in matrix.body:
-            table.add_row(*cells)
-        console.print(table, *(Text(f"  {note}") for note in matrix.notes), "", sep="\n")
-    console.print(Text(ABOUT, style="dim"))
+    for title, head, body, notes in matrices(sources):
+        parts += [f"### {title}", static.table(head, body), *notes]
+    return "\n\n".join([*parts, ABOUT]) + "\n"

@@ -1,21 +1,18 @@
-"""A comparison of two sets of points as text: for the terminal, a pull request, a paper, or a program."""
+"""A comparison of two sets of points as text: for people, a pull request, or a program."""
 
 import csv
 import io
 import json
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from selfspec_cli.report import static
-from selfspec_cli.report.compare import FASTER, SLOWER, Comparison, Pair
+from selfspec_cli.report.compare import Comparison, Pair
 from selfspec_cli.report.formats import Format
 from selfspec_cli.report.rows import times
 
 HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")
 MOST_VALUES = 4  # of a setting that differs, on one side
+MOST_ARMS = 6  # of one side alone that are named
 
 
 def text(comparison: Comparison, form: Format) -> str:
@@ -29,40 +26,18 @@ def text(comparison: Comparison, form: Format) -> str:
         writer.writerow(["workload", *HEAD])
         writer.writerows([pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True))
         return buffer.getvalue()
-    parts = static.titled(f"A: {comparison.a}; B: {comparison.b}", "", [comparison.found], form)[2:]
+    parts = [comparison.found]
     for where in dict.fromkeys(pair.where for pair in comparison.pairs):
         lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]
-        parts += static.titled(where, static.table(HEAD, lines, form), [], form)
+        parts += [f"### {where}", static.table(HEAD, lines)]
     rows = [[name, *map(_values, values)] for name, values in comparison.differing.items()]
-    if rows:
-        parts += static.titled("What differs", static.table(("setting", "A", "B"), rows, form), [], form)
-    return "\n\n".join(parts) + "\n"
-
-
-def show(comparison: Comparison, console: Console) -> None:
-    """Print the comparison for people."""
-    if not console.is_terminal:
-        console = Console(file=console.file, width=260)
-    for where in dict.fromkeys(pair.where for pair in comparison.pairs):
-        table = Table(title=where, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for name in HEAD:
-            table.add_column(name, justify="left" if name in ("arm", "B is", "speedups") else "right", no_wrap=True)
-        for pair in comparison.pairs:
-            if pair.where == where:
-                table.add_row(*_line(pair), style={FASTER: "green", SLOWER: "red"}.get(pair.verdict, ""))
-        console.print(table)
-    table = Table(title="What differs", title_justify="left", title_style="bold", header_style="bold", box=None)
-    for name in ("setting", "A", "B"):
-        table.add_column(name, overflow="fold")
-    for name, values in comparison.differing.items():
-        table.add_row(name, *map(_values, values))
-    console.print(table if comparison.differing else Text("No setting, version or machine differs.", style="bold"))
+    parts += ["### What differs", static.table(("setting", "A", "B"), rows)] if rows else []
+    parts += [] if rows else ["No setting, version or machine differs."]
     for side, arms in zip((comparison.a, comparison.b), comparison.alone, strict=True):
         if arms:
-            console.print(
-                Text(f"{len(arms)} arm(s) of {side} alone: {', '.join(arms[:6])}{', ...' if len(arms) > 6 else ''}")
-            )
-    console.print(Text(comparison.found, style="bold"))
+            more = ", ..." if len(arms) > MOST_ARMS else ""
+            parts.append(f"{len(arms)} arm(s) of {side} alone: {', '.join(arms[:MOST_ARMS])}{more}")
+    return "\n\n".join(parts) + "\n"
 
 
 def document(comparison: Comparison) -> dict[str, Any]:

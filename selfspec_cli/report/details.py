@@ -1,25 +1,20 @@
 """The data of a page beside its figures: the table's columns, and what a row opens; small for thousands of points.
 
-What many points share (a configuration's parts, versions, a command) is held once, in a pool. Raw times are as detailed
-as the page has room for.
+What many points share (a configuration's parts, versions, a command) is held once, in a pool.
 """
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec_cli.record.columns import Record, header, meanings
-from selfspec_cli.record.point import Point, Repeat
+from selfspec_cli.record.point import Point
 from selfspec_cli.report.compare import flat
 from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import COLUMNS
 
-LEVELS = ("events", "requests", "repeats", "none")
-"""How much of the raw times a page holds: the arrival of each output; first and last of each request; the time of each
-repeat; nothing."""
 SHOWN = (
     "arm",
     "tok_s_median",
@@ -60,22 +55,6 @@ SHARES = ("accept_rate", "sm_util")
 NOT_SHOWN = ("point", "key", "baseline")  # a row's details have them
 
 
-class Pool:
-    """Values that are held once."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._places: dict[str, int] = {}
-
-    def add(self, value: Any) -> int:
-        """The place of a value, which is put there if it is new."""
-        text = json.dumps(value, sort_keys=True, default=str)
-        if text not in self._places:
-            self._places[text] = len(self.values)
-            self.values.append(value)
-        return self._places[text]
-
-
 def table(sources: Sources) -> dict[str, Any]:
     """Columns with their values, one for each point; columns in which nothing was measured are left out."""
     explained = {"arm": COLUMNS[0][1], "folder": "where the point lies"} | meanings(Record)
@@ -108,54 +87,46 @@ def _cell(row: Record, name: str) -> Any:
     return sig(value) if isinstance(value, float) else value
 
 
-KEPT = {
-    "events": "each output's time since the one before",
-    "requests": "the first and the last output of each request; the point's file has all",
-    "repeats": "of each repeat; the point's file has those of each output",
-    "none": "only in the point's file",
-}
-"""Which raw times a page holds, by level."""
-
-
-def details(sources: Sources, level: str) -> dict[str, Any]:
-    """What each row opens, with raw times as detailed as `level` says.
-
-    A row is sections, each its title and its parts. A part is a text, pairs of a name and a text, or a mapping of the
-    title and the text of what is opened in turn; a number is the place of a part in the pool.
-    """
-    pool = Pool()
+def details(sources: Sources) -> dict[str, Any]:
+    """What each row opens: sections, each its title and the places of its parts in `pool`, which are texts, or pairs of
+    a name and a text."""
+    pool: dict[str, int] = {}
     where = sources.places or ["."] * len(sources.points)
-    rows = [_sections(point, folder, pool, level) for point, folder in zip(sources.points, where, strict=True)]
-    return {"pool": pool.values, "rows": rows, "level": level}
+    rows = [
+        [
+            [title, *(pool.setdefault(json.dumps(part), len(pool)) for part in parts)]
+            for title, *parts in _sections(point, folder)
+        ]
+        for point, folder in zip(sources.points, where, strict=True)
+    ]
+    return {"pool": [json.loads(part) for part in pool], "rows": rows}
 
 
-def _sections(point: Point, folder: str, pool: Pool, level: str) -> list[list[Any]]:
+def _sections(point: Point, folder: str) -> list[list[Any]]:
     git = point.git or {}
     revision = {"git revision": f"{git.get('revision')}{', with changes' if git.get('dirty') else ''}"} if git else {}
     file = f"{'' if folder == '.' else f'{folder}/'}runs/{point.id}.json"
     digests = {f"digest of {name}": value for name, value in point.digests.items()}
-    produced = revision | point.versions | (point.hardware or {}) | digests
+    produced = {"run": point.run_id} | revision | point.versions | (point.hardware or {}) | digests
     settings = [
-        (name, flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)])
+        flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
         for name, value in (point.config or {}).items()
     ]
     sections: list[list[Any]] = [
-        ["Command", pool.add(" ".join(point.command or []) or "not kept")],
-        ["Provenance", _pairs({"point": file, "time": point.time}), pool.add(_pairs({"run": point.run_id} | produced))],
-        ["Configuration", *[pool.add(_pairs(dict(pairs))) for _, pairs in settings]],
+        ["Command", " ".join(point.command or []) or "not kept"],
+        ["Provenance", _pairs({"point": file, "time": point.time}), _pairs(produced)],
+        ["Configuration", *(_pairs(dict(pairs)) for pairs in settings)],
     ]
     if point.engine:
-        sections.append(["Engine", *(pool.add(_pairs({name: value})) for name, value in point.engine.items())])
+        sections.append(["Engine", *(_pairs({name: value}) for name, value in point.engine.items())])
     if (against := point.compared_with) is not None:
-        speeds = ", ".join(str(sig(value)) for value in against.tok_s) or "not kept"
         facts = {"baseline": against.baseline, "measured by an earlier command": "yes" if against.reused else "no"}
-        sections.append(["Compared with", _pairs(facts | {"its tokens a second": speeds})])
-    kept = KEPT[level] if point.repeats or level == "none" else "were not kept"
-    repeats = point.repeats if level != "none" else ()
-    sections.append(
-        ["Raw times", pool.add(kept), *(_repeat(n, repeat, level) for n, repeat in enumerate(repeats, start=1))]
-    )
-    return sections
+        sections.append(["Compared with", _pairs(facts | {"its tokens a second": _speeds(against.tok_s)})])
+    return [*sections, ["Tokens a second of each repeat", _speeds(point.tok_s)]]
+
+
+def _speeds(tok_s: Sequence[float]) -> str:
+    return ", ".join(str(sig(value)) for value in tok_s) or "not kept"
 
 
 def _pairs(values: Mapping[str, Any]) -> list[list[str]]:
@@ -164,22 +135,6 @@ def _pairs(values: Mapping[str, Any]) -> list[list[str]]:
         [name, "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)]
         for name, value in values.items()
     ]
-
-
-def _repeat(number: int, repeat: Repeat, level: str) -> Any:
-    """A line about one repeat, and its requests where the page has room for them."""
-    title = f"repeat {number}: {sig(repeat.tok_s)} tokens a second, {sig(repeat.seconds)} s"
-    if level == "repeats":
-        return title
-    lines = []
-    for index, request in enumerate(repeat.requests, start=1):
-        events = request.events if level == "events" else (request.events[0], request.events[-1])
-        moments = [round(1e6 * moment) for moment in (request.arrival, *events)]
-        steps = " ".join(f"{(later - earlier) / 1000:.2f}" for earlier, later in itertools.pairwise(moments))
-        lines.append(
-            f"request {index}: {request.tokens} tokens, arrived at {moments[0] / 1000:.2f} ms, outputs after {steps} ms"
-        )
-    return {"title": title, "text": "\n".join(lines)}
 
 
 def provenance(points: Sequence[Point]) -> list[dict[str, str]]:

@@ -9,5 +9,4 @@ class Format(StrEnum):
     html = "html"
     md = "md"
     csv = "csv"
-    latex = "latex"
     json = "json"

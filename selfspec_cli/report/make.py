@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive
-from selfspec_cli.record.columns import Record
-from selfspec_cli.record.targets import Target
 from selfspec_cli.report import sources
+from selfspec_cli.report.sources import Sources
 
 PAGE, FIGURES = "report.html", "figures"
 
 
-@dataclass
-class Report:
-    """What was read and written."""
-
-    rows: list[Record]
-    targets: list[Target] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    page: Path | None = None
-    figures: list[Path] = field(default_factory=list)  # files, where they were asked for
-
-
-def run(results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False) -> Report:
-    """Read the points of `results`, or of all folders below it; write the page to `out`.
+def run(
+    results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False
+) -> tuple[Sources, Path, list[Path]]:
+    """Read the points of `results`, or of all folders below it, and write the page to `out`: what was read, the page,
+    and the files of figures.
 
     Args:
         where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too, to a
@@ -45,13 +35,12 @@ def run(results: str | Path, out: str | Path, *, where: Sequence[str] = (), file
     drawn = figures.of_sources(found)
     html = Path(out) / PAGE
     try:
-        made = Report(found.rows, found.targets, found.warnings, page.write(found, drawn, html))
-        made.figures = export.every(drawn, Path(out) / FIGURES) if files else []
+        page.write(found, drawn, html)
+        return found, html, export.every(drawn, Path(out) / FIGURES) if files else []
     except OSError as error:
         raise ConfigError(
             f"{error.filename or html} cannot be written ({error.strerror}); name another folder: --out FOLDER"
         ) from error
-    return made
 
 
 def pictures(results: str | Path, out: str | Path) -> list[Path]:

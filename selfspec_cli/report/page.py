@@ -7,7 +7,6 @@ makes no request. Code and data are packed (gzip), and the browser unpacks them.
 from __future__ import annotations
 
 import base64
-import functools
 import gzip
 import json
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import __version__
+from selfspec_cli.record.targets import less_is_better
 from selfspec_cli.report import details
 from selfspec_cli.report.export import config
 from selfspec_cli.report.figures.base import Figure, Panel
@@ -33,9 +33,7 @@ CONFIG = config("var(--ink)", "var(--muted)", "var(--line)") | {
 MOST_SENTENCES = 60
 MOST_CHECKS = 40
 MOST_PANELS = (300, 60, 12)
-"""Of one figure: fewer where more do not fit, even with the least detailed raw times."""
-MOST_TIMES = {"events": 500_000, "requests": 100_000}
-"""No page of more has room for them, so it need not be tried."""
+"""Of one figure: fewer where more do not fit."""
 
 
 def html(sources: Sources, figures: list[Figure]) -> str:
@@ -61,30 +59,20 @@ def html(sources: Sources, figures: list[Figure]) -> str:
         "facts": details.provenance(sources.points),
         "counts": {"points": len(sources.points), "failed": sum(not point.ok for point in sources.points)},
         "warnings": sources.warnings,
-        "gateway": sources.gateway,
         "checks": checks(sources),
         "code": code(),
         "options": _options,
     }
-    page, table, levels = "", details.table(sources), _levels(sources)
-    times = functools.cache(lambda level: details.details(sources, level))
+    document: dict[str, Any] = {"table": details.table(sources), "details": details.details(sources), "config": CONFIG}
+    page = ""
     for most in MOST_PANELS:
         shown = [limited(figure, most) for figure in figures]
-        document = {"figures": [_figure(figure, places) for figure in shown], "table": table, "config": CONFIG}
-        for level in levels if most == MOST_PANELS[0] else levels[-2:]:
-            document["details"] = times(level)
-            data = packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
-            page = show(words | {"figures": shown, "data": data})
-            if len(page.encode()) <= LIMIT:
-                return page
+        document["figures"] = [_figure(figure, places) for figure in shown]
+        data = packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+        page = show(words | {"figures": shown, "data": data})
+        if len(page.encode()) <= LIMIT:
+            break
     return page
-
-
-def _levels(sources: Sources) -> list[str]:
-    """How detailed raw times may be, the most detailed first, without those that no page has room for."""
-    requests = [request for point in sources.points for repeat in point.repeats for request in repeat.requests]
-    counts = {"events": sum(len(request.events) for request in requests), "requests": len(requests)}
-    return [level for level in details.LEVELS if counts.get(level, 0) <= MOST_TIMES.get(level, 0)]
 
 
 def limited(figure: Figure, most: int) -> Figure:
@@ -144,7 +132,7 @@ def targets(sources: Sources) -> list[dict[str, str]]:
         for name, (low, high) in target.values.items():
             measured = [value for row in rows if (value := getattr(row, name)) is not None]
             reached = any(target.reached(row, name) for row in rows)
-            best = (min if target.is_less_better(name) else max)(measured) if measured else None
+            best = (min if less_is_better(name) else max)(measured) if measured else None
             shown.append(
                 {
                     "experiment": target.experiment,
@@ -214,9 +202,7 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def write(sources: Sources, figures: list[Figure], path: str | Path) -> Path:
+def write(sources: Sources, figures: list[Figure], file: Path) -> None:
     """Write the page; it is there whole, or as it was before."""
-    file = Path(path)
     with written(file) as part:
         part.write_text(html(sources, figures), encoding="utf-8")
-    return file

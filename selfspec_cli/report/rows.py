@@ -35,11 +35,6 @@ def acceptance(row: Record) -> str:
     return "" if row.acceptance_length is None else f"acceptance set to {row.acceptance_length:g}"
 
 
-def shown_lengths(table: str) -> str:
-    """A table of lengths without the costs behind its entries."""
-    return re.sub(r"\*[^ ]+", "", table)
-
-
 def label(row: Record) -> str:
     """An arm in a few words."""
     return " · ".join(filter(None, (_arm(row), acceptance(row))))
@@ -66,7 +61,8 @@ def _arm(row: Record) -> str:
     tail += drawn
     if row.arm == "skip":
         return f"skip {layer} · {head}"
-    lengths = f", by load {shown_lengths(row.length_table)}" if row.length_table else ""
+    table = re.sub(r"\*[^ ]+", "", row.length_table or "")  # without the costs behind its entries
+    lengths = f", by load {table}" if table else ""
     return f"{layer} k={row.k}{lengths} · {head} · {gate_label(row)}{tail}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
-from selfspec_cli.report import gateway
 from selfspec_cli.stages.check import history
 
 MOST_NAMED = 12  # other results of an archive without points
@@ -29,7 +27,7 @@ class Sources:
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
     of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
     from: what `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
-    verdicts of `selfspec check`, the oldest first. gateway: its section.
+    verdicts of `selfspec check`, the oldest first.
     """
 
     points: list[Point]
@@ -44,7 +42,6 @@ class Sources:
     profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
-    gateway: dict[str, Any] | None = None
 
 
 def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
@@ -96,7 +93,6 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     sources.places = [places[point.id] for point in sources.points]
     sources.warnings, sources.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
-    sources.gateway = gateway.section(Path(root))
     keys = {row.key for row in sources.rows}
     sources.profiles = [profile for profile in profiled.values() if not where or profile.key in keys]
     _beside(sources, Path(root))
@@ -108,11 +104,9 @@ def _no_points(root: Path) -> str:
     if archive.inside(root) is None:
         return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
     held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
-    groups = Counter(f"{above}/" if (above := name.rpartition("/")[0]) else name for name in held)
-    words = [name if count == 1 else f"{name} ({count} files)" for name, count in groups.most_common()]
-    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    more = f" and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
     return (
-        f"{root} holds no points to report, but these other results: {', '.join(words[:MOST_NAMED])}{more}. "
+        f"{root} holds no points to report, but these other results: {', '.join(held[:MOST_NAMED])}{more}. "
         f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'"
     )
 

@@ -1,4 +1,4 @@
-"""A report as text for a pull request or a paper: Markdown, LaTeX, CSV and JSON."""
+"""A report as text for a pull request, a paper or a program: Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -23,53 +23,26 @@ def text(sources: Sources, form: Format) -> str:
         return file_of(Summary, sources.rows)
     if form is Format.json:
         return json.dumps(document(sources), ensure_ascii=False, indent=1) + "\n"
-    parts = [overview(groups(sources.rows)) if form is Format.md else _comment(overview(groups(sources.rows)))]
+    parts = [overview(groups(sources.rows))]
     shown = filled(sources.rows, columns(sources.targets))
     for group in groups(sources.rows):
         head = [name for name, _, _ in shown]
         body = [cells(row, shown) for row in group.rows if row.status == OK]
         failed = [f"{label(row)}: {row.status}" for row in group.rows if row.status != OK]
         title = f"{group.title}, {group.rows[0].device}"
-        parts += titled(title, table(head, body, form), [group.headline, *failed], form)
+        parts += [f"### {title}", table(head, body), group.headline, *failed]
     origins = details.provenance(sources.points)
-    sentences = [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
-    parts += sentences if form is Format.md else map(_comment, sentences)
+    parts += [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
     return "\n\n".join(parts) + "\n"
 
 
-def titled(title: str, shown: str, notes: Sequence[str], form: Format) -> list[str]:
-    """A table with its title and the sentences about it."""
-    if form is Format.md:
-        return [f"### {title}", shown, *notes]
-    return [_comment(title), shown, *map(_comment, notes)]
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]], form: Format) -> str:
-    """A table of text: GitHub's Markdown, or LaTeX's booktabs."""
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table of text in GitHub's Markdown, the first column on the left and all others on the right."""
     from tabulate import tabulate
 
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in body]
     align = ["left", *["right"] * (len(head) - 1)]
-    if form is Format.md:
-        body = [[cell.replace("|", "\\|") for cell in line] for line in body]
-    text_ = tabulate(
-        body,
-        headers=head,
-        tablefmt="github" if form is Format.md else "latex_booktabs",
-        colalign=align,
-        disable_numparse=True,
-    )
-    return text_ if form is Format.md else _signs(text_)
-
-
-def _signs(text_: str) -> str:
-    """Signs that LaTeX sets in mathematics only, so that a table needs no package but booktabs."""
-    for sign, command in {"≤": r"$\le$", "≥": r"$\ge$", "·": r"$\cdot$", "–": "--", "Δ": r"$\Delta$"}.items():
-        text_ = text_.replace(sign, command)
-    return text_
-
-
-def _comment(text_: str) -> str:
-    return "% " + " ".join(text_.split())
+    return tabulate(lines, headers=head, tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def document(sources: Sources) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config import machine
 from selfspec_cli.config.digests import layer_in_force
 from selfspec_cli.config.keys import engine_key
@@ -87,7 +86,7 @@ def each(
                     try:
                         if planned.cfg.method == "layer_skip":
                             cfg = planned.cfg
-                            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
+                            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg))
                         do(engine, planned)
                     except results.RecordError:
                         raise

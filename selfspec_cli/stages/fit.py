@@ -5,8 +5,7 @@ out from it. One pass serves all layers and heads.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.equations import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.engine.live import Engine, open_engine
+from selfspec_cli.engine.live import Engine, OpenEngine, open_engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.texts import corpora
 from selfspec_cli.texts.corpora import Corpus
@@ -26,7 +25,6 @@ from selfspec_cli.texts.corpora import Corpus
 WINDOW = 512  # tokens a prompt
 CHUNK = 16  # prompts handed over at once; the progress bar's step
 HELD_OUT_PAIRS = 4096  # for validation, and again for the test
-OpenEngine = Callable[..., AbstractContextManager[Engine]]
 GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it grows with the vocabulary
 
 
@@ -54,8 +52,6 @@ class FitResult:
 
     reports: list[dict[str, Any]]
     seconds: float
-    collect_seconds: float
-    solve_seconds: float
     warnings: list[str] = field(default_factory=list)
 
 
@@ -81,13 +77,11 @@ def run(
     start = time.perf_counter()
     plain = replace(cfg, method=Method.baseline)
     with open_engine(plain, **_engine_arguments(cfg, request)) as engine:
-        ready = time.perf_counter()
         warnings = _warnings(engine, request)
         _collect(cfg, engine, request, corpus, progress)
-        collected = time.perf_counter()
         reports = _solve(cfg, engine, request, corpus)
-        solved = time.perf_counter()
-    return FitResult(reports, solved - start, collected - ready, solved - collected, warnings)
+        seconds = time.perf_counter() - start
+    return FitResult(reports, seconds, warnings)
 
 
 def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:

@@ -6,8 +6,7 @@ linear layer sees meanwhile decides how its weight is rounded (GPTQ's method). T
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.texts.prompts import workload_prompts
 
 PROMPTS = 32  # answered while looking on
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 
 
 @dataclass

@@ -11,8 +11,6 @@ Three steps, each on engines of its own:
 """
 
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,17 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfig
 from selfspec_cli.early_exit.cost_model import Costs, efficiency, fit_step_times
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import documents
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.head_rows import HeadRow, by_speedup, save
+from selfspec_cli.record.head_rows import HeadRow, by_speedup
 from selfspec_cli.record.point import OK
 from selfspec_cli.stages import bench, fit, sweep
 from selfspec_cli.stages.head_plan import HeadPlan
 
 SHORT, LONG = 2, 6  # the k of the rounds that give the step times
 REPLAYED = 32  # prompts
-
-OpenEngine = Callable[..., AbstractContextManager[Any]]
 
 
 @dataclass
@@ -103,7 +101,7 @@ def run(
         "pairs": pairs,
         "corpus": corpus,
     }
-    found.files = save(rows, facts, Path(cfg.results_dir))
+    found.files = documents.save_rows("heads", HeadRow, rows, facts, Path(cfg.results_dir))
     return found
 
 

@@ -56,15 +56,13 @@ class Loader:
     """Measures arms on servers; given to `sweep.run` as its bench.
 
     folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
-    model; else text. more: said in the body of every request besides. saturation: requests a second that a baseline
-    completed in a closed loop, by what was asked of it.
+    model; else text. saturation: requests a second that a baseline completed in a closed loop, by what was asked of it.
     """
 
     folder: Path
     path: str = COMPLETIONS
     knows_model: bool = True
     ignores_eos: bool = True
-    more: dict[str, Any] = field(default_factory=dict)
     saturation: dict[str, float] = field(default_factory=dict)
     _points: int = 0
 
@@ -151,7 +149,7 @@ class Loader:
             "temperature": cfg.workload.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-        } | self.more
+        }
         if self.ignores_eos:
             body["ignore_eos"] = True
         return Job(server.url, self.path, body, prompts.bodies)

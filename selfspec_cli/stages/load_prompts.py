@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import CHAT
 from selfspec_cli.load_patterns.trace import Request, asked_requests
-from selfspec_cli.texts import chat, library, prompt_files, trace_prompts
+from selfspec_cli.texts import chat, library, prompt_files
 from selfspec_cli.texts.prompts import check_length, file_prompts, named_texts, workload_prompts
 
+BLOCK = 512  # tokens of a block of Mooncake's traces
 CHARACTERS = 4  # of a token, where nobody here knows the server's tokenizer
 
 
@@ -38,7 +40,7 @@ def of_model(cfg: RunConfig) -> Prompts:
     if cfg.load.trace is not None:
         check_length(cfg, engine)
         requests = asked_requests(cfg.load)
-        prompts = trace_prompts.of_requests(requests, engine.encode, cfg.seed, cfg.workload.input_len)
+        prompts = of_requests(requests, engine.encode, cfg.seed, cfg.workload.input_len)
         return _of_trace(cfg, requests, [{"prompt": ids} for ids in prompts])
     tokens = workload_prompts(cfg, engine)
     bodies = [{"prompt": one} for one in tokens]
@@ -58,9 +60,7 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
     work = cfg.workload
     if cfg.load.trace is not None:
         requests = asked_requests(cfg.load)
-        letters = trace_prompts.of_requests(
-            requests, lambda text: [*map(ord, text)], cfg.seed, work.input_len, unit=CHARACTERS
-        )
+        letters = of_requests(requests, lambda text: [*map(ord, text)], cfg.seed, work.input_len, unit=CHARACTERS)
         return _of_trace(cfg, requests, _bodies(["".join(map(chr, prompt)) for prompt in letters], path))
     if work.prompts == "random":
         raise ConfigError(
@@ -123,3 +123,29 @@ def _categories(cfg: RunConfig) -> list[str]:
         return []
     found = [prompt.category for prompt in file_prompts(cfg)]
     return found if any(found) else []
+
+
+def of_requests(
+    requests: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int, unit: int = 1
+) -> list[list[int]]:
+    """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens.
+
+    Blocks with equal ids are equal in all prompts; what a request has no ids for is its own.
+
+    Args:
+        unit: ids that `encode` gives for a token of the trace.
+    """
+    pool = [token for _, text in library.held_out_text() for token in encode(text)]
+    size = unit * BLOCK
+
+    def block(name: str) -> list[int]:
+        start = random.Random(f"{seed} {name}").randrange(max(1, len(pool) - size))
+        return pool[start : start + size]
+
+    prompts = []
+    for number, request in enumerate(requests):
+        length = min(request.input_len, most)
+        names = [f"block {name}" for name in request.blocks[: -(-length // BLOCK)]]
+        names += [f"request {number}, {place}" for place in range(len(names), -(-length // BLOCK))]
+        prompts.append([token for name in names for token in block(name)][: unit * length])
+    return prompts

@@ -54,8 +54,7 @@ def run(
     """
     folder = Path(cfgs[0].results_dir)
     result = SweepResult(run_id)
-    with interrupts.deferred(), results.sweep_lock(folder):
-        result.warnings = results.prepare(folder)
+    with interrupts.deferred(), results.writing(folder):
         baselines: dict[int, Point] = {}
         for place, server in enumerate(servers):
             for number, cfg in enumerate(cfgs):

@@ -88,10 +88,10 @@ class Arm:
         }
 
 
-def apply(engine: Engine, setting: Setting, calibration: dict[str, Any] | None = None) -> None:
-    """Make a live engine draft by `setting`; calibration: the map of gate `calibrated`."""
+def apply(engine: Engine, setting: Setting) -> None:
+    """Make a live engine draft by `setting`."""
     engine.set_draft_length(setting.k)
-    engine.set_gate(setting.gate, setting.threshold, calibration if setting.gate == "calibrated" else None)
+    engine.set_gate(setting.gate, setting.threshold)
 
 
 def run(
@@ -102,7 +102,6 @@ def run(
     *,
     repeats: int,
     warmup: int = 1,
-    calibration: dict[str, Any] | None = None,
     timed: Callable[[], Any] | None = None,
     another: Callable[[float], bool] | None = None,
     progress: Progress = ignore,
@@ -124,7 +123,7 @@ def run(
         if number == warmup and timed is not None:
             timed()
         # One chunk is enough to warm up: it has run every setting's code.
-        taken = _repeat(engine, cfg, arms, chunks if number >= warmup else chunks[:1], number, calibration)
+        taken = _repeat(engine, cfg, arms, chunks if number >= warmup else chunks[:1], number)
         if number >= warmup:
             for arm, generations in zip(arms, taken, strict=True):
                 arm.repeats.append(generations)
@@ -153,7 +152,6 @@ def _repeat(
     arms: Sequence[Arm],
     chunks: Sequence[Sequence[Turn]],
     number: int,
-    calibration: dict[str, Any] | None,
 ) -> list[Repeat]:
     """One repeat of every arm, alternating."""
     work = cfg.workload
@@ -163,7 +161,7 @@ def _repeat(
         for index in order:
             interrupts.check()
             if arms[index].setting is not AS_FOUND:
-                apply(engine, arms[index].setting, calibration)
+                apply(engine, arms[index].setting)
             taken[index].append(
                 engine.generate(chunk, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
             )

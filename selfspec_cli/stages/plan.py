@@ -91,8 +91,11 @@ def plan(
 ) -> Plan:
     """Group points by the engine they can share.
 
+    A point is resumed whole: of one that was interrupted nothing is kept. Points that are left are compared with a
+    baseline that is measured again, unless `reuse_baseline`.
+
     Args:
-        known: points of the folder (their first lines are enough). Those that are measured are skipped; their
+        known: points of the folder. Those that are measured are skipped; their
             comparable ones say how long the others may take.
         again: measure finished points too.
         reuse_baseline: take the newest measured baseline with the right key, where there is one.

@@ -8,29 +8,27 @@ prompts, greedily and sampled, and the plain model scores the continuations of b
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
+from selfspec_cli.artifacts import head_files
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.engine import scoring
-from selfspec_cli.engine.live import Engine, Generation
+from selfspec_cli.engine.live import Engine, Generation, OpenEngine
 from selfspec_cli.engine.scoring import Passage
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import GREEDY, SAMPLED, Scores
-from selfspec_cli.stages import arms, preflight
+from selfspec_cli.stages import arms
 from selfspec_cli.stages.arms import Found
+from selfspec_cli.stages.bench import OWN_DISTRIBUTION
 from selfspec_cli.stages.plan import Planned
-from selfspec_cli.stages.quality import OWN_DISTRIBUTION
-from selfspec_cli.texts import corpora, library, windows
-
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
+from selfspec_cli.texts import corpora, library
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Request:
     """What to score.
 
     documents, document_tokens: most documents of the corpus, and most tokens of each, from its beginning.
-    window, stride: `windows.rolling`. prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none.
+    window, stride: `library.rolling`. prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none.
     length: tokens generated for each. temperature: of the sampled continuations. held_out: see `corpora.documents`.
     """
 
@@ -124,8 +122,8 @@ def run(
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
-    with interrupts.deferred(), results.sweep_lock(arms.folder(cfgs)):
-        found = Found(warnings=results.prepare(arms.folder(cfgs)))
+    with interrupts.deferred(), results.writing(arms.folder(cfgs)):
+        found = Found()
         documents = corpora.documents(request.corpus, request.documents, held_out=held_out)
         if held_out:
             request = Request(**vars(request) | {"held_out": True})
@@ -138,7 +136,7 @@ def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
     """Whether a config decodes or drafts through a head that was fitted on this corpus."""
     if cfg.method not in ("skip", "layer_skip") or corpus in ("stdlib", "random") or cfg.layer is None:
         return False
-    path = preflight.head_file(cfg, cfg.layer)
+    path = head_files.full_head(cfg, cfg.layer)
     return path is not None and path.suffix != ".pt" and read_metadata(path).corpus == corpus
 
 
@@ -239,7 +237,7 @@ class _Job:
         places = [
             (number, *place)
             for number, ids in enumerate(text.ids)
-            for place in windows.rolling(len(ids), self.request.window, self.request.stride)
+            for place in library.rolling(len(ids), self.request.window, self.request.stride)
         ]
         passages = [Passage(text.ids[number][start:end], scored - start) for number, start, scored, end in places]
         scores = Scores([0.0] * len(text.ids), [0] * len(text.ids))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.artifacts import calibrations, head_files
+from selfspec_cli.artifacts import head_files
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import (
     config_document,
@@ -49,16 +49,9 @@ TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.ti
 
 
 def check_all(cfgs: Iterable[RunConfig]) -> None:
-    """Refuse a command if one of its points could not run; raises as `check`. Points that differ only in what is not
-    looked at here are checked once."""
-    seen = set()
+    """Refuse a command if one of its points could not run; raises as `check`."""
     for cfg in cfgs:
-        parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
-        view = DraftView.of(cfg)
-        looked_at = (*parts, cfg.perplexity_tokens, view, cfg.k, cfg.method, repr(cfg.speculative))
-        if looked_at not in seen:
-            seen.add(looked_at)
-            check(cfg)
+        check(cfg)
 
 
 def check(cfg: RunConfig, *, served: bool = False) -> None:
@@ -84,11 +77,6 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
     layer = exit_layer(cfg)
     if layer is not None:
         head_files.check_head(cfg, layer, model_facts(cfg))
-
-
-def head_file(cfg: RunConfig, layer: int) -> Path | None:
-    """The fitted head that `cfg` uses at `layer`; raises as `head_files.full_head`."""
-    return head_files.full_head(cfg, layer)
 
 
 def check_model(cfg: RunConfig) -> None:
@@ -230,22 +218,15 @@ def check_device(cfg: RunConfig) -> None:
         )
 
 
-def with_calibration(cfg: RunConfig) -> RunConfig:
-    """`cfg` with what gate `calibrated` reads from its file, as `calibrations.with_calibration`; raises ConfigError."""
-    return calibrations.with_calibration(cfg, exit_layer(cfg))
-
-
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those by
     which a measurement would not say what it seems to."""
     cfgs = list(cfgs)
     found: dict[tuple[object, ...], list[str]] = {}
     for cfg in cfgs:
-        gate = cfg.gate
-        key = (id(cfg.model), gate.kind, gate.calibration, cfg.threshold, cfg.vocab)
+        key = (id(cfg.model), cfg.gate.kind, cfg.threshold, cfg.vocab)
         if cfg.method is Method.layer_skip and key not in found:
-            used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
-            found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
+            found[key] = warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)
     gates = [warning for lines in found.values() for warning in lines]
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]
@@ -281,7 +262,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
     if cfg.method is not Method.layer_skip or layer is None or cfg.gate.kind == "none":
         return None
     try:
-        file = head_file(cfg, layer)
+        file = head_files.full_head(cfg, layer)
     except ConfigError:  # `check` says what is wrong with the head
         return None
     return None if file is None else (cfg.gate.kind, file)

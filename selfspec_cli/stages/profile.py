@@ -1,43 +1,45 @@
-"""Where the time of one arm goes: a run of its workload under PyTorch's profiler, taken apart."""
+"""Where the time of one arm goes: a run of its workload under PyTorch's profiler.
+
+Every moment of the run belongs to one part. On a GPU it is the part that launched the kernels that run; while none
+runs, the moment belongs to the scheduler or to detokenisation if the host is at that, to `host` if the host is at any
+other part, and is `idle` otherwise. On the CPU it is the innermost range that the host is in.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import RunConfig, to_plain
-from selfspec_cli.engine import profiling
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
-from selfspec_cli.record.profiles import Profile
-from selfspec_cli.report import trace
+from selfspec_cli.record.profiles import PARTS, Profile
 from selfspec_cli.texts.prompts import workload_prompts
-
-if TYPE_CHECKING:
-    from selfspec_cli.engine.live import Engine, Generation
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 TOKENS = 64
 """Tokens of each request that are profiled: a trace of more is too big for a browser, and says nothing else."""
-STEPS = 4  # that progress counts
-KERNELS = 40
-"""Kernels that a profile keeps."""
-EAGER_TOKENS = 24
-"""Enough rounds to see which kernels a draft step is made of."""
-PARALLEL = "the scheduler is in a process of its own: its time is idle here"
-NO_RATE = "the memory's rate of this machine is not known, so kernels have bytes a second and no share of it"
-NO_WEIGHTS = "which weights a step of this model reads is not known (experts, or another decoder), so no bytes are"
-NO_TEXT = "the model has no tokenizer, so no text was made"
+STEPS = 3  # that progress counts
+PREFIX = "selfspec."  # of the ranges (vllm_plugin/observe/profiler.py)
+PART_OF = {"logits": "verify", "sample": "sampler", "schedule": "scheduler"}
+"""The parts of ranges that are called otherwise."""
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+Interval = tuple[float, float, str]
+"""Begin and end in microseconds, and a part."""
 
 
 def run(
@@ -46,7 +48,6 @@ def run(
     open_engine: OpenEngine,
     tokens: int = TOKENS,
     progress: Progress = ignore,
-    run_id: str | None = None,
 ) -> tuple[Profile, Path]:
     """Warm up, generate once without the profiler and once with it; the profile, and its file. The trace is beside it.
 
@@ -56,155 +57,139 @@ def run(
         ConfigError: the results folder is in use, or cannot be written.
         RecordError: the profile could not be written.
     """
-    folder = Path(cfg.results_dir)
-    with interrupts.deferred(), results.sweep_lock(folder):
-        results.prepare(folder)
+    folder, work = Path(cfg.results_dir), cfg.workload
+    with interrupts.deferred(), results.writing(folder):
         with open_engine(cfg) as engine, TemporaryDirectory(prefix="selfspec-") as scratch:
-            seen = _observe(cfg, engine, tokens, Path(scratch), progress)
+            prompts = list(workload_prompts(cfg, engine)[: work.batch])
+
+            def generate() -> Any:
+                return engine.generate(
+                    prompts,
+                    min(work.output_len, tokens),
+                    batch=work.batch,
+                    temperature=work.temperature,
+                    seed=cfg.seed,
+                    detokenize=not engine.llm.model_config.skip_tokenizer_init,
+                )
+
+            for done in range(1, STEPS):  # the first warms up
+                plain = generate()
+                progress("profile", done, STEPS)
+                interrupts.check()
+            file = Path(scratch) / "trace.json.gz"
+            engine.call("early_exit_profile_start")
+            try:
+                profiled = generate()
+            finally:
+                kernels = engine.call("early_exit_profile_stop", str(file))
             identity = tables.identity(cfg, engine.layer)
-        made, parts, rate = seen.profiled, seen.parts, seen.about["memory_rate"]
-        keys, name = Keys(), run_id or results.new_run_id()
+            trace = file.read_bytes()
+        found = breakdown(json.loads(gzip.decompress(trace))["traceEvents"])
+        keys, name = Keys(), results.new_run_id()
         profile = Profile(
             key=keys.run(cfg),
             run_id=name,
             time=results.now(),
             device=keys.device(cfg),
             arm=identity,
-            seconds=parts.seconds,
-            wall=made.seconds,
-            rounds=parts.rounds,
-            tokens=sum(map(len, made.outputs)),
-            tok_s=seen.plain.tokens_per_second,
-            tok_s_profiled=made.tokens_per_second,
-            kernels=[_kernel(one, rate) for one in parts.kernels[:KERNELS]],
-            memory_rate=rate,
-            gpu=parts.gpu,
-            unknown=_unknown(cfg, seen),
+            seconds=found.seconds,
+            wall=found.wall,
+            rounds=found.rounds,
+            tokens=sum(map(len, profiled.outputs)),
+            tok_s=plain.tokens_per_second,
+            tok_s_profiled=profiled.tokens_per_second,
+            kernels=kernels,
+            gpu=found.gpu,
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
             config=to_plain(cfg),
             **machine.provenance(),
         )
-        path = results.save_profile(folder, profile, _perfetto(seen.events, parts))
+        path = results.save_profile(folder, profile, trace)
         progress("profile", STEPS, STEPS)
     return profile, path
 
 
 @dataclass(frozen=True)
-class _Observed:
-    """What a live engine showed: a generation without the profiler and one with it, the events of all traces, and what
-    the worker says of itself (`EarlyExitWorker.early_exit_about`)."""
+class Breakdown:
+    """seconds: of each part, in the order of PARTS; those without any are left out. wall: of the run. rounds: full
+    passes. gpu: whether kernels of a GPU are what was counted."""
 
-    plain: Generation
-    profiled: Generation
-    events: list[dict[str, Any]]
-    parts: trace.Breakdown
-    about: dict[str, Any]
-    text: bool  # whether text was made of the tokens
+    seconds: dict[str, float]
+    wall: float
+    rounds: int
+    gpu: bool
 
 
-def _observe(cfg: RunConfig, engine: Engine, tokens: int, scratch: Path, progress: Progress) -> _Observed:
-    prompts, length = _work(cfg, engine, tokens)
-    about, text = engine.call("early_exit_about"), profiling.can_detokenize(engine)
-    for done in range(2):  # the first warms up
-        plain = engine.generate(
-            prompts,
-            length,
-            batch=cfg.workload.batch,
-            temperature=cfg.workload.temperature,
-            seed=cfg.seed,
-            detokenize=text,
-        )
-        progress("profile", done + 1, STEPS)
-        interrupts.check()
-    profiling.annotate(engine)
-    step = _draft_step(engine, prompts, scratch) if about["captured"] else []
-    progress("profile", 3, STEPS)
-    interrupts.check()
-    before = _draft_steps(engine)
-    found = profiling.record(engine, prompts, length, scratch)
-    made = None if before is None else (_draft_steps(engine) or 0) - before
-    events = trace.read(found.engine, found.origin)
-    in_front = [] if found.frontend is None else trace.read(found.frontend, found.origin)
-    begin, wall = trace.window([*events, *in_front], found.generation.seconds)
-    parts = trace.breakdown(events, in_front, wall, begin=begin, step=step, steps=made, weights=about["weights"])
-    return _Observed(plain, found.generation, [*events, *in_front], parts, about, text)
+def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
+    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one.
 
+    trace: events in Chrome's format, times in microseconds.
 
-def _work(cfg: RunConfig, engine: Engine, tokens: int) -> tuple[list[list[int]], int]:
-    """The prompts to generate for, all at once, and how many tokens of each."""
-    work = cfg.workload
-    return list(workload_prompts(cfg, engine)[: work.batch]), min(work.output_len, tokens)
-
-
-def under_nsight(cfg: RunConfig, *, open_engine: OpenEngine, tokens: int = TOKENS) -> None:
-    """The same run inside what Nsight Systems records; to be called in a process that runs under it."""
-    with interrupts.deferred(), open_engine(cfg) as engine, TemporaryDirectory(prefix="selfspec-") as scratch:
-        prompts, length = _work(cfg, engine, tokens)
-        work = cfg.workload
-        engine.generate(prompts, length, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
-        profiling.annotate(engine)
-        profiling.record(engine, prompts, length, Path(scratch), nsight=True)
-
-
-def nsight_command(own: Sequence[str], out: Path) -> list[str]:
-    """`own`, a command that calls `under_nsight`, under Nsight Systems; the recording goes to `out`.nsys-rep."""
-    return [
-        "nsys",
-        "profile",
-        "--trace=cuda,nvtx,osrt",
-        "--cuda-graph-trace=node",
-        "--sample=none",
-        "--trace-fork-before-exec=true",
-        "--capture-range=cudaProfilerApi",
-        "--capture-range-end=stop",
-        "--force-overwrite=true",
-        f"--output={out}",
-        *own,
+    Raises:
+        ValueError: the trace has no range of a full pass.
+    """
+    events = [event for event in trace if event.get("ph") == "X"]
+    ranges = [
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
+        for event in events
+        if event.get("cat") in ("user_annotation", "cpu_op") and event["name"].startswith(PREFIX)
     ]
+    rounds = sum(name == "verify" for _, _, name in ranges)
+    if not rounds:
+        raise ValueError("the trace has no range of a verify pass")
+    begin, end = min(at for at, _, _ in ranges), max(until for _, until, _ in ranges)
+    nested = sorted(ranges, key=lambda interval: (interval[0], -interval[1]))  # the innermost of a moment comes last
+    host = painted([(at, until, PART_OF.get(name, name)) for at, until, name in nested])
+    device = _launched(events, host)
+    if device:
+        host = [(at, until, part if part in ("scheduler", "detokenise") else "host") for at, until, part in host]
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for at, until, part in painted([(begin, end, "idle"), *host, *device]):
+        seconds[part] += max(0.0, min(until, end) - max(at, begin)) / 1e6
+    spent = {part: time for part, time in seconds.items() if time > 0}
+    return Breakdown(spent, (end - begin) / 1e6, rounds, bool(device))
 
 
-def _draft_step(engine: Engine, prompts: Sequence[list[int]], scratch: Path) -> list[tuple[str, str]]:
-    """The kernels of one draft step and their parts: a few rounds with a loop that is no graph."""
-    folder = scratch / "eager"
-    folder.mkdir()
-    found = profiling.record(engine, prompts, EAGER_TOKENS, folder, eager_drafts=True)
-    return trace.draft_step(trace.read(found.engine, found.origin))
+def painted(intervals: Sequence[Interval]) -> list[Interval]:
+    """Intervals without overlaps, in order: each moment is that of the last of `intervals` that holds it."""
+    import numpy
+
+    bounds, places = numpy.unique([interval[:2] for interval in intervals], return_inverse=True)
+    parts = [part for _, _, part in intervals]
+    names = list(dict.fromkeys(parts))
+    shown = numpy.full(len(bounds), -1)  # the part from each bound on; -1: none
+    for (first, last), part in zip(places.reshape(-1, 2).tolist(), parts, strict=True):
+        shown[first:last] = names.index(part)
+    changes = numpy.flatnonzero(numpy.diff(shown, prepend=-1)).tolist()
+    edges = bounds.tolist()
+    return [(edges[at], edges[end], names[shown[at]]) for at, end in pairwise(changes) if shown[at] >= 0]
 
 
-def _draft_steps(engine: Engine) -> int | None:
-    """Passes of the layers that draft so far; None for an engine without early exit."""
-    counted = engine.call("early_exit_counters")
-    return None if counted is None else int(counted["steps"])
+def _launched(events: Sequence[Mapping[str, Any]], host: Sequence[Interval]) -> list[Interval]:
+    """Work of a GPU, an interval a launch with the part that the host was in; where streams overlap, `painted` shows
+    the launch that began first.
 
-
-def _kernel(one: trace.Kernel, rate: float | None) -> dict[str, Any]:
-    share = None if one.bytes is None or not rate or not one.seconds else one.bytes / one.seconds / rate
-    return {
-        "name": one.name[:200],
-        "part": one.part,
-        "seconds": one.seconds,
-        "calls": one.calls,
-        "bytes": one.bytes,
-        "rate": share,
-    }
-
-
-def _unknown(cfg: RunConfig, seen: _Observed) -> list[str]:
-    unknown = [] if seen.text else [NO_TEXT]
-    if cfg.model.tensor_parallel_size > 1:
-        unknown.append(PARALLEL)
-    if seen.about["memory_rate"] is None:
-        unknown.append(NO_RATE)
-    if seen.about["weights"] is None:
-        unknown.append(NO_WEIGHTS)
-    return unknown + seen.parts.doubts
-
-
-def _perfetto(events: Sequence[dict[str, Any]], parts: trace.Breakdown) -> bytes:
-    """A packed trace in Chrome's format, with a track of its own that says which part each moment was counted as."""
-    track = [
-        {"ph": "X", "cat": "part", "name": part, "pid": "selfspec: parts", "tid": 0, "ts": begin, "dur": end - begin}
-        for begin, end, part in parts.timeline
-    ]
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": [*track, *events]}, separators=(",", ":"))
-    return gzip.compress(text.encode(), mtime=0, compresslevel=5)
+    The kernels of a CUDA graph share their launch, and inside a graph nothing waits for the host: what seems idle there
+    is passes of a loop that the profiler does not see (on an H200 it sees the last one alone). A kernel whose launch it
+    does not know runs in such a loop, and belongs to the graph before it.
+    """
+    begins = [begin for begin, _, _ in host]
+    launches = {}
+    for event in events:
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {}):
+            place = bisect_right(begins, event["ts"]) - 1
+            inside = place >= 0 and event["ts"] <= host[place][1]
+            part = host[place][2] if inside else "other"
+            launches[event["args"]["correlation"]] = part, "GraphLaunch" in event["name"]
+    spans: dict[int, Interval] = {}
+    graph = -1
+    for event in sorted((event for event in events if event.get("cat") in GPU_WORK), key=lambda work: work["ts"]):
+        launch = event.get("args", {}).get("correlation", -1)
+        launch = launch if launch in launches else graph
+        part, by_graph = launches.get(launch, ("other", False))
+        graph = launch if by_graph else graph
+        begin, until = event["ts"], event["ts"] + event["dur"]
+        if launch in spans:
+            begin, until = spans[launch][0], max(until, spans[launch][1])
+        spans[launch] = begin, until, part
+    return sorted(spans.values(), reverse=True)

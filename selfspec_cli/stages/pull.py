@@ -17,7 +17,7 @@ from typing import Any
 
 from selfspec_cli.config import memory, paths
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -60,17 +60,11 @@ def wanted(names: Sequence[str], shards: Sequence[str] | None, remote_code: bool
         remote_code: whether the model's own Python code is run.
 
     Raises:
-        ConfigError: there are no weights that vLLM reads, or not all that the index names.
+        ConfigError: there are no weights that vLLM reads.
     """
     top = [name for name in names if "/" not in name]
     if shards:
         weights = [name for name in top if name in set(shards)]
-        absent = sorted(set(shards) - set(weights))
-        if absent:
-            raise ConfigError(
-                f"the repository is not whole: its {INDEX} names {len(absent)} file(s) that it does not "
-                f"hold: {', '.join(absent[:3])}"
-            )
     else:
         kinds = ([name for name in top if name.endswith(kind)] for kind in WEIGHTS)
         weights = next((found for found in kinds if found), [])
@@ -130,8 +124,7 @@ def run(cfg: RunConfig, chosen: Pull) -> Path:
     place = _fetch(cfg, next(file for file, _ in chosen.files if "/" not in file), chosen.commit).parent
     revision = cfg.model.revision or "main"
     if revision != chosen.commit:  # huggingface_hub, asked for a commit, leaves no note of what it is called
-        with written(place.parents[1] / "refs" / revision) as part:
-            part.write_text(chosen.commit, encoding="utf-8")
+        atomic_write(place.parents[1] / "refs" / revision, chosen.commit)
     return place
 
 

@@ -25,11 +25,10 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
-from selfspec_cli.engine.server import ServerError, ask, free_port
+from selfspec_cli.engine.server import ServerError, ask, free_port, tail
 from selfspec_cli.gateway.backends import pool
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.stages.launch import devices
-from selfspec_cli.terminal import last_lines
 
 ROUTERS = ("vllm-router", "gateway")
 RESTARTS = 3
@@ -101,7 +100,7 @@ def plan(
                 f"-- {name}: {count} servers behind a router answer by plain HTTP, each at a port of its "
                 "own; leave it out, or start one server"
             )
-    options, host, port = _address(more)
+    options, host, port, keys = _address(more)
     if not (port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
     if int(port) == 0:
@@ -114,7 +113,7 @@ def plan(
         url = f"http://127.0.0.1:{listen[-1]}"
         replicas.append(Program(f"replica{number}", command, url, made.environment | place))
     urls = [one.url for one in replicas]
-    command, environment = _front(urls, router, host, port, _keys(options))
+    command, environment = _front(urls, router, host, port, keys)
     return replicas, Program("router", command, f"http://{_reached(host)}:{port}", environment)
 
 
@@ -125,24 +124,16 @@ def _reached(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _address(more: Sequence[str]) -> tuple[list[str], str, str]:
-    """vLLM's options without --host and --port, and these two."""
-    found, options, words = {"--host": HOST, "--port": PORT}, [], iter(more)
-    for word in words:
-        name, given, value = word.partition("=")
-        if name in found:
-            found[name] = value if given else next(words, "")
-        else:
-            options.append(word)
-    return options, found["--host"], found["--port"]
-
-
-def _keys(options: Sequence[str]) -> list[str]:
-    """Those that vLLM's server with these options answers to; empty where it answers to everybody."""
+def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:
+    """vLLM's options without --host and --port, these two, and the keys that a server with these options answers to;
+    without any it answers to everybody."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", nargs="?", default=HOST)
+    parser.add_argument("--port", nargs="?", default=PORT)
+    asked, options = parser.parse_known_args(list(more))
     parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
-    given = parser.parse_known_args(list(options))[0].api_key or [os.environ.get(KEY, "")]
-    return [key for key in dict.fromkeys(given) if key]
+    given = parser.parse_known_args(options)[0].api_key or [os.environ.get(KEY, "")]
+    return options, asked.host or "", asked.port or "", [key for key in dict.fromkeys(given) if key]
 
 
 def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
@@ -226,7 +217,7 @@ def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -
 def look(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
     """Start a replica that has died again. Raises ServerError where the router has ended, or no replica is left."""
     if _dead(front):
-        raise ServerError(f"the router ended{_last(front, folder)}")
+        raise ServerError(f"the router ended{tail(_log(front, folder))}")
     for replica in filter(_dead, replicas):
         assert replica.process is not None
         replica.deaths += 1
@@ -274,18 +265,15 @@ def _dead(program: Program) -> bool:
     return program.process is not None and program.process.poll() is not None
 
 
-def _last(program: Program, folder: Path) -> str:
-    lines = [line.strip() for line in last_lines(_log(program, folder), 20) if line.strip()]
-    return f": {' / '.join(lines[-2:])[-400:]}; its log: {_log(program, folder)}"
-
-
 def _until_it_answers(program: Program, beside: Sequence[Program], folder: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         for other in filter(_dead, beside):
-            raise ServerError(f"{other.name} ended before it answered{_last(other, folder)}")
+            raise ServerError(f"{other.name} ended before it answered{tail(_log(other, folder))}")
         with suppress(OSError):
             ask(f"{program.url}/health", seconds=2.0)
             return
         time.sleep(0.25)
-    raise ServerError(f"{program.name} did not answer within {START_SECONDS / 60:.0f} minutes{_last(program, folder)}")
+    raise ServerError(
+        f"{program.name} did not answer within {START_SECONDS / 60:.0f} minutes{tail(_log(program, folder))}"
+    )

@@ -1,7 +1,7 @@
 """Which gate to trust: draft without one, log every statistic and every verdict, then ask what each gate was worth.
 
-The log's requests are dealt into two halves. The calibrated gate is fitted, and every threshold chosen, on one; areas
-and expected speedups are of the other.
+The log's requests are dealt into two halves. Every threshold is chosen on one; areas and expected speedups are of the
+other.
 """
 
 import json
@@ -10,23 +10,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts import calibrations, tuned
-from selfspec_cli.artifacts.calibrations import SavedGate
+from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit import roc as curves
-from selfspec_cli.early_exit.calibrating import fit_calibration
-from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.replay import Outcome, Setting
+from selfspec_cli.early_exit.replay import Outcome
 from selfspec_cli.early_exit.settings import AUTO
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits
-from selfspec_cli.stages.exits import Exit, OpenEngine
-from selfspec_cli.whole import written
+from selfspec_cli.stages.exits import Exit
+from selfspec_cli.whole import atomic_write
 
 COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
 LONGEST = 12  # tokens a draft while recording
@@ -39,13 +36,11 @@ class Judgement:
     """What is said of the gates at one exit.
 
     exit: its outcomes are the best setting of each gate, chosen on one half of the requests, with what it does on the
-    other. judged: that other half. tau: where the calibrated gate breaks even. oracle: what no gate can exceed.
+    other. judged: that other half. oracle: what no gate can exceed.
     """
 
     exit: Exit
     judged: DraftLog
-    calibration: Calibration
-    tau: float
     oracle: Outcome
 
     @property
@@ -120,7 +115,7 @@ def run(
     plan = exits.distinct(cfgs, longest)
     found = []
     for number, cfg in enumerate(plan):
-        found.append(exits.survey(cfg, open_engine, prompts, progress=progress))
+        found.append(exits.survey(cfg, open_engine, prompts, progress))
         progress("exits", number + 1, len(plan))
     judged = [judge(one) for one in exits.level(found)]
     result = RocResult([row for one in judged for row in table(one)], judged)
@@ -129,42 +124,17 @@ def run(
 
 
 def judge(exit_: Exit) -> Judgement:
-    """Fit and choose on one half of the requests, evaluate on the other."""
+    """Choose on one half of the requests, evaluate on the other."""
     costs, (fit, judged) = exit_.costs, exit_.log.halves()
-    feature = max(fit.features, key=lambda name: curves.auc(fit, name) or 0.0)
-    drafted = fit.was_drafted
-    calibration = fit_calibration(feature, fit.feature(feature)[drafted], fit.was_accepted[drafted])
-    tau = break_even_tau(fit, costs, calibration)
     lengths = range(1, exit_.log.k + 1)
     best = []
     for gate in COMPARED:
-        settings = replay.settings_for(fit, [gate], lengths, calibration)
-        if gate == "calibrated":
-            settings += [Setting(gate, tau, k) for k in lengths]
+        settings = replay.settings_for(fit, [gate], lengths)
         if settings:
-            chosen = max(
-                (replay.replay(fit, setting, costs, calibration) for setting in settings), key=lambda o: o.speedup
-            )
-            best.append(replay.replay(judged, chosen.setting, costs, calibration))
+            chosen = max((replay.replay(fit, setting, costs) for setting in settings), key=lambda o: o.speedup)
+            best.append(replay.replay(judged, chosen.setting, costs))
     oracle = replay.oracle(judged, exit_.log.k, costs)
-    return Judgement(replace(exit_, outcomes=tuple(best)), judged, calibration, tau, oracle)
-
-
-def break_even_tau(log: DraftLog, costs: Costs, calibration: Calibration) -> float:
-    """The calibrated acceptance at which one more draft step just pays (`Costs.break_even`).
-
-    A step pays if its own token is taken, and the gate knows only the token before it, so the probability asked of that
-    one is larger by the acceptance of one token given all before it. The speedup in the formula is the one that the
-    threshold brings about; a few rounds of substitution settle it.
-    """
-    rates = log.conditional_acceptance()
-    following = sum(rates) / len(rates) if rates else 1.0
-    speedup, tau = 1.0, 1.0
-    for _ in range(8):
-        share = costs.break_even(speedup)
-        tau = round(min(share / following, 1.0), 4) if following else 1.0
-        speedup = max(replay.replay(log, Setting("calibrated", tau, log.k), costs, calibration).speedup, 1.0)
-    return tau
+    return Judgement(replace(exit_, outcomes=tuple(best)), judged, oracle)
 
 
 def table(judgement: Judgement) -> list[curves.AucRow]:
@@ -179,8 +149,8 @@ def table(judgement: Judgement) -> list[curves.AucRow]:
             gate=gate,
             drafted=int(log.drafted.sum()),
             accepted=int(log.accepted.sum()),
-            auc=curves.auc(log, gate, judgement.calibration),
-            auc_at_stake=curves.auc(log, gate, judgement.calibration, at_stake=True),
+            auc=curves.auc(log, gate),
+            auc_at_stake=curves.auc(log, gate, at_stake=True),
             threshold=outcome.setting.threshold,
             best_k=outcome.setting.k,
             expected_speedup=outcome.speedup,
@@ -191,21 +161,13 @@ def table(judgement: Judgement) -> list[curves.AucRow]:
 
 
 def write(result: RocResult, folder: Path) -> dict[str, str]:
-    """The table and the choice to `folder`; each calibration beside the model's heads."""
+    """The table, the choice and the curves to `folder`."""
     files = {"table": str(curves.write_table(result.rows, folder / "auc.csv"))}
-    for found in result.exits:
-        path = calibrations.path_for(found.exit.cfg, found.exit.layer)
-        log = found.exit.log
-        about = {"rounds": len(log.drafted), "k": log.k, "costs": found.exit.costs.to_dict()}
-        calibrations.save(path, SavedGate(found.calibration, found.tau, about))
-        files[f"calibration {found.exit.name}"] = str(path)
     choice = folder / "choice.json"
     document = {"choice": result.choice(), "exits": [_document(found) for found in result.exits]}
-    with written(choice) as part:
-        part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    atomic_write(choice, json.dumps(document, indent=2) + "\n")
     panels = folder / "curves.json"
-    with written(panels) as part:
-        part.write_text(json.dumps({"panels": drawn(result.exits)}) + "\n", encoding="utf-8")
+    atomic_write(panels, json.dumps({"panels": drawn(result.exits)}) + "\n")
     return files | {"choice": str(choice), "curves": str(panels)}
 
 
@@ -219,14 +181,14 @@ def drawn(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
     """The ROC curves of every gate, for a figure: of each exit those of all drafted tokens, and of those at stake."""
     panels = []
     for judgement in judgements:
-        log, calibration = judgement.judged, judgement.calibration
-        names = [name for name, gate in GATES.items() if name in log.features or gate.needs_calibration]
+        log = judgement.judged
+        names = [name for name in GATES if name in log.features]
         for at_stake, asked in ASKED.items():
-            areas = {name: curves.auc(log, name, calibration, at_stake=at_stake) for name in names}
+            areas = {name: curves.auc(log, name, at_stake=at_stake) for name in names}
             judged_gates = sorted(
                 (name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0)
             )
-            lines = [curves.curve(log, name, calibration, at_stake=at_stake) for name in judged_gates]
+            lines = [curves.curve(log, name, at_stake=at_stake) for name in judged_gates]
             panels.append(
                 {
                     "title": _title(judgement),
@@ -255,8 +217,6 @@ def _document(judgement: Judgement) -> dict[str, Any]:
         "costs": judgement.exit.costs.to_dict(),
         "oracle_speedup": judgement.oracle.speedup,
         "conditional_acceptance": judgement.exit.log.conditional_acceptance(),
-        "calibrated_on": judgement.calibration.feature,
-        "break_even_tau": judgement.tau,
         "gates": {name: outcome.to_dict() for name, outcome in judgement.best.items()},
     }
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
@@ -29,7 +28,7 @@ from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
 class Engine(Protocol):
     """What a sweep needs of a live engine."""
 
-    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None) -> None:
+    def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate without a reload."""
 
 
@@ -143,10 +142,10 @@ def run(
         RecordError: a point could not be written.
     """
     folder = Path(results_dir(cfgs))
-    with interrupts.deferred(), results.sweep_lock(folder):
-        warnings = [*results.prepare(folder), *submitit.collect(folder)]
+    with interrupts.deferred(), results.writing(folder):
+        warnings = submitit.collect(folder)
         more = {"again": again, "reuse_baseline": reuse_baseline, "retry_failed": retry_failed}
-        todo = plan(cfgs, results.heads(folder), **more)
+        todo = plan(cfgs, results.read(folder)[0], **more)
         progress.planned(todo)
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
@@ -231,7 +230,7 @@ def _measure(context: _Run, planned: Planned, engine: Engine, started: Started) 
     context.progress.measuring(planned)
     try:
         if cfg.method == "layer_skip":
-            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
+            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg))
         measured = context.bench(cfg, engine, context.progress)
     except Exception as error:
         context.fail(planned, error, started=started)

@@ -6,12 +6,17 @@ cannot change, such as whether drafts are drawn or the likeliest tokens, takes a
 measured is acceptance, per position, by vLLM's own counters; it is the same on every device but for rounding. Speed is
 not measured here: the prediction is of bytes read, and says what memory traffic would allow at batch 1 on a device
 whose kernels read copies at its full rate.
+
+Which layers a draft can do without is searched by drafts of one token (k = 1), over the full model's own keys and
+values, on its own answers. Greedy, and lazy: leaving out one more layer hardly ever helps, so what a candidate reached
+in a smaller set bounds what it reaches in a larger one, and only those that lead by their bounds are asked again
+(Minoux's accelerated greedy algorithm). Agreement is not exactly submodular, so a bound may be wrong, and another set a
+little better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +30,28 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
 from selfspec_cli.early_exit.view import DraftView, own_settings
-from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import Engine, OpenEngine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import documents
 from selfspec_cli.record.tables import identity
-from selfspec_cli.record.view_rows import ViewRow, row, save
-from selfspec_cli.stages.layer_search import Step, search
+from selfspec_cli.record.view_rows import ViewRow, row
 from selfspec_cli.texts.prompts import workload_prompts
 
 PROXY_PROMPTS, PROXY_TOKENS = 8, 24  # of the search, at most: candidates are many, and each drafts for all of these
 ITEM_BITS = 16  # of the weights that a copy is compared with: a model is served in 16 bits, whatever it runs in here
-OpenEngine = Callable[..., AbstractContextManager[Engine]]
+
+
+Agreement = Callable[[tuple[int, ...]], float]
+"""Layers to skip -> share of first drafts that were accepted."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more layer left out: all that are, how often the first draft was accepted, and candidates asked so far."""
+
+    skipped: tuple[int, ...]
+    agreement: float
+    asked: int
 
 
 @dataclass
@@ -99,7 +116,7 @@ def run(cfgs: Sequence[RunConfig], *, open_engine: OpenEngine, drop: int = 0, pr
                 whole = _whole(first, engine.num_layers)
                 for step in thinned(engine, whole, drop, progress):
                     found.steps.append(step)
-                    found.files = save(found.rows, _facts(first, found.steps), Path(first.results_dir))
+                    found.files = _save(first, found)
                 others = [replace(whole, skip_layers=as_text(step.skipped)) for step in found.steps]
                 more = [replace(cfg, workload=work) for cfg in others for work in works]
                 group, views = [*group, *more], [*views, *more]
@@ -107,7 +124,7 @@ def run(cfgs: Sequence[RunConfig], *, open_engine: OpenEngine, drop: int = 0, pr
                 interrupts.check()
                 found.rows.append(measured(engine, cfg, plain))
                 progress("views", len(found.rows), len(views))
-                found.files = save(found.rows, _facts(first, found.steps), Path(first.results_dir))
+                found.files = _save(first, found)
     return found
 
 
@@ -120,8 +137,35 @@ def by_engine(views: Sequence[RunConfig]) -> list[list[RunConfig]]:
     return list(found.values())
 
 
+def search(
+    layers: Sequence[int], most: int, agreement: Agreement, start: Sequence[int] = (), progress: Progress = ignore
+) -> Iterator[Step]:
+    """Sets of 1 to `most` layers to skip, each the one before and one layer more, as they are found.
+
+    layers: those that draft now. start: those that are skipped already, and stay so. An interrupt ends it between two
+    candidates. Fewer steps come where no layer would be left.
+    """
+    skipped, asked, size = tuple(start), 0, 0
+    bounds = dict.fromkeys(layers, 1.0)
+    while size < most and len(bounds) > 1:
+        size += 1
+        fresh: set[int] = set()
+        while True:
+            leading = max(bounds, key=lambda layer: (bounds[layer], layer))
+            if leading in fresh:
+                break
+            interrupts.check()
+            bounds[leading] = agreement(tuple(sorted((*skipped, leading))))
+            fresh.add(leading)
+            asked += 1
+            progress(f"candidates of step {size}", len(fresh), len(bounds))
+        progress.ended(f"candidates of step {size}", len(fresh), len(bounds))
+        skipped = tuple(sorted((*skipped, leading)))
+        yield Step(skipped, bounds.pop(leading), asked)
+
+
 def thinned(engine: Engine, cfg: RunConfig, most: int, progress: Progress = ignore) -> Iterator[Step]:
-    """Layers that the draft of `cfg` can do without, by `layer_search.search`, on other prompts than the workload's.
+    """Layers that the draft of `cfg` can do without, by `search`, on other prompts than the workload's.
 
     It goes on from the layers that `cfg` skips already.
     """
@@ -225,12 +269,14 @@ def _whole(cfg: RunConfig, layers: int) -> RunConfig:
     return replace(cfg, layer=cfg.layer if skipped_layers(cfg.skip_layers) else layers)
 
 
-def _facts(cfg: RunConfig, steps: Iterable[Step]) -> dict[str, Any]:
-    return {
+def _save(cfg: RunConfig, found: Views) -> dict[str, str]:
+    """Write views.csv and views.json; name -> path."""
+    facts = {
         "device": machine.device(cfg),
         "versions": machine.versions(),
         "workload": asdict(cfg.workload),
         "seed": cfg.seed,
-        "search": [asdict(step) for step in steps],
+        "search": [asdict(step) for step in found.steps],
         "predicted": "bytes that a step reads at batch 1, copies beside originals of 16 bits; not measured",
     }
+    return documents.save_rows("views", ViewRow, found.rows, facts, Path(cfg.results_dir))

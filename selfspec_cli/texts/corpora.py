@@ -11,8 +11,8 @@
 NAME is the data set's id and may hold a slash, CONFIG one of its configurations, SPLIT `train` unless it is given, with
 an optional slice in brackets: `train[:1000]`, `train[10%:20%]`, `train+test`. COLUMN holds the text; the default is
 `text`, or `conversations` in ShareGPT's form: [{"from": ..., "value": ...}, ...]. For example
-`hf:wikimedia/wikipedia@20231101.en:train[:1%]:text`. Rows are streamed, and only the needed rows are read. The
-exceptions are slices by percentage and joined splits, which the library takes from a complete download.
+`hf:wikimedia/wikipedia@20231101.en:train[:1%]:text`. Rows of a whole split are streamed, and only the needed rows are
+read; slices and joined splits the library takes from a complete download.
 
 Every tenth block of a user's own text is held out for the test, and blocks that repeat the held-out modules are left
 out.
@@ -217,12 +217,6 @@ class HubName:
     split: str = "train"
     column: str | None = None
 
-    @property
-    def rows(self) -> tuple[str, int, int | None] | None:
-        """(split, first row, end or None) of a split that can be streamed; None for percentages and joined splits."""
-        slice_ = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", self.split)
-        return slice_ and (slice_[1], int(slice_[2] or 0), int(slice_[3]) if slice_[3] else None)
-
 
 _SPLIT = r"[\w.-]+(?:\[[^\[\]]*\])?"
 _HUB = re.compile(
@@ -260,14 +254,8 @@ def _file(source: str) -> tuple[Path, str | None]:
 def _data_set(source: str) -> Iterator[str]:
     """Yield the text of a data set of the Hub, row by row."""
     name = parse(source)
-    if name.rows is None:
-        rows = _load(source, name.name, name.config, split=name.split)
-    else:
-        split, first, end = name.rows
-        rows = _load(source, name.name, name.config, split=split, streaming=True)
-        rows = rows.skip(first) if first else rows
-        rows = rows.take(end - first) if end is not None else rows
-    return _texts(source, rows, name.column)
+    streamed = {} if set("[+") & set(name.split) else {"streaming": True}
+    return _texts(source, _load(source, name.name, name.config, split=name.split, **streamed), name.column)
 
 
 def _load(source: str, *args: Any, **options: Any) -> Any:

@@ -6,52 +6,17 @@ Prompts have exactly `input_len` tokens, except chat prompts and prompts from a 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.texts import chat, library, prompt_files
 from selfspec_cli.texts.prompt_files import Prompt
+from selfspec_cli.texts.tokens import Tokens
 
 Turn = list[int] | Callable[[Sequence[list[int]]], list[int]]
 """The token ids of a request, or what makes them of the outputs of the turns before it, which directly precede it."""
-
-
-class Tokens(Protocol):
-    """An engine, or another object that knows a model's tokenizer, as far as prompts need it."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum of prompt and output together, in tokens."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, which begin at 0."""
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the model has a chat template, which `chat` needs."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-
-    def chat(
-        self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
-    ) -> list[int]:
-        """Return the token ids of a user's question in the model's chat template, or of user and model in turn.
-
-        Args:
-            tools: functions that the model may call. system: the system message.
-        """
-
-
-class Answering(Tokens, Protocol):
-    """An engine whose answers are asked about."""
-
-    def answer(self, ids: Sequence[int]) -> str:
-        """Return the text of an output, up to its end."""
 
 
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
@@ -91,7 +56,7 @@ def check_length(cfg: RunConfig, engine: Tokens) -> None:
         )
 
 
-def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[str]]:
+def workload_turns(cfg: RunConfig, engine: Tokens) -> tuple[list[Turn], list[str]]:
     """Return the requests of `workload_prompts`, each followed by the later turns of its question, and the category of
     each request (no list if the file names no categories); raises ConfigError.
 
@@ -108,7 +73,7 @@ def workload_turns(cfg: RunConfig, engine: Answering) -> tuple[list[Turn], list[
     return turns, categories if any(categories) else []
 
 
-def _later_turn(engine: Answering, prompt: Prompt, output_len: int, outputs: Sequence[list[int]]) -> list[int]:
+def _later_turn(engine: Tokens, prompt: Prompt, output_len: int, outputs: Sequence[list[int]]) -> list[int]:
     """Return the token ids of the turn that follows `outputs`, with everything that was said before it."""
     in_template = prompt.chat and engine.has_template
     said = [prompt.text if in_template else prompt.words]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
@@ -18,6 +19,7 @@ from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model, output_projection
+from selfspec_cli.vllm_plugin.refusals import refuse_fitted_copies
 from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection, CopiedWeight
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.linear import linear
@@ -183,6 +185,19 @@ def load_exit_head(
         head = with_draft_vocabulary(head, ids)
     head = head.to(embedding(target).device, config.dtype)
     return TargetHead(head, target, vocab_size, vllm_config, settings.draft_weights, fitted)
+
+
+def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig) -> FittedWeights | None:
+    """The copies, made from data (`selfspec fit-weights`), that `settings` name, checked against this model; None where
+    copies are rounded at load.
+
+    Raises SettingsError for a file of another model or another kind of copies, and on several ranks.
+    """
+    if settings.draft_weights_path is None:
+        return None
+    refuse_fitted_copies(settings.draft_weights_path, vllm_config.parallel_config.tensor_parallel_size)
+    path, kind = settings.draft_weights_path, settings.draft_weights
+    return fitted_weights.load(path, kind, fingerprint(target, vllm_config))
 
 
 def _all_rows(shard: Tensor, rows: int) -> Tensor:

@@ -1,19 +1,12 @@
 """The gate of a running engine: its kind and threshold can change between any two rounds, without a reload."""
 
-import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, Rule
 from selfspec_cli.early_exit.gates.distribution import Distribution
-from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
-
-LARGEST_FLOAT = 3.4028234663852886e38
-"""Of 32 bits, in which the device compares; in place of infinity."""
+from selfspec_cli.early_exit.thresholds import check_threshold
 
 
 class Drafting(Protocol):
@@ -27,22 +20,15 @@ class Drafting(Protocol):
 class LiveGate:
     """Decides after each draft step which requests go on."""
 
-    def __init__(self, kind: str, threshold: float | None, calibration: Calibration | None = None) -> None:
-        self.calibration = calibration
+    def __init__(self, kind: str, threshold: float | None) -> None:
         self.set(kind, threshold)
 
-    def set(self, kind: str, threshold: float | None, calibration: Mapping[str, Any] | None = None) -> None:
-        """Change the gate. calibration: a map in its JSON form for gate `calibrated`; None keeps the one there is.
-
-        Raises SettingsError for an unknown gate, a threshold out of its range or a wrong calibration.
-        """
+    def set(self, kind: str, threshold: float | None) -> None:
+        """Change the gate. Raises SettingsError for an unknown gate, or a threshold out of its range."""
         checked = check_threshold(kind, threshold)
-        known = self.calibration if calibration is None else calibration_from_dict(calibration)
-        if GATES[kind].needs_calibration and known is None:
-            raise SettingsError(f"gate {kind!r} needs a calibration, and the engine was started without one")
-        rule = GATES[kind].rule(checked, known)
+        rule = GATES[kind].rule(checked)
         self._accept(rule)
-        self.kind, self.threshold, self.calibration, self.rule = kind, checked, known, rule
+        self.kind, self.threshold, self.rule = kind, checked, rule
         self._computes = None if rule.feature is None else GATES[rule.feature]  # whose statistic is compared
 
     def _accept(self, rule: Rule) -> None:
@@ -63,5 +49,4 @@ class LiveGate:
 
     def limit(self, threshold: float | None) -> float:
         """What the statistic is compared with under another threshold of the gate in force; None: under its own."""
-        rule = self.rule if threshold is None else GATES[self.kind].rule(threshold, self.calibration)
-        return rule.threshold if math.isfinite(rule.threshold) else math.copysign(LARGEST_FLOAT, rule.threshold)
+        return self.rule.threshold if threshold is None else GATES[self.kind].rule(threshold).threshold

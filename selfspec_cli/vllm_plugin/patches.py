@@ -180,7 +180,7 @@ CHANGES: tuple[Change, ...] = (
     Change("torch.nn:Module.early_exit_tap", "fitting.collect", "hidden states are collected", "fit"),
     Change(
         "vllm:*",
-        "observe.annotate, observe.watch",
+        "observe.profiler, observe.watch",
         "methods in named ranges, or counted, until the command ends",
         "profile",
     ),

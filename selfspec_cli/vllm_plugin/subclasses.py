@@ -83,11 +83,11 @@ def _of_v2_runner() -> Methods:
     from selfspec_cli.vllm_plugin.loaded_model import after_loading
     from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
-    from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
-    from selfspec_cli.vllm_plugin.v2.verdict import verify_what_was_drafted
+    from selfspec_cli.vllm_plugin.v2.verdict import with_short_draft_sampler
+    from selfspec_cli.vllm_plugin.v2.widths import tell_speculator
 
     return {
-        "load_model": lambda original: verify_what_was_drafted(after_loading(original)),
+        "load_model": lambda original: with_short_draft_sampler(after_loading(original)),
         "add_requests": tell_speculator,
         "sample_tokens": lambda original: attach(leave_out_drafting(original)),
     }

@@ -24,9 +24,8 @@ from selfspec_cli.early_exit.layers import as_text, drafting_layers
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
-from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
+from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies, on_fitted_copies
 from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
-from selfspec_cli.vllm_plugin.weights.fitted import on_fitted_copies
 from selfspec_cli.vllm_plugin.weights.linear import multiplies_with_pytorch, on_own_weight
 from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers, shallow_copy
 

@@ -32,6 +32,7 @@ MODULES = {
     "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
     "vllm.v1.core.sched.scheduler": "Scheduler",
+    "vllm.v1.engine.output_processor": "OutputProcessor",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
     "vllm.v1.worker.utils": "AttentionGroup",
     # Metrics.

@@ -71,16 +71,14 @@ class EarlyExitWorker:
     model_runner: Any
     vllm_config: Any
 
-    def early_exit_set_gate(
-        self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
-    ) -> None:
-        """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration, and for
+    def early_exit_set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate between two rounds. Raises SettingsError for a bad gate or threshold, and for
         `auto` on an engine that was started with another one: it has no graphs for the widths."""
         drafter: Any = self._early_exit_drafter()
         measured = getattr(getattr(drafter, "settings", None), "chooses_width", False)
         if kind == AUTO and not measured:
             raise SettingsError(f"gate {AUTO!r} has to be the gate that an engine is started with")
-        drafter.gate.set(kind, threshold, calibration)
+        drafter.gate.set(kind, threshold)
         if measured:
             drafter.set_chooses_width(kind == AUTO)
 
@@ -111,17 +109,6 @@ class EarlyExitWorker:
         settings = drafter.settings
         known = checked_table(text, settings.k)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
-
-    def early_exit_set_read_first(self, on: bool) -> None:
-        """Read tokens before the next step is launched, where drafting hides that, or never (`read_first`), from the
-        next step on. Raises SettingsError for what is no truth value, and where steps have one order only, as on the
-        CPU."""
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "set_read_first"):
-            raise SettingsError("this engine reads and launches in one order only")
-        if not isinstance(on, bool):
-            raise SettingsError(f"read_first = {on!r} is not allowed; allowed: true and false")
-        drafter.set_read_first(on)
 
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
         """Draft with other layers, weights or context from the next round on, on an eager engine.
@@ -210,12 +197,6 @@ class EarlyExitWorker:
         runner = self.model_runner
         return step_bytes(runner.get_model(), drafter.model, drafter.head, runner.kv_cache_config)
 
-    def early_exit_annotate(self) -> list[str]:
-        """From now on, named ranges around the parts of a round, for NVTX and PyTorch's profiler."""
-        from selfspec_cli.vllm_plugin.observe.annotate import annotate
-
-        return annotate(self.model_runner, self._early_exit_drafter())
-
     def early_exit_watch(self, on: bool) -> dict[str, dict[str, Any]] | None:
         """Begin to count what must not happen while drafting (early_exit/invariants.py), or end it; the counts.
 
@@ -231,37 +212,19 @@ class EarlyExitWorker:
 
     # ---- profiling ------------------------------------------------------------------------------------------------
 
-    def early_exit_profile_start(self, nsight: bool = False, eager_drafts: bool = False) -> None:
-        """Begin to record with PyTorch's profiler; nsight: let Nsight Systems record instead, under which this process
-        runs. eager_drafts: until the end, a V2 draft loop launches its kernels one by one, inside their ranges."""
-        from selfspec_cli.vllm_plugin.observe.profiler import NsightWindow, Profiler
+    def early_exit_profile_start(self) -> None:
+        """Begin to record with PyTorch's profiler, with named ranges around the parts of a round from now on."""
+        from selfspec_cli.vllm_plugin.observe import profiler
 
-        drafter: Any = self._early_exit_drafter()
-        if hasattr(drafter, "eager"):
-            drafter.eager = eager_drafts
-        device = self.device  # type: ignore[attr-defined]
-        self._early_exit_profiler = NsightWindow() if nsight else Profiler(device)
+        profiler.annotate(self.model_runner, self._early_exit_drafter())
+        self._early_exit_profiler = profiler.start(self.device)  # type: ignore[attr-defined]
 
-    def early_exit_profile_stop(self, path: str) -> None:
-        """End it; rank 0 writes its trace (Chrome's format) to `path`."""
-        drafter: Any = self._early_exit_drafter()
-        if hasattr(drafter, "eager"):
-            drafter.eager = False
-        self._early_exit_profiler.stop(path if self.rank == 0 else None)  # type: ignore[attr-defined]
+    def early_exit_profile_stop(self, path: str) -> list[dict[str, Any]]:
+        """End it; rank 0 writes its trace (Chrome's format) to `path`. The slowest kernels (`profiler.stop`)."""
+        from selfspec_cli.vllm_plugin.observe import profiler
 
-    def early_exit_about(self) -> dict[str, Any]:
-        """What a trace does not say: `weights` (`profiler.weights_in_order`), `memory_rate` in bytes a second (None
-        where nothing tells), `device`, and whether the draft loop may be `captured`, without ranges inside."""
-        from selfspec_cli.vllm_plugin.observe.profiler import memory_rate, weights_in_order
-
-        drafter: Any = self._early_exit_drafter()
-        device = self.device  # type: ignore[attr-defined]
-        return {
-            "weights": weights_in_order(self.model_runner.get_model(), drafter),
-            "memory_rate": memory_rate(device),
-            "device": device.type,
-            "captured": hasattr(drafter, "eager"),
-        }
+        own = path if self.rank == 0 else None  # type: ignore[attr-defined]
+        return profiler.stop(self._early_exit_profiler, self.device, own)  # type: ignore[attr-defined]
 
     # ---- what the GPU does ----------------------------------------------------------------------------------------
 

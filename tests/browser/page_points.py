@@ -120,8 +120,6 @@ def profile(point, seconds):
         tok_s=128 / wall,
         tok_s_profiled=100 / wall,
         kernels=[],
-        memory_rate=None,
         gpu=True,
-        unknown=[],
         trace=f"{point.key}.trace.json.gz",
     )

@@ -114,7 +114,7 @@ def pages(tmp_path_factory):
 
     class Pages(dict):
         def __missing__(self, name):
-            self[name] = make.run(sources[name], place / "pages" / name).page
+            self[name] = make.run(sources[name], place / "pages" / name)[1]
             return self[name]
 
     return Pages()
@@ -138,7 +138,7 @@ def test_a_row_opens_what_is_kept_of_it(driver, pages):
     shown(driver, pages["made_up"])
     driver.execute_script("document.querySelectorAll('#all td.open button')[1].click()")
     opened = driver.execute_script("return document.querySelector('#all .opened').textContent")
-    for text in ("selfspec sweep", "runs/", "git revision", "Configuration", "tokens a second", "Raw times"):
+    for text in ("selfspec sweep", "runs/", "git revision", "Configuration", "Tokens a second of each repeat"):
         assert text in opened
     button = "document.querySelectorAll('#all td.open button')[1]"
     assert driver.execute_script(f"return {button}.getAttribute('aria-expanded')") == "true"
@@ -201,7 +201,7 @@ def test_text_of_points_is_text(driver, tmp_path):
     for point in sweep_points():
         named = replace(point, device=bad, command=[bad], arm=point.arm | {"model": bad}, status="failed", reason=bad)
         folder.save(tmp_path, named)
-    shown(driver, make.run(tmp_path, tmp_path).page)
+    shown(driver, make.run(tmp_path, tmp_path)[1])
     driver.execute_script("document.querySelector('#all td.open button').click()")
     assert driver.execute_script("return [window.hurt ?? null, document.querySelectorAll('img').length]") == [None, 0]
 
@@ -232,7 +232,7 @@ def test_titles_of_bars_run_into_nothing(driver, tmp_path, width):
         if point.arm.get("k") == 9:
             copies = {"arm": "vllm", "speculative": "ngram prompt_lookup_max=4 prompt_lookup_min=1"}
         folder.save(tmp_path, replace(point, arm=point.arm | copies))
-    shown(driver, make.run(tmp_path, tmp_path).page, width)
+    shown(driver, make.run(tmp_path, tmp_path)[1], width)
     for found in driver.execute_script(OVERLAPS, ["speedup", "identical", "energy", "latency"]).values():
         assert found["titles"] >= 8
         assert (found["outside"], found["on_bars"], found["on_rules"], found["on_titles"]) == (0, 0, 0, 0)

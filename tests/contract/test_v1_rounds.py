@@ -71,8 +71,13 @@ def test_every_step_writes_where_the_block_table_says_whoever_has_left():
             common = metadata[name]
             assert common.positions.tolist() == state.positions.tolist()
             assert common.seq_lens.tolist() == [at + 1 for at in state.positions.tolist()]
+            assert common.seq_lens_cpu_upper_bound.tolist() == common.seq_lens.tolist()
             assert common.max_seq_len == max(common.seq_lens.tolist())
-            assert common.query_start_loc.tolist() == list(range(len(state.rows) + 1))
+            assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (len(state.rows),) * 2 + (1,)
+            first = list(range(len(state.rows) + 1))
+            assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == first
+            assert common.slot_mapping.tolist() == want
+            assert (common.slot_mapping.dtype, common.seq_lens.dtype) == (torch.int64, torch.int32)
             assert torch.equal(common.block_table_tensor, blocks[state.rows])
         state.positions = state.positions + 1
 
@@ -81,33 +86,6 @@ def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
     state = Round(torch.tensor([0]), torch.tensor([1]).int(), torch.tensor([6]), room=1)
     ahead = Ahead.of(state, 12, [table(4, torch.tensor([[5, 2]]).int())], 1)
     assert ahead.groups[0][1][:2, 0].tolist() == [2 * 4 + 2, 2 * 4 + 3]
-
-
-def test_attention_is_told_of_one_query_token_for_each_request_that_is_left():
-    """Every field by itself, and as many rows of vLLM's table as the batch has requests."""
-    asked, built = [], []
-
-    class Builder:
-        def build(self, prefix, common):
-            built.append((prefix, common))
-            return common
-
-    group = SimpleNamespace(get_metadata_builder=Builder)
-    blocks = torch.arange(12).int().view(3, 4)
-    vllms = SimpleNamespace(block_size=4, get_device_tensor=lambda requests: (asked.append(requests), blocks)[1])
-    state = Round(torch.tensor([0, 2]), torch.zeros(2).int(), torch.tensor([5, 2]), room=9)
-    ahead = Ahead.of(state, 3, [vllms], 3)
-    assert asked == [3]
-    for step in range(3):
-        metadata, slots = ahead.metadata([(group, ["layer"])], torch.arange(8).int())
-        prefix, common = built.pop()
-        assert prefix == 0 and metadata == {"layer": common}
-        assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (2, 2, 1)
-        assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 1, 2]
-        assert common.seq_lens.tolist() == common.seq_lens_cpu_upper_bound.tolist() == [6 + step, 3 + step]
-        assert common.max_seq_len == 6 + step
-        assert common.slot_mapping.tolist() == slots["layer"].tolist()
-        assert (common.slot_mapping.dtype, common.seq_lens.dtype) == (torch.int64, torch.int32)
 
 
 def test_who_leaves_takes_the_statistic_of_the_step_before_along():
@@ -182,12 +160,6 @@ def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(windo
             # Whole blocks around the window as it was when the round began, and nothing else.
             assert len(read) <= size + window + size + step
             assert len(read) == len(cached) or len(cached) > size + window
-
-
-def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_request():
-    begun = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)
-    assert (begun.room, begun.steps) == (9, 0)
-    assert begun.lengths is begun.limits is begun.previous is begun.ahead is None
 
 
 def test_a_kind_of_context_hears_which_rows_of_the_batch_are_still_drafting():

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from v2_engine import add, asked_of, crowd
+from v2_engine import add, asked_of, crowd, engine_of
 from v2_orders import alternating
-from v2_queue import engine_of
 
 from selfspec_cli.vllm_plugin.v2 import step_order
 from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order, Reader

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import counting
 import pytest
 import quick_starts
 from filelock import FileLock
@@ -17,7 +16,7 @@ from models import save_tiny, save_tokenizer, vocab_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(counting.PerTest(), "selfspec-counting")
+    config.pluginmanager.register(quick_starts.PerTest(), "selfspec-counting")
 
 
 LONG_FILES = """
@@ -36,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_are_counted_and_start_quickly() -> None:
-    counting.count()
+    quick_starts.count()
     quick_starts.replace_kernels_once()
     quick_starts.rank_tokens_without_compiling()
     quick_starts.look_at_models_in_this_process()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from conftest import FULL, PROMPTS, Expected
-from harness import CALIBRATION, GATES, Counts, Live, layer_skip, live
+from harness import GATES, Counts, Live, layer_skip, live
 from models import LAYERS
 
 EXITS = (1, LAYERS // 4, LAYERS // 2, LAYERS - 1)
@@ -56,7 +56,7 @@ def check_gate(engine: Live, expected: Expected, gate: str, only: Sequence[int] 
 
 def check_engine(want: Expected, name: str, start: Point, report: Callable[[str], None], turn: int = 0) -> None:
     """One engine through all of its points; over every prompt where it is as it was started."""
-    spec = layer_skip(*start, gate="calibrated", tau=0.5, calibration=CALIBRATION)
+    spec = layer_skip(*start, gate="maxp", tau=0.5)
     with live(want.path, spec) as engine:
         for place, (layer, k) in enumerate(points(name, start)):
             if place:

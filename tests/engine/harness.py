@@ -14,7 +14,6 @@ from fixed_times import fix_times
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
 # One setting for each gate that closes some drafts of the tiny models and not others (the tests check that it does).
-CALIBRATION = {"feature": "maxp", "xs": [0.05, 0.6], "ps": [0.1, 0.9]}
 GATES: dict[str, float | None] = {
     "none": None,
     "maxp": 0.3,
@@ -23,7 +22,6 @@ GATES: dict[str, float | None] = {
     "margin": 0.15,
     "adaedl": 0.3,
     "survival": 0.15,
-    "calibrated": 0.5,
 }
 
 

@@ -50,7 +50,7 @@ def checks(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Cal
 
         def run(fault: str | None = None, other: Path = path, first: int = 0) -> dict[str, Any]:
             file = check_file.with_words(check_file.read(other), [*words, f"results_dir={results}"])
-            file = replace(file, after=(), runs=1, cases=file.cases[first:])
+            file = replace(file, runs=1, cases=file.cases[first:])
             cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.cases]
             return stage.run(
                 file, cfgs, open_engine=opener, bench=bench.run, plant=fault, reuse_baseline=bool(opener.engines)

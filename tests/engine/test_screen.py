@@ -1,7 +1,4 @@
-"""What a user sees of a real engine at work: selfspec's lines, and vLLM's only in the log.
-
-SELFSPEC_TRANSCRIPTS=FOLDER keeps recordings of the terminal.
-"""
+"""What a user sees of a real engine at work: selfspec's lines, and vLLM's only in the log."""
 
 import os
 import signal
@@ -48,19 +45,12 @@ def opened(folder: Path, columns: int, *words: str) -> Any:
     return Terminal([sys.executable, "-m", "selfspec_cli", *WORDS, *words], folder, columns, env, timeout=480)
 
 
-def keep(shown: Any, name: str, *words: str) -> None:
-    if target := os.environ.get("SELFSPEC_TRANSCRIPTS"):
-        Path(target).mkdir(parents=True, exist_ok=True)
-        shown.record(Path(target) / name, " ".join(["selfspec", *WORDS, *words]))
-
-
 def foreign(text: str) -> list[str]:
     return [word for word in FOREIGN if word in text]
 
 
 def test_a_sweep_shows_its_own_lines_only(folder):
     shown = opened(folder, 80).read()
-    keep(shown, "sweep_80")
     assert shown.child.exitstatus == 0, shown.last
     assert not foreign(shown.raw)
     (log,) = (folder / "results" / "logs").glob("*.log")
@@ -75,7 +65,6 @@ def test_an_interrupted_one_keeps_its_table_and_says_the_next_step(folder):
     shown = opened(folder, 140, *more).read(until=" of 500")
     shown.child.sendintr()
     shown.read()
-    keep(shown, "interrupted_140", *more)
     assert shown.child.exitstatus == 130, shown.last
     assert "log: results/logs/" in shown.last and "arms measured" in shown.last
     assert not foreign(shown.raw)  # nothing of the log covers the table

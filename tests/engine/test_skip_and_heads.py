@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
-from harness import Counts, Live, layer_skip, live
+from harness import Counts, layer_skip, live
 from models import LAYERS, VOCAB, save_tiny
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
@@ -149,54 +149,20 @@ def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weigh
 # ---- heads that do not fit ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def lsq(expected) -> ExitHead:
-    return lsq_head(from_transformers(expected("llama").path).lm_head.weight.detach().clone())
-
-
-def refuse(path: Path, head: Path, message: str) -> None:
-    """An engine with this head does not start, and says why."""
-    with pytest.raises(HeadError, match=message), live(path, layer_skip(EXIT, 3, lsq_head_path=str(head))):
+@pytest.mark.parametrize(
+    ("seed", "changes", "message"),
+    [
+        (1, {}, "was fitted on another model: its fingerprint is"),
+        (None, {"layer": EXIT + 1}, f"is for layer {EXIT + 1}; layer {EXIT} is asked for"),
+        (None, {"hidden": 2 * HIDDEN}, "its hidden is 128, this model's is 64"),
+        (None, {"vocab_size": VOCAB - 1}, "its vocab_size is 255, this model's is 256"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(expected, tmp_path, seed, changes, message):
+    """seed: of another model, which the head was fitted on."""
+    path = expected("llama").path
+    other = path if seed is None else save_tiny("llama", tmp_path / "other", seed=seed)
+    head = lsq_head(torch.zeros(changes.get("vocab_size", VOCAB), changes.get("hidden", HIDDEN)))
+    file = save_head(tmp_path / "head.safetensors", head, about(head, other, **changes))
+    with pytest.raises(HeadError, match=message), live(path, layer_skip(EXIT, 3, lsq_head_path=str(file))):
         pass
-
-
-def test_another_model_is_refused(expected, lsq, tmp_path):
-    other = save_tiny("llama", tmp_path / "other", seed=1)
-    refuse(expected("llama").path, saved(lsq, other, tmp_path), "was fitted on another model: its fingerprint is")
-
-
-def test_another_layer_is_refused(expected, lsq, tmp_path):
-    path = expected("llama").path
-    refuse(path, saved(lsq, path, tmp_path, layer=EXIT + 1), f"is for layer {EXIT + 1}; layer {EXIT} is asked for")
-
-
-def test_another_shape_is_refused(expected, tmp_path):
-    path = expected("llama").path
-    wide = lsq_head(torch.zeros(VOCAB, 2 * HIDDEN))
-    refuse(path, saved(wide, path, tmp_path, hidden=2 * HIDDEN), "its hidden is 128, this model's is 64")
-    short = lsq_head(torch.zeros(VOCAB - 1, HIDDEN))
-    refuse(path, saved(short, path, tmp_path, vocab_size=VOCAB - 1), "its vocab_size is 255, this model's is 256")
-
-
-def test_truncated_file_is_refused(expected, lsq, tmp_path):
-    path = expected("llama").path
-    head = saved(lsq, path, tmp_path)
-    whole = head.read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2, 5, 0):
-        head.write_bytes(whole[:length])
-        with pytest.raises(HeadError, match="truncated"):
-            load_head(head)
-    refuse(path, head, "truncated")
-    refuse(path, tmp_path / "nowhere.safetensors", "does not exist")
-
-
-def saved(head: ExitHead, path: Path, folder: Path, **changes: Any) -> Path:
-    return save_head(folder / "head.safetensors", head, about(head, path, **changes))
-
-
-def test_an_engine_of_this_process_still_runs(expected):
-    """Refusals leave nothing behind that the next engine trips over."""
-    want = expected("llama")
-    with live(want.path, layer_skip(EXIT, 3)) as engine:
-        assert isinstance(engine, Live)
-        want.check(engine, SOME)

@@ -1,25 +1,16 @@
-"""A head and a gate from somebody else's package (tests/packages/toy): found by its entry points, fitted, saved, loaded
-and swept in vLLM, with no edit of selfspec."""
+"""A head and a gate from somebody else's package (tests/packages/toy): found by its entry points, fitted, saved and
+loaded in vLLM, with no edit of selfspec."""
 
-import csv
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from harness import layer_skip, live
-from models import LAYERS, save_tokenizer
+from models import LAYERS
 from test_fit_heads import config
-from typer.testing import CliRunner
 
-from selfspec_cli.commands.app import app
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
@@ -83,54 +74,3 @@ def test_a_sweep_over_a_gates_threshold_is_lossless_and_recorded(toy, expected):
             drafted.append(float(log.drafted.float().mean()))
     assert drafted[0] == drafted[2]
     assert drafted[1] < drafted[2] < drafted[3] < drafted[4] == pytest.approx(k, rel=0.1)
-
-
-def planned(*words: str) -> str:
-    """What a command would do, in a process of its own that finds the package by itself."""
-    path = os.pathsep.join([str(TOY), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "selfspec_cli", *words, "--dry-run", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def measured(*words: str) -> None:
-    """Run a command in this process, which has imported vLLM already."""
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output[-4000:]
-
-
-def test_a_sweep_over_a_gate_and_a_head_of_another_package(toy, expected, tmp_path):
-    """Fitted in this process, for the test above has a fit. A new process finds the package by itself and plans what is
-    measured here."""
-    model = tmp_path / "tiny"
-    shutil.copytree(expected("llama").path, model)
-    save_tokenizer(model)
-    given = [f"model={model}", "engine.enforce_eager=true", "engine.kv_cache_gib=0.0625", f"head_dir={tmp_path}/heads"]
-    given += ["workload.prompts=random", "workload.input_len=24", "workload.output_len=32", "workload.num_prompts=4"]
-    grid = ["gate=ratio", f"layer={EXIT}", "k=3", "perplexity_tokens=0", "repeats=3", "warmup=0"]
-    fit.run(
-        config(model, tmp_path / "heads"),
-        layers=[EXIT],
-        heads=("one_direction",),
-        pairs=1000,
-        ridge=1e-3,
-        corpus="random",
-    )
-    results = tmp_path / "results"
-    words = ["sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}"]
-    (plan,) = planned(*words).splitlines()
-    arms = [point for engine in json.loads(plan)["engines"] for point in engine if point["arm"] == "layer_skip"]
-    points = {(point["head"], point["gate"], point["threshold"]) for point in arms}
-    assert points == {(head, "ratio", threshold) for head in ("lens", "one_direction") for threshold in (0.3, 0.9)}
-    measured(*words)
-    with open(results / "summary.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["arm"] == "layer_skip"]
-    assert {(row["head"], row["gate"], float(row["threshold"])) for row in rows} == points
-    assert all(row["status"] == "ok" for row in rows)
-
-
-def test_without_the_package_its_heads_are_unknown(expected, tmp_path):
-    with pytest.raises(SettingsError, match="'one_direction' is not known"):
-        HeadSpec.from_name("one_direction")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import WORKER_EXTENSION
 from models import LAYERS, save_tiny, save_tokenizer
 
 from selfspec_cli.config.compose import compose_runs
@@ -145,11 +144,6 @@ def test_a_head_of_another_model(folder, tmp_path):
     other = config(folder, tmp_path, "head=lsq", f"head.path={path}")
     with pytest.raises(HeadError, match="fitted on another model"):
         run.run(other, Wanted(SMALL, only=("gate",)), open_engine=open_engine)
-
-
-def test_only_verify_asks_for_a_worker_that_can_be_made_faulty():
-    """The plain engine of `documents`, started after a faulty one, has no method that plants."""
-    assert run.FAULTY_WORKER != WORKER_EXTENSION
 
 
 def test_a_small_vocabulary_is_compared_with_the_exact_distribution(model_dir, tmp_path, report):

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import golden
 import pytest
 import torch
-from harness import Live, layer_skip, live
+from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
 from test_draft_weights import COMPILED, made
+from transformers import AutoTokenizer
 
 from selfspec_cli.config.paths import plain_model_dir
 from selfspec_cli.early_exit.errors import SettingsError
@@ -19,6 +19,14 @@ pytestmark = pytest.mark.engine
 
 __all__ = ["made"]  # the fixture
 K, SOME = 3, range(0, 32, 4)
+CODE = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    "for index, line in enumerate(lines):\n    if not line.strip():\n        ",
+    "    try:\n        value = int(text)\n    except ValueError:\n        ",
+    '"""Tools for reading and writing files."""\n\nimport ',
+)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +164,24 @@ def test_after_a_view_that_is_refused_the_view_before_it_drafts(expected):
     assert counts[0] == counts[1], counts
 
 
+CODE = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    "for index, line in enumerate(lines):\n    if not line.strip():\n        ",
+    "    try:\n        value = int(text)\n    except ValueError:\n        ",
+    '"""Tools for reading and writing files."""\n\nimport ',
+    "assert ",
+    "x = [",
+)
+
+
 def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
     """The same size and text as the embedded model, plainly trained."""
-    ids, found = golden.prompts(), {}
+    tokenizer, found = AutoTokenizer.from_pretrained(plain_model_dir()), {}
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in CODE]
     with live(plain_model_dir()) as engine:
-        want = golden.generate(engine, ids)
+        want = tokens(engine.generate(ids, greedy(32)))
     with live(plain_model_dir(), layer_skip(24, K, draft_weights="int8")) as engine:
         for name, view in (
             ("copies", {"layer_skip": 24, "draft_weights": "int8"}),
@@ -168,7 +189,7 @@ def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
         ):
             engine.call("early_exit_set_view", view)
             before = engine.counts()
-            assert golden.generate(engine, ids) == want, name
+            assert tokens(engine.generate(ids, greedy(32))) == want, name
             found[name] = engine.counts() - before
             found[name].require_both_verdicts()
     share = {name: counts.accepted / counts.drafted for name, counts in found.items()}

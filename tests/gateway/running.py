@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import signal
 import sys
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from fake import Fake
+from fake import Fake, answer
 
 from selfspec_cli.gateway import breaker, server, supervisor
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings, LedgerSettings, LimitSettings
 
 QUICK = LimitSettings(first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3)
 supervisor.POLL_SECONDS = 0.05
@@ -173,3 +174,21 @@ async def running(
         await task
     for fake in fakes:
         await fake.stop()
+
+
+# ---- What tests of hostile clients and backends have in common
+
+
+PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 8, "temperature": 0}
+WANTED = answer("once upon", 8)
+TENANTS = [
+    KeySettings(name=name, key=hashlib.sha256(name.encode()).hexdigest(), admin=name == "ann")
+    for name in ("ann", "bob")
+]
+ANN, BOB = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
+
+
+async def until(condition):
+    """Wait for it; the test's own limit of a minute ends what never comes."""
+    while not condition():
+        await asyncio.sleep(0.02)

@@ -1,8 +1,7 @@
 """Backends in simulated time, for policies: no sockets, no clock, the same numbers every time.
 
-A backend prefills one prompt after the other, and generates for all others at once: with n of them a token takes
-step + slope * n seconds, times work / tokens of its drafts. What the policy sees is a `Replica`, which learns from the
-simulated times as it does from real ones.
+The engine is the one of the servers that sleep (`experiments/gateway/step_engine.py`). What the policy sees is a
+`Replica`, which learns from the simulated times and from the engine's /metrics as it does from real ones.
 """
 
 from __future__ import annotations
@@ -10,81 +9,85 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from selfspec_cli.gateway.load import Load
+from scripts import importable
+
+from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Chooser, Ended
 from selfspec_cli.gateway.replica import Flight, Replica, State
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
-TICK = 0.05  # seconds; events of streams come at most so late
+with importable(Path(__file__).parents[2] / "experiments" / "gateway") as module:
+    step_engine = module("step_engine")
+
 LOOK = 1.0  # seconds between two looks at a server's /metrics
+NEVER = float("inf")
 
 
 @dataclass
-class Job:
-    """A request under way. left: tokens still to come."""
+class Ask:
+    """A request under way."""
 
     asked: Asked
     tokens: int
-    flight: Flight | None
+    flight: Flight
     at: float
-    prefill: float
-    left: float
     first: float | None = None
     ended: float = 0.0
 
 
 @dataclass
 class Server:
-    """One simulated backend. rate: tokens prefilled a second. extra: seconds a step besides, by the time."""
+    """One simulated backend: with n requests a plain step takes step + slope * n seconds, and extra by the time, or
+    what is on the curve of `points` (requests, seconds of a token). rate: tokens prefilled a second. says: whether it
+    tells what its next step will take. drafts: k and acceptance. work: what a round costs, in plain steps. engine: in
+    place of all these."""
 
     name: str
     step: float = 0.02
     slope: float = 0.001
     rate: float = 5000.0
     work: float = 1.0
-    tokens: float = 1.0
+    drafts: tuple[int, float] = (0, 0.0)
+    points: tuple[tuple[float, float], ...] = ()
     extra: Callable[[float], float] = lambda at: 0.0
     says: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
-    jobs: list[Job] = field(default_factory=list)
+    engine: Any = None
     replica: Replica = field(init=False)
+    due: float = NEVER
 
     def __post_init__(self) -> None:
-        self.replica = Replica(
-            BackendSettings(name=self.name, **self.settings), vllm=True, models=("toy",), state=State.up
-        )
-        self.replica.load = Load(work=self.work, tokens=self.tokens, drafts=self.tokens > 1, known=False)
+        k, acceptance = self.drafts
+        if self.engine is None:
+            cost = (self.work - 1) / k if k else 0.0
+            self.engine = step_engine.Engine(self.seconds, self.rate, k, acceptance, cost)
+        own = BackendSettings(name=self.name, **self.settings)
+        self.replica = Replica(own, vllm=True, models=("toy",), state=State.up, now=lambda: 0.0)
+        self.replica.load = Load(work=self.engine.work, tokens=self.engine.tokens, drafts=self.engine.k > 0)
+        self.counts = read(self.engine.metrics(self.says))
 
-    def token_seconds(self, at: float) -> float:
-        running = sum(job.prefill <= 0 for job in self.jobs)
-        return (self.step + self.slope * running) * self.work / self.tokens + self.extra(at)
+    def seconds(self, running: int) -> float:
+        """Of a round."""
+        if self.points:
+            return step_engine.on_curve(self.points, running) * self.engine.tokens
+        return (self.step + self.slope * running) * self.work + self.extra(self.replica.now())
 
-    def tell(self, at: float) -> None:
-        """The gateway looks at its /metrics; `says`: what a server that drafts expects its next step to take."""
-        step = self.token_seconds(at) * self.tokens if self.says else None
-        running = float(sum(job.prefill <= 0 for job in self.jobs))
-        self.replica.looked(self.replica.look(), replace(self.replica.load, running=running, known=True, step=step))
+    def tell(self) -> None:
+        """The gateway looks at its /metrics."""
+        counts = read(self.engine.metrics(self.says))
+        self.replica.looked(self.replica.look(), between(self.counts, counts, self.replica.load))
+        self.counts = counts
 
-    def until_next(self, at: float) -> float:
-        """Seconds to the next end of a prefill or of an answer."""
-        waiting = [job for job in self.jobs if job.prefill > 0]
-        soon = [waiting[0].prefill / self.rate] if waiting else []
-        soon += [job.left * self.token_seconds(at) for job in self.jobs if job.prefill <= 0]
-        return min(soon, default=float("inf"))
-
-    def advance(self, at: float, seconds: float) -> None:
-        waiting = [job for job in self.jobs if job.prefill > 0]
-        made = seconds / self.token_seconds(at)
-        for job in self.jobs:
-            if job.prefill <= 0:
-                job.left -= made
-        if waiting:
-            waiting[0].prefill -= seconds * self.rate
+    def begin(self, at: float) -> None:
+        """Begin the next step, if there is anything to do."""
+        seconds = self.engine.begin()
+        self.due = NEVER if seconds is None else at + seconds
 
 
 @dataclass(frozen=True)
@@ -146,66 +149,60 @@ def simulate(
         server.replica.now = lambda: clock["at"]
     arrivals = [(one.at, place, one) for place, one in enumerate(requests)]
     heapq.heapify(arrivals)
-    done: list[tuple[Job, Server]] = []
+    done: list[Ask] = []
     routes = {server.name: 0 for server in servers}
-    cost, qualities = 0.0, []
-    looked = 0.0
-    while arrivals or any(server.jobs for server in servers):
-        if clock["at"] >= looked + LOOK:
-            looked = clock["at"]
+    cost, qualities, look = 0.0, [], LOOK
+    while arrivals or any(server.engine.jobs for server in servers):
+        soon = min(server.due for server in servers)
+        clock["at"] = at = min(soon, look, arrivals[0][0] if arrivals else NEVER)
+        if at == look:
+            look += LOOK
             for server in servers:
-                server.tell(looked)
-        ahead = min([TICK, *(server.until_next(clock["at"]) for server in servers)])
-        ahead = min(ahead, arrivals[0][0] - clock["at"]) if arrivals else ahead
+                server.tell()
         for server in servers:
-            server.advance(clock["at"], ahead)
-        clock["at"] += ahead
-        for server in servers:
-            for job in list(server.jobs):
-                finished = _step(server, job, clock["at"])
-                if finished:
-                    server.jobs.remove(job)
-                    done.append((job, server))
-                    own = server.replica.settings
-                    paid = (job.asked.prompt_tokens * own.price_in + job.tokens * own.price_out) / 1e6
-                    cost += paid
-                    quality = judge(server.name, job.asked.text) if judge else None
-                    qualities += [] if quality is None else [quality]
-                    spent = clock["at"] - job.at
-                    chooser.learn(job.asked, server.replica, Ended(job.tokens, spent, paid, quality))
-        while arrivals and arrivals[0][0] <= clock["at"] + 1e-12:
+            if server.due > at:
+                continue
+            for ask in _step(server, at):
+                own = server.replica.settings
+                paid = (ask.asked.prompt_tokens * own.price_in + ask.tokens * own.price_out) / 1e6
+                cost += paid
+                quality = judge(server.name, ask.asked.text) if judge else None
+                qualities += [] if quality is None else [quality]
+                chooser.learn(ask.asked, server.replica, Ended(ask.tokens, at - ask.at, paid, quality))
+                done.append(ask)
+        while arrivals and arrivals[0][0] <= at:
             request = heapq.heappop(arrivals)[2]
             asked = asked_of(request)
             replica = chooser.choose(asked, [server.replica for server in servers]).order[0]
             server = next(one for one in servers if one.replica is replica)
             routes[server.name] += 1
-            flight = replica.begin(asked)
-            server.jobs.append(Job(asked, request.answer, flight, clock["at"], flight.own + 1e-9, request.answer))
+            ask = Ask(asked, request.answer, replica.begin(asked), at)
+            server.engine.jobs.append(step_engine.Job(ask.flight.own + 1e-9, request.answer, ask))
+            if server.due == NEVER:
+                server.begin(at)
     assert len(done) == len(requests)
     return Result(
-        [job.ended - job.at for job, _ in done],
-        [job.first - job.at for job, _ in done],
+        [ask.ended - ask.at for ask in done],
+        [ask.first - ask.at for ask in done],
         cost,
         sum(qualities) / len(qualities) if qualities else 0.0,
         routes,
     )
 
 
-def _step(server: Server, job: Job, at: float) -> bool:
-    """Advance a job, and inform the replica of its first token. Returns whether the job has ended."""
-    if job.prefill <= 1e-6 and job.first is None:
-        job.prefill, job.first = 0.0, at
-        job.flight.came(1)
-    if job.first is None:
-        return False
-    rounds = 1 + int((job.tokens - job.left + 1e-6) / server.tokens)  # each of them is one event of the stream
-    if rounds > job.flight.events:
-        job.flight.came(rounds - job.flight.events)
-    if job.left > 1e-6:
-        return False
-    server.replica.end(job.flight, job.tokens)
-    job.ended = at
-    return True
+def _step(server: Server, at: float) -> list[Ask]:
+    """End the step of now and begin the next one; returns the requests that have ended."""
+    ended = []
+    for job, _ in server.engine.end():
+        ask = job.of
+        ask.first = at if ask.first is None else ask.first
+        ask.flight.came(1)
+        if not job.left:
+            ask.ended = at
+            ended.append(ask)
+            server.replica.end(ask.flight, ask.tokens)
+    server.begin(at)
+    return ended
 
 
 def begun(replica: Replica, asked: Asked, seconds: float) -> Flight:

@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from fake import Fake
-from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
-from running import QUICK, running
+from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running, until
 
 from selfspec_cli.gateway import breaker, supervisor
 from selfspec_cli.gateway.breaker import Breaker

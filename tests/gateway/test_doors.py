@@ -12,8 +12,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from fake import Fake, answer
-from hostile import ANN, BOB, PROMPT, TENANTS, WANTED, until
-from running import QUICK, running
+from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running, until
 
 from selfspec_cli.gateway import core, doors, server
 from selfspec_cli.gateway import request as requests
@@ -139,6 +138,8 @@ async def test_a_long_body_of_token_ids_is_read_in_another_thread_and_streams_go
     [
         ({"Origin": "https://evil.example"}, 403),
         ({"Host": "evil.example"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Origin": "http://[evil"}, 403),
         ({"Host": "localhost:1"}, 200),
         ({"Origin": "https://app.example"}, 200),
         ({}, 200),

@@ -98,6 +98,13 @@ def test_token_ids_are_taken_out_and_text_is_left_alone():
     assert answer.next_way() is None
 
 
+@pytest.mark.parametrize("value", [b'"\\ud800"', b"NaN", b"-Infinity", b"[" * 9999 + b"]" * 9999])
+def test_what_could_not_be_handed_on_is_no_json_whichever_reader_has_it(value):
+    for number in (b"1", b"12345678901234567890"):
+        with pytest.raises(ValueError, match=r"."):
+            loads(b'{"number": %s, "value": %s}' % (number, value))
+
+
 @given(st.integers(), st.text())
 def test_integers_of_any_size_and_all_text_come_through(number, text):
     raw = json.dumps({"seed": number, "text": text}).encode()

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
-from hostile import until
-from running import QUICK, running
+from running import QUICK, running, until
 
 from selfspec_cli.gateway import breaker, upstream
 from selfspec_cli.gateway.breaker import LEAST_FAILURES

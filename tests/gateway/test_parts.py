@@ -9,8 +9,7 @@ import time
 
 import pytest
 from fake import Fake
-from hostile import until
-from running import running
+from running import running, until
 from simulated import begun
 
 from selfspec_cli.gateway import queues
@@ -25,7 +24,7 @@ from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
-from selfspec_cli.record.gateway_log import Ledger
+from selfspec_cli.record.gateway_log import Ledger, routes
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 
@@ -202,6 +201,14 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
     assert {one.gain for one in few.gains()} == {None}
 
 
+def test_a_route_is_the_requests_that_ended_well_and_nothing_that_was_not_measured():
+    asked = {"model": "m", "route": "a", "status": 200, "plain": False, "tokens": 10, "e2e_ms": 100.0, "cost": 1.0}
+    rows = [asked, asked | {"e2e_ms": 300.0}, asked | {"e2e_ms": 200.0}, asked | {"plain": True, "cost": None}]
+    routed, plain = routes([*rows, asked | {"status": 502}, asked | {"route": None}])
+    assert (routed.requests, routed.tokens, routed.e2e_ms, routed.cost, routed.ttft_ms) == (3, 30, 200.0, 3.0, None)
+    assert (plain.plain, plain.requests, plain.cost) == (True, 1, None)
+
+
 def test_a_hit_costs_nothing_and_counts_for_all_routes():
     ledger = Ledger()
     for plain, route, cost in ((True, "a", 2.0), (True, "a", 2.0), (False, "a", 2.0), (False, "cache", None)):
@@ -266,9 +273,17 @@ def test_what_a_server_says_of_itself():
     assert (load.tokens, load.work) == (3.5, pytest.approx(1.8))
     same = between(read(text), read(text), load)
     assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
-    anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, load)
-    assert anew.tokens == 1.0  # the server was started anew
+    few = between({"drafts": 10, "accepted": 25}, {"drafts": 12, "accepted": 25}, load)
+    assert few.tokens == pytest.approx(1 + 25 / 12)  # two rounds that brought nothing, after ten
+    many = between({"drafts": 12, "accepted": 25}, {"drafts": 212, "accepted": 25}, few)
+    assert many.tokens == 1.0  # so the acceptance of a busy server is followed at once
+    one = Replica(BackendSettings(name="a"), load=load)
+    one.came_up()  # the server was started anew, and warmed up
+    anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, one.load)
+    assert anew.tokens == 1.0
     assert not between(None, read("nothing\n"), Load()).known
+    for wrong in ("NaN", "-7", "1e999", "abc", ""):  # is no count, and none that a request could fail of
+        assert read(f"vllm:num_requests_running {wrong}\nvllm:num_requests_waiting 2\n") == {"waiting": 2}
 
 
 def test_what_a_server_expects_of_its_next_step_is_learnt():
@@ -278,7 +293,11 @@ def test_what_a_server_expects_of_its_next_step_is_learnt():
     for _ in range(FEW):
         one.looked(one.look(), between(None, read(text), Load(work=1.5, tokens=2.0)))
     assert one.timing.step(4) == pytest.approx(0.02)
-    one.looked(one.look(), between(None, read(text.replace("} 4", "} 0")), Load()))  # idle: it is the step before
+    for not_now in (
+        text.replace("} 4", "} 0"),
+        f"{text}vllm:selfspec_draft_length 0\n",
+    ):  # idle; or a step that is no round
+        one.looked(one.look(), between(None, read(not_now), Load()))
     assert one.timing.step(4) == pytest.approx(0.02)
 
 

@@ -6,8 +6,7 @@ import json
 import pytest
 from aiohttp import web
 from fake import Fake, answer, warms
-from hostile import PROMPT, WANTED
-from running import running
+from running import PROMPT, WANTED, running
 
 from selfspec_cli.gateway import upstream
 
@@ -102,6 +101,29 @@ async def test_integers_of_any_size_are_handed_on(tmp_path):
         large = 2**80 + 1
         await on.post(json.dumps(PROMPT | {"seed": large, "logit_bias": {"1": -large}}).encode())
         assert (on.fakes["a"].asked[-1]["seed"], on.fakes["a"].asked[-1]["logit_bias"]) == (large, {"1": -large})
+
+
+async def test_wishes_of_null_and_limits_of_any_size_are_none(tmp_path):
+    more = {"selfspec": {"backend": None, "policy": None}, "ignore_eos": True, "policy": None, "n": None}
+    async with running([Fake("a")], tmp_path, policy="least_time") as on:
+        assert (await on.post(json.dumps(PROMPT | more).encode()))[0] == 200
+        on.fakes["a"].refuse = 400
+        for wrong in ({"max_tokens": 10**400}, {"n": 10**400}, {"messages": 5}):
+            path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
+            status, body, _ = await on.post(json.dumps(PROMPT | more | wrong).encode(), path)
+            assert (status, body["error"]["backend"]) == (400, "a")  # a backend's matter
+
+
+async def test_a_client_that_offers_http2_is_answered_by_http1(tmp_path):
+    body = json.dumps(PROMPT).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    )
+    async with running([Fake("a")], tmp_path) as on:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(on.url.rsplit(":", 1)[1]))
+        writer.write(head + b"HTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
 
 
 class Ranks(Fake):

@@ -1,6 +1,13 @@
-"""The configuration: files, overrides, and what is said of mistakes in them."""
+"""The configuration: files, overrides, and what is said of mistakes in them.
 
-from dataclasses import asdict, replace
+`python tests/gateway/test_settings.py` writes the table of all settings into docs/gateway_reference.md.
+"""
+
+import json
+import re
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
@@ -11,8 +18,12 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+from selfspec_cli.record import gateway_log
 from selfspec_cli.record.gateway_log import Gain, Route
+from selfspec_cli.report import gateway, page
+from selfspec_cli.report.sources import Sources
 
 ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
 
@@ -149,3 +160,79 @@ def test_the_tables_of_the_demo_have_headings_that_need_no_glossary(capsys):
     assert "baseline" in words and "by policy" in words
     assert "all together" in words and "1.25 to 1.75" in words
     assert "streams that were continued: 1" in words
+
+
+# ---- docs/gateway_reference.md has a table of all settings
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
+
+
+def rows(schema, place=""):
+    hints = get_type_hints(schema)
+    for column in fields(schema):
+        kind, about = hints[column.name], column.metadata.get("knob")
+        inner = next((one for one in get_args(kind) if is_dataclass(one)), None)
+        if inner is not None:
+            yield from rows(inner, f"{place}{column.name}.N.")
+        elif is_dataclass(kind):
+            yield from rows(kind, f"{place}{column.name}.")
+        else:
+            default = column.default if column.default is not MISSING else column.default_factory()
+            shown = (
+                f"unset: {about.unset}"
+                if default is None
+                else f"`{str(default).lower()}`"
+                if isinstance(default, bool)
+                else f"`{default}`"
+            )
+            yield f"| `{place}{column.name}` | {shown} | {about.unit} | {about.help} |"
+            if column.name == "policy_options":
+                for name, policy in POLICIES.items():
+                    yield from rows(policy.options, f"policy_options.{name}.")
+
+
+def with_table(text):
+    table = "\n".join(["", "| setting | default | unit | meaning |", "|---|---|---|---|", *rows(GatewaySettings), ""])
+    return re.sub("(<!-- settings -->).*(<!-- /settings -->)", lambda m: m[1] + table + m[2], text, flags=re.S)
+
+
+def test_the_page_has_every_setting():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_table(text), f"write it anew: python {Path(__file__).name}"
+    assert "| `limits.at_once` | `4096` |" in text
+
+
+# ---- The gateway's section of the report page
+
+
+def row(number, plain=False, **more):
+    way = {"plain": plain, "e2e_ms": 100.0 if plain else 50.0, "cost": 2.0 if plain else 1.0, "cache": "off"}
+    asked = {"at": number, "model": "m<b>", "route": "a", "status": 200, "tokens": 10, "ttft_ms": 5.0, "survived": 0}
+    return asked | way | more
+
+
+def test_the_section_has_routes_gains_and_nothing_that_was_not_measured(tmp_path):
+    assert gateway.section(tmp_path) is None
+    folder = tmp_path / gateway_log.FOLDER
+    folder.mkdir()
+    rows = [row(number, plain=number % 3 == 0) for number in range(30)]
+    rows += [row(40, route="cache", cache="hit", cost=None, ttft_ms=None), row(41, status=502), row(42, route=None)]
+    lines = [json.dumps(one) for one in rows]
+    (folder / "requests.jsonl").write_text("\n".join(lines[:20]) + '\n{"cut off\n[]\n')
+    (folder / "others.jsonl").write_text("\n".join(lines[20:]) + "\n")
+    found = gateway.section(tmp_path)
+    assert found["requests"] == "33"
+    by_way = {(line[1], line[2]): dict(zip(found["columns"], line, strict=True)) for line in found["rows"]}
+    assert set(by_way) == {("a", "plain"), ("a", "routed"), ("cache", "routed")}
+    routed, hit = by_way["a", "routed"], by_way["cache", "routed"]
+    assert (routed["requests"], routed["tokens"], routed["TTFT"], routed["TPOT"]) == ("20", "200", "5 ms", "")
+    assert routed["gain in time"] == routed["gain in money"] == "2.00 (2.00 to 2.00)"
+    assert (by_way["a", "plain"]["gain in time"], hit["TTFT"], hit["money"], hit["hits"]) == ("", "", "", "1")
+    made = page.html(Sources([], [], [], gateway=found), [])
+    assert "What the gateway did" in made and "m&lt;b&gt;" in made and "m<b>" not in made
+    assert "What the gateway did" not in page.html(Sources([], [], []), [])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -3,12 +3,12 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from aiohttp import web
 from fake import WORDS, Fake, text_of, warms
-from hostile import PROMPT, WANTED
-from running import QUICK, running
+from running import PROMPT, QUICK, WANTED, running
 
 
 class Odd(Fake):
@@ -71,6 +71,12 @@ async def test_events_in_every_form_of_the_standard_come_through(tmp_path, form)
         b"data: [DONE]\n\n",
         b"data: oh dear\n\n",
         b"",
+        b'data: {"choices": 5}\n\n',
+        b'data: {"choices": [null]}\n\n',
+        b'data: {"choices": [{"text": "a", "token_ids": 5}]}\n\n',
+        b'data: {"choices": [{"text": "a", "token_ids": ["a", null]}]}\n\n',
+        b'data: {"choices": [{"text": "\\ud800"}], "n": 12345678901234567890}\n\n',
+        b'data: {"choices": [], "n": 12345678901234567890, "deep": ' + b"[" * 9999 + b"]" * 9999 + b"}\n\n",
     ],
 )
 @pytest.mark.parametrize("at", [0, 3])
@@ -92,6 +98,59 @@ def answer_ids():
     from fake import encode, generated
 
     return generated(encode("once upon"), 8)
+
+
+class Strange(Odd):
+    """Its events have what `more` adds to their choices, or to the event that counts tokens."""
+
+    more: ClassVar[dict] = {}
+
+    def write(self, data):
+        if data[:1] == b"{":
+            event = json.loads(data)
+            for choice in event["choices"]:
+                choice |= self.more
+            data = json.dumps(event | ({} if event["choices"] else self.more)).encode()
+        return b"data: " + data + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "body", "tried"),
+    [
+        ({"usage": [1]}, {}, ["a"]),  # of an answer that has ended: its tokens are counted here
+        ({"usage": {"completion_tokens": "x"}}, {}, ["a"]),
+        ({"logprobs": {"text_offset": ["x"]}}, {"logprobs": 1}, ["a", "b"]),
+        ({"text": ["x"]}, {"stop": ["never"]}, ["a", "b"]),
+        ({"text": 5}, {"stop": ["never"]}, ["a", "b"]),
+    ],
+)
+async def test_a_backend_that_continues_in_another_form_is_one_that_failed(tmp_path, more, body, tried):
+    first, second = Fake("a", die_after=4, times=1), Strange("b")
+    second.more = more
+    async with running([first, second], tmp_path) as on:
+        assert (await on.stream(PROMPT | body)).text == WANTED
+        assert (await on.rows())[-1]["tried"] == tried
+
+
+async def test_text_in_parts_of_its_own_form_is_handed_on_and_not_continued(tmp_path):
+    """Providers send lists of parts; what was sent of them is no text that could be asked for again."""
+    first = Strange("a")
+    first.more = {"text": [{"type": "text"}]}
+    async with running([first, Fake("b")], tmp_path, kinds={"a": "openai", "b": "openai"}) as on:
+        assert all(one["choices"][0]["text"] == first.more["text"] for one in (await on.stream(PROMPT)).events)
+        first.at, first.instead = 3, b""
+        *_, last = (await on.stream(PROMPT)).events
+        assert last["error"]["backend"] == "a"
+
+
+@pytest.mark.parametrize("tokens", [-5, 10**30, True, "7"])
+async def test_tokens_that_are_no_count_are_not_counted(tmp_path, tokens):
+    fake = Strange("a")
+    fake.more = {"usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
+    async with running([fake], tmp_path) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+        row = (await on.rows())[-1]
+        assert (row["prompt_tokens"], row["tokens"], row["status"]) == (3, 8, 200)
 
 
 async def test_an_error_that_is_null_is_none(tmp_path):

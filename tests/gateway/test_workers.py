@@ -12,8 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from hostile import until
-from running import Process, text_of_stream
+from running import Process, text_of_stream, until
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import workers

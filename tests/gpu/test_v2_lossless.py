@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # fixed_times
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
-from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import ARCHITECTURES, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
 from more_models import (
     IMAGE,
@@ -831,7 +831,7 @@ def gated(case: Case, requests: str = "plain") -> dict[str, dict[str, int]]:
             if gate == "changing":
                 outputs = changing(it, case.k)
             else:
-                it.call("early_exit_set_gate", gate, GATES[gate], CALIBRATION)
+                it.call("early_exit_set_gate", gate, GATES[gate])
                 outputs = tokens(it.generate(*plain()))
             made, counted = it.counts() - before, it.call("early_exit_counters")
             log = DraftLog.from_plain(it.call("early_exit_recorded"), case.k)
@@ -853,10 +853,10 @@ def changing(it: Live, k: int) -> list[list[int]]:
     core, (prompts, params) = it.llm.llm_engine, plain()
     for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         core.add_request(f"changing-{number}", {"prompt_token_ids": prompt}, wanted)
-    settings = cycle([("none", None), ("survival", 0.2), ("calibrated", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
+    settings = cycle([("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
     lengths, done = cycle(range(k, -1, -1)), {}
     while core.has_unfinished_requests():
-        it.call("early_exit_set_gate", *next(settings), CALIBRATION)
+        it.call("early_exit_set_gate", *next(settings))
         it.call("early_exit_set_draft_length", next(lengths))
         done |= {out.request_id: out for out in core.step() if out.finished}
     it.call("early_exit_set_draft_length", k)

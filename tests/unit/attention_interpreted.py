@@ -10,7 +10,7 @@ from vllm import logger as vllms_logger
 from vllm.model_executor.layers.attention import attention as vllms
 
 from selfspec_cli.vllm_plugin.attention import drafting, one_query
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 PAGE, BLOCKS = 16, 80
 

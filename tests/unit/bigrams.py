@@ -69,7 +69,7 @@ class Engine:
     def encode(self, text):
         return Tokenizer().encode(text)
 
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         self.gates.append((kind, threshold))
 
     def verify_counts(self):

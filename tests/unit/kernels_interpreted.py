@@ -12,11 +12,10 @@ import pytest
 import torch
 from all_statistics import all_statistics, statistic
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, DraftCounters
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.vllm_plugin.contexts import blocks as chosen
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, block_weights, block_weights_of_keys
 from selfspec_cli.vllm_plugin.contexts.window import Window
@@ -34,7 +33,7 @@ ROWS, K, VOCAB, MAX_LEN = 5, 3, 2100, 64  # two blocks of logits: the interprete
 
 
 def new_state(rows: int = ROWS, k: int = K, most: int = MAX_LEN, **more: Any) -> DraftState:
-    """most: tokens of a request's context; more: what `DraftState.around` takes besides."""
+    """most: tokens of a request's context; more: what `DraftState` takes besides."""
     buffers = SimpleNamespace(
         input_ids=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(rows, dtype=torch.int64),
@@ -43,7 +42,7 @@ def new_state(rows: int = ROWS, k: int = K, most: int = MAX_LEN, **more: Any) ->
     )
     mapping, places = torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64)
     tokens = torch.zeros(rows, k, dtype=torch.int64)
-    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), most, **more)
+    return DraftState(buffers, mapping, places, tokens, torch.tensor(0), most, **more)
 
 
 def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, steps: int = K) -> None:
@@ -184,8 +183,8 @@ def test_statistics_equal_the_plain_functions(vocab):
 
 def splitting_threshold(gate: str, logits: torch.Tensor) -> float | None:
     """An allowed threshold that closes the gate on some rows and not on others, far from every row's own statistic."""
-    if gate in ("none", "auto", "calibrated"):
-        return 0.5 if gate == "calibrated" else None
+    if gate in ("none", "auto"):
+        return None
     values = statistic(gate, logits).sort().values
     between = ((values[1:] + values[:-1]) / 2).tolist()
     return next(value for value in between if GATES[gate].low <= value <= GATES[gate].high)
@@ -193,13 +192,12 @@ def splitting_threshold(gate: str, logits: torch.Tensor) -> float | None:
 
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_open_where_the_plain_rule_does(kind):
-    calibration = Calibration("entropy", (0.5, 3.0, 6.0), (0.9, 0.6, 0.1)) if kind == "calibrated" else None
     state, logits = new_state(), sharp_and_flat(ROWS)
     threshold = splitting_threshold(kind, logits)
-    DeviceGate(state, kind, threshold, calibration)
+    DeviceGate(state, kind, threshold)
     begin(state, [10] * ROWS)
     end_step()(state, logits)
-    rule = GATES[kind].rule(threshold, calibration)
+    rule = GATES[kind].rule(threshold)
     open_ = rule.is_open(statistic(rule.feature or "maxp", logits))
     assert kind in ("none", "auto") or 0 < int(open_.sum()) < ROWS
     assert ((state.buffers.seq_lens > 0) == open_).all()
@@ -209,26 +207,9 @@ def test_gates_open_where_the_plain_rule_does(kind):
     assert state.buffers.positions[open_].tolist() == [11] * int(open_.sum())
 
 
-@pytest.mark.parametrize("feature", device_features())
-@pytest.mark.parametrize("tau", [0.0, 0.5, 0.85, 1.0])
-def test_a_calibrated_gate_is_a_threshold_on_its_feature(feature, tau):
-    rising = GATES[feature].direction == "at_least"
-    ps = (0.1, 0.1, 0.5, 0.9)
-    calibration = Calibration(feature, (0.1, 0.3, 0.5, 0.7), ps if rising else ps[::-1])
-    state = new_state()
-    gate = DeviceGate(state, "none", None, None)
-    gate.set("calibrated", tau, calibration.to_dict())
-    sign, limit = state.gate_rule.tolist()
-    values = torch.linspace(0, 1, 98)  # no knot and no crossing among them, where rounding decides
-    assert state.features[int(state.gate_feature)] == feature
-    assert torch.equal(sign * values >= sign * limit, calibration.probability(values) >= tau), gate.threshold
-    gate.set("none", None)
-    assert int(state.gate_feature) == -1
-
-
 def test_a_gate_without_a_device_expression_is_refused_and_changes_nothing(monkeypatch):
     state = new_state()
-    gate = DeviceGate(state, "maxp", 0.3, None)
+    gate = DeviceGate(state, "maxp", 0.3)
     cpu_only = replace(GATES["margin"], name="cpu_only", device=None)
     monkeypatch.setitem(GATES._found, "cpu_only", cpu_only)
     with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
@@ -283,7 +264,7 @@ def test_the_draft_length_and_the_runners_own_limit_both_hold():
 
 def test_counters_count_as_the_cpus_do():
     state, plain = new_state(), DraftCounters(K)
-    gate = DeviceGate(state, "maxp", 0.3, None)
+    gate = DeviceGate(state, "maxp", 0.3)
     end = end_step()
     for seed in range(6):  # each number of rows, and each threshold with few and with many
         requests = seed % ROWS + 1

@@ -13,7 +13,7 @@ from selfspec_cli.vllm_plugin.attention import one_query
 from selfspec_cli.vllm_plugin.weights import lowbit, rounding
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens as few_tokens
 from selfspec_cli.vllm_plugin.weights import lowbit_one_token as one_token
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)

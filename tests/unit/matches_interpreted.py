@@ -191,7 +191,7 @@ def test_what_bounds_drafts_bounds_free_ones(own, end, limit, steps, wanted):
 
 def test_a_table_bounds_them_and_a_gate_is_not_asked():
     device = Device(LengthTable.parse("1:3 2:1", K))
-    DeviceGate(device.state, "maxp", 1.0, None)
+    DeviceGate(device.state, "maxp", 1.0)
     assert [len(draft) for draft in device.draft([REPEATED], [1], [[]])] == [FREE]
     assert [len(draft) for draft in device.draft([REPEATED] * 2, [1, 1], [[]] * 2)] == [1, 1]
 

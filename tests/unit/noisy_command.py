@@ -42,7 +42,7 @@ class Engine:
     def call(self, method, *words):
         return {"early_exit_meter_stop": {}}.get(method)
 
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         if str(threshold) == FAIL:
             noise("before-it-fails")
             raise RuntimeError("the engine core is dead")

@@ -1,4 +1,4 @@
-"""What the property tests share: how hypothesis searches, and made-up logs, costs and calibrations.
+"""What the property tests share: how hypothesis searches, and made-up logs and costs.
 
 The same examples every time, so that a failure is one for everybody. SELFSPEC_EXAMPLES=search searches at random, and
 longer; SELFSPEC_EXAMPLES=few, which mutation testing uses, asks only whether there is a failure.
@@ -10,7 +10,6 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES, features
@@ -48,12 +47,3 @@ def logs(draw, k: int = 4, full: bool = False):
     )
     statistics[torch.arange(k) >= drafted.unsqueeze(1)] = torch.nan
     return DraftLog(statistics, drafted, accepted, torch.arange(rounds) // 2, features())
-
-
-@st.composite
-def calibrations(draw, feature: str | None = None):
-    """Any map that `calibration_from_dict` accepts, over statistics from -10 to 10."""
-    feature = feature or draw(st.sampled_from(features()))
-    xs = sorted(draw(st.sets(st.floats(-10, 10), min_size=1, max_size=6)))
-    ps = sorted(draw(st.lists(rates, min_size=len(xs), max_size=len(xs))))
-    return Calibration(feature, tuple(xs), tuple(ps if GATES[feature].direction == "at_least" else ps[::-1]))

@@ -99,7 +99,7 @@ def test_where_a_request_ends_by_its_sampling_parameters(given, prompt, wanted):
 
 def test_thresholds_of_requests_come_before_the_gates_own():
     state = new_state(LengthTable.parse("1:5", K))
-    DeviceGate(state, "maxp", 0.0, None)
+    DeviceGate(state, "maxp", 0.0)
     take_in(state, [4, 2], [NOTHING, NOTHING], [0.99, 0.0], [Ending(), Ending()])
     logits = torch.zeros(ROWS, 2100)
     logits[:, 7] = math.log(0.95 / 0.05 * 2099)  # probability 0.95

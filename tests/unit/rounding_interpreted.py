@@ -198,8 +198,8 @@ def test_a_compiled_layer_of_an_engine_for_many_requests_chooses_when_it_runs(as
         return F.linear(x, Integers(4).dequantise({"words": words, "scales": scales}, x.dtype), bias)
 
     monkeypatch.setattr(lowbit, "_many_requests_at_a_time", lambda: True)
-    monkeypatch.setattr(lowbit.marlin, "repacked", lambda copy, bits: (copy["words"].clone(), copy["scales"].clone()))
-    monkeypatch.setattr(lowbit.marlin, "product", product)
+    monkeypatch.setattr(lowbit, "repacked", lambda copy, bits: (copy["words"].clone(), copy["scales"].clone()))
+    monkeypatch.setattr(lowbit, "marlin_product", product)
     layer = Layer(DRAFT_WEIGHTS["int4"])
     together, seen = compiled(layer, fused.round_in_front)
     for tokens in (5, 32, 33, 65):  # traced with few: the operators choose, not the graph

@@ -26,8 +26,8 @@ from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
 from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
+from selfspec_cli.vllm_plugin.v2.widths import tell_speculator
 
 K, VOCAB, REQUESTS = 4, 40, 3
 WINDOW, BLOCK = 16, 4  # tokens

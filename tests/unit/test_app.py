@@ -32,7 +32,7 @@ def model(tmp_path, monkeypatch):
 class Engine:
     cfg: object
 
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         pass
 
 
@@ -81,8 +81,6 @@ def test_every_command_has_help_with_an_example(command):
         (("sweep", "workload.bacth=4"), "did you mean 'workload.batch'"),
         (("sweep", "gate=margin", "threshold=0.1,2"), "from 0 to 1"),
         (("sweep", "gate=entropy", "threshold=-1"), "at least 0"),
-        (("sweep", "gate=calibrated", "layer=2"), "selfspec roc layer=2"),
-        (("sweep", "gate=calibrated", "gate.calibration=gone.json"), "gone.json"),
         (("bench", "tuned=nothing"), "selfspec tune model=nothing"),
         (("roc", "layer=8"), "1..7"),
         (("tune", "layer=8"), "1..7"),
@@ -290,7 +288,7 @@ def test_a_tracker_gets_rows_and_figures_and_its_failure_is_a_warning(engines, m
         return draw(points, out)
 
     monkeypatch.setattr(make, "pictures", drawing)
-    monkeypatch.setattr("selfspec_cli.commands.tracked.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
+    monkeypatch.setattr("selfspec_cli.commands.measuring.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
     assert call("sweep", "gate=varH", "tau_v=4", model).exit_code == 0
     assert sent == []  # no tracker was asked for
     result = call("sweep", "gate=varH", "tau_v=5", model, "tracker=wandb")
@@ -328,7 +326,7 @@ def test_a_disk_that_fills_up_ends_the_command_with_what_to_do(engines, model, m
     def full(*_):
         raise OSError(28, "No space left on device", "results/runs/x.part")
 
-    monkeypatch.setattr("selfspec_cli.record.folder.os.link", full)
+    monkeypatch.setattr("selfspec_cli.whole.os.fsync", full)
     result = call("sweep", model)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr and "free some space" in result.stderr

@@ -84,7 +84,7 @@ def test_ppl_sends_its_findings_to_the_tracker_that_is_asked_for(asked, model, m
         def report(self, command, results, rows, pictures):
             sent.append((command, [(row.arm, round(row.delta_ppl_of_greedy, 3)) for row in rows]))
 
-    monkeypatch.setattr("selfspec_cli.commands.tracked.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
+    monkeypatch.setattr("selfspec_cli.commands.measuring.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
     for found in FOUND:
         folder.save_finding("results", replace(found, arm=found.arm | {"model": "m"}))
     assert call("ppl", "method=skip", model).exit_code == 0 and sent == []

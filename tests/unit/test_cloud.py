@@ -115,7 +115,7 @@ def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(tmp_path):
     for number in range(3):
         running = job(results)
         until = time.monotonic() + 120
-        while len(folder.heads(results)) < 1 + 2 * number and running.poll() is None and time.monotonic() < until:
+        while len(folder.read(results)[0]) < 1 + 2 * number and running.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(draw.uniform(0, 0.6))
         os.killpg(running.pid, signal.SIGKILL)

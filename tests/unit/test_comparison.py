@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
-from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.early_exit.fitting import tokens_a_round
 from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.record import documents
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save
+from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup
 from selfspec_cli.report import heads
 from selfspec_cli.report.figures import exits
 from selfspec_cli.stages.heads import beside, predict
@@ -77,7 +78,7 @@ def test_the_best_head_balances_cost_and_acceptance(tmp_path):
     assert best.vocab == "1024"
     assert best.predicted_speedup == max(times.at(2, 80e-6).speedup(t, k) for k, t in best.tokens.items())
     best.measured_speedup, best.measured_min, best.measured_max = 1.5, 1.4, 1.6
-    files = save(rows, {"pairs": 7}, tmp_path)
+    files = documents.save_rows("heads", HeadRow, rows, {"pairs": 7}, tmp_path)
     lines = (tmp_path / "heads.csv").read_text().splitlines()
     assert len(lines) == 5 and lines[0].startswith("model,E,head,vocab,agreement")
     assert lines[4].startswith("m,4,lens,full,,,")  # what was not measured is empty, not 0

@@ -11,7 +11,7 @@ import programs
 import pytest
 
 from selfspec_cli.commands.shared import complete
-from selfspec_cli.config import completion, options, tuned_files
+from selfspec_cli.config import choices, model_digest, options
 from selfspec_cli.config.schema import GROUPS, RunConfig
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.gates import GATES
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def offered(word):
-    return [text for text, _ in completion.candidates(word)]
+    return [text for text, _ in options.candidates(word)]
 
 
 def test_keys_are_offered_with_their_help():
-    found = dict(completion.candidates(""))
+    found = dict(options.candidates(""))
     every = {f"{key}=" for key in knobs.options(RunConfig).keys() - options.RARE}
     assert found.keys() == every | {f"{name}=" for name in (*GROUPS, "experiment", "tuned")}
     assert all(found.values())
@@ -50,9 +50,9 @@ def test_choices_and_presets_are_offered(word, expected):
 
 
 def test_models_that_were_tuned_are_offered(tmp_path, monkeypatch):
-    folder = tmp_path / "conf" / tuned_files.FOLDER
+    folder = tmp_path / "conf" / choices.TUNED
     folder.mkdir(parents=True)
-    (folder / f"mine-{'0' * tuned_files.SHORT}.yaml").touch()
+    (folder / f"mine-{'0' * model_digest.SHORT}.yaml").touch()
     monkeypatch.chdir(tmp_path)
     assert offered("tuned=") == ["tuned=mine"]
 
@@ -62,7 +62,7 @@ def test_models_that_were_tuned_are_offered(tmp_path, monkeypatch):
     [
         ("selfspec sweep gate = ma", 4, "ma", ["margin", "maxp"]),
         ("selfspec sweep tracker.kind =", 3, "", ["none", "wandb"]),
-        ("selfspec sweep ga", 2, "ga", ["gate=", "gate.kind=", "gate.calibration="]),
+        ("selfspec sweep ga", 2, "ga", ["gate=", "gate.kind="]),
         ("selfspec sweep workload.prompts='a b' laye", 3, "laye", ["layer=", "layer=VALUE"]),
     ],
 )

@@ -118,7 +118,6 @@ def test_points_that_measure_the_same_are_one():
         (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "margin, maxp"),
         (["gate=margin", "tau_v=0.2"], "by gate 'margin', which takes tau or threshold;", "gates that use tau_v: varH"),
         (["gate=maxp,margin", "tau_v=4"], "tau_v=4 is not used by gate 'maxp'", "varH"),
-        (["gate=maxp", "gate.calibration=file.json"], "is not used by gate 'maxp'", "gate.calibration: calibrated"),
         (
             ["gate=none,maxp", "tau=0.2", "threshold=0.5"],
             "tau=0.2 and threshold=0.5: both are threshold",
@@ -606,6 +605,7 @@ def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp
     old["engine"] |= {"name": "h100", "enable_chunked_prefill": None, "async_scheduling": None}
     old["model"] |= {"exit_layer": 8, "draft_length": None}
     old |= {"tau": None, "tau_v": 4.0, "draft_window": None, "read_first": True}
+    old["gate"]["calibration"] = None
     old["launcher"] |= {"tries": 2, "address": None, "cluster": "slurm", "partition": None, "minutes": 240}
     old["tracker"] |= {"project": "mine", "entity": None}
     old["load"] |= {"e2e_limit": None, "category": "category"}

@@ -27,7 +27,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.record.tables import identity
 
-KINDS = [kind for kind in GATES if kind not in ("none", "auto", "calibrated")]
+KINDS = [kind for kind in GATES if kind not in ("none", "auto")]
 VARH = GateConfig(kind="varH")
 MAXP = GateConfig(kind="maxp")
 GPU = EngineConfig(device="cuda")

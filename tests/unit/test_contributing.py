@@ -21,7 +21,7 @@ PACKAGE = ROOT / "selfspec_cli"
 
 # Words that other files may know: what nothing is chosen by, the one gate that maps another's statistic, and a value of
 # other settings, too.
-NEUTRAL = {"none", "calibrated", "shared", "lens", "full", "auto"}
+NEUTRAL = {"none", "shared", "lens", "full", "auto"}
 REGISTRIES = {
     "gates": (GATES, "GATE", "early_exit/gates"),
     "heads": (HEADS, "HEAD", "early_exit/heads"),
@@ -52,10 +52,10 @@ def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
         "int8": {"defaults.py"},
         "varH": {"sprint_aliases.py"},
         "lsq": {"fit.py", "head_metadata.py", "head_files.py"},
-        "window": {"ppl.py", "trace.py", "window.py"},
+        "window": {"ppl.py", "window.py"},
         "trace": {"profile.py"},
     }
-    allowed = others.get(name, set())  # windows of a text that is scored, and of a profile's time; a trace of a GPU
+    allowed = others.get(name, set())  # windows of a text that is scored; a trace of a GPU
     assert {file.name for file in mentions} <= allowed
 
 

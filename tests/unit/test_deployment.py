@@ -170,7 +170,7 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
             "plain_tok_s": 9.0,
         }
         finalist = tune.Finalist(chosen, measured)
-        return tune.TuneResult(finalist, [finalist], [], 1, 1.0, str(file), words)
+        return tune.TuneResult(finalist, [finalist], [], 1.0, str(file), words)
 
     monkeypatch.setattr(tune, "run", found)
     result = call("tune", "model=./model", "layer=2")

@@ -78,13 +78,11 @@ def test_weights_and_config_of_a_model_are_part_of_every_key(cfg, tmp_path):
     assert model_fingerprint(dummy) == before  # its weights come from the seed
 
 
-def test_a_draft_vocabulary_a_calibration_and_a_prompts_file_are_read(cfg, tmp_path):
+def test_a_draft_vocabulary_and_a_prompts_file_are_read(cfg, tmp_path):
     file = tmp_path / "file"
     file.write_text("1 2 3")
-    calibrated = GateConfig("calibrated", str(file))
     for wanted in (
         replace(cfg, vocab=str(file)),
-        replace(cfg, gate=calibrated, threshold=0.5),
         replace(cfg, workload=WorkloadConfig(prompts=str(file))),
     ):
         file.write_text("1 2 3")

@@ -43,7 +43,7 @@ def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_page
 
 
 def test_a_table_of_files_md_has_the_rows_and_the_columns_that_its_block_names(doc_pages, tmp_path, monkeypatch):
-    files = sys.modules["figure_files"]
+    files = sys.modules["figure_points"]
     monkeypatch.setattr(sys.modules["figure_cells"], "PUBLISHED", tmp_path)
     document = {"card": "H200", "runs": {"a": [{"ms": 2.0, "over": 4.0}, {"ms": None}], "b": [{"late": [1, 2]}]}}
     (tmp_path / "one.json").write_text(json.dumps(document))
@@ -173,7 +173,7 @@ def test_a_row_of_the_readme_is_one_setting(doc_pages):
 
 
 def test_the_milestones_of_a_model_of_28_layers_count_its_own_bytes(doc_pages, monkeypatch):
-    sprint = sys.modules["figure_sprint"]
+    sprint = sys.modules["figure_quality"]
     weights = {"full": 28.0 * 90 + 470, "draft": 12.0 * 90 + 470, "full_kv_token": 28.0, "draft_kv_token": 12.0}
     words = {"command": ["selfspec", "sweep", "experiment=m_qwen"]}
     base = points.baseline(**words)

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.keys import engine_key, settings_key
+from selfspec_cli.config.keys import Keys, engine_key
 from selfspec_cli.config.schema import HeadConfig, RunConfig, resolved
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.contexts import CONTEXTS, Context
@@ -60,7 +60,7 @@ def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
         compose_runs(None, ["layer=6", *given])[0]
         for given in (["draft_window=64"], ["draft_context=window:64"], [], ["draft_window=80"])
     ]
-    keys = [settings_key(cfg) for cfg in cfgs]
+    keys = [Keys().settings(cfg) for cfg in cfgs]
     assert keys[0] == keys[1] and len(set(keys)) == 3
     assert cfgs[0] == cfgs[1] and engine_key(cfgs[0]) != engine_key(cfgs[2])
 
@@ -108,7 +108,7 @@ def test_a_further_kind_of_context_needs_no_setting_of_its_own(ends):
     row = tables.planned(cfg, "a key")
     assert (row.draft_context, row.draft_window) == ("ends:16:48", None)
     assert "ends:16:48" in label(row)
-    assert settings_key(cfg) != settings_key(resolved(RunConfig(layer=6)))
+    assert Keys().settings(cfg) != Keys().settings(resolved(RunConfig(layer=6)))
     settings = ResolvedSettings.from_user({"layer_skip": 6, "draft_context": "ends:16:48"}, 12)
     assert settings.context == view.context
     assert ResolvedSettings.from_dict(settings.to_dict()) == settings

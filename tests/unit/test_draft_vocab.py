@@ -140,15 +140,6 @@ def test_a_list_may_begin_with_a_blank_line(tmp_path):
     assert draft_vocab.read_ids(tmp_path / "list", VOCAB).tolist() == [1, 8]
 
 
-def test_counts_are_whole_numbers_and_make_their_folder(tmp_path):
-    counts = draft_vocab.count_tokens([[1, 1, 8], [8, 9, 40]], VOCAB)
-    assert counts.tolist() == [0, 2, 0, 0, 0, 0, 0, 0, 2]
-    assert counts.dtype == torch.int64
-    for _ in range(2):  # again over what is there
-        path = draft_vocab.save_counts(tmp_path / "new" / "heads", counts, "a text")
-    assert [file.name for file in path.parent.iterdir()] == [draft_vocab.COUNTS_FILE]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -227,24 +218,6 @@ def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):
     with pytest.raises(HeadError, match="is for layer 3; layer 2 is asked for"):
         check(replace(cfg, head=HeadConfig(path=str(path))), 2)
     check(cfg, 2, 7, 7)  # the lens is of every model
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"\xff" * 200,
-        lambda data: data[:-1],
-        lambda data: data[:40],
-        lambda data: b"",
-        lambda data: data + b"x",
-    ],
-)
-def test_a_damaged_file_is_refused_without_torch(cfg, damage):
-    fitted(cfg)
-    path = head_folder(cfg) / "layer3_lsq.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(HeadError, match="truncated"):
-        check(replace(cfg, head=HeadConfig(path=str(path))))
 
 
 def test_a_file_is_called_what_it_holds(cfg, tmp_path):

@@ -1,7 +1,6 @@
 """Head files: what is saved comes back, and what should not be loaded is not."""
 
 import dataclasses
-import os
 import pathlib
 
 import pytest
@@ -71,30 +70,6 @@ def test_round_trip(name, dtype, tmp_path):
     head.to(torch.float32)
 
 
-def test_file_is_readable_by_others_and_alone(saved, tmp_path):
-    assert list(saved.parent.iterdir()) == [saved]
-    (tmp_path / "usual").touch()
-    assert saved.stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
-@pytest.mark.parametrize("failure", [OSError("disk"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("where", ["replace", "save_file"])
-def test_an_interrupted_save_leaves_nothing_new(failure, where, saved, monkeypatch):
-    before = saved.read_bytes()
-
-    def fail(tensors, path, *rest, **more):
-        if where == "save_file":
-            pathlib.Path(path).write_bytes(b"half")
-        raise failure
-
-    monkeypatch.setattr(*((os, "replace", fail) if where == "replace" else (artifact, "save_file", fail)))
-    for name in (saved.name, "other.safetensors"):
-        with pytest.raises(type(failure)):
-            save_head(saved.parent / name, lsq_head(-W), META)
-    assert list(saved.parent.iterdir()) == [saved]
-    assert saved.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("want", "words"),
     [
@@ -115,21 +90,6 @@ def test_every_truncation_is_refused(saved):
         saved.write_bytes(whole[:length])
         with pytest.raises(HeadError, match="truncated"):
             load_head(saved)
-    saved.write_bytes(whole[:-1])
-    with pytest.raises(HeadError, match=f"it has {len(whole) - 1} bytes, and its header says {len(whole)}$"):
-        load_head(saved)
-
-
-def test_a_file_of_tensors_alone_is_no_head(tmp_path):
-    save_file({"weight": W}, tmp_path / "weights.safetensors")
-    with pytest.raises(HeadError, match="is a safetensors file but no exit head; its format is None"):
-        load_head(tmp_path / "weights.safetensors")
-
-
-def test_a_header_that_safetensors_does_not_take_is_refused(saved):
-    saved.write_bytes(saved.read_bytes().replace(b'"F32"', b'"F99"', 1))
-    with pytest.raises(HeadError, match=f"head {saved} is truncated or corrupt: "):
-        load_head(saved)
 
 
 def test_a_file_whose_tensors_were_exchanged_is_named(saved):
@@ -334,20 +294,7 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
         find_head(tmp_path, 3, LSQ, "v4")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lnes",
-        "lsq_r3",
-        "translator_kl",
-        "lsq_kl",
-        "lens_bias",
-        "translator_argmax",
-        "translator_r0",
-        "translator_r",
-        "",
-    ],
-)
+@pytest.mark.parametrize("name", ["lnes", "lsq_r3", "translator_argmax", "translator_r0", "translator_r", ""])
 def test_heads_that_there_are_not(name):
     with pytest.raises(SettingsError):
         HeadSpec.from_name(name)

@@ -9,8 +9,7 @@ from exit_heads import lens_head
 
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.errors import HeadError
-from selfspec_cli.early_exit.evaluation import agreement, choose_ridge, draft_ids
-from selfspec_cli.early_exit.fitting import fit_head, translator_target
+from selfspec_cli.early_exit.fitting import agreement, choose_ridge, draft_ids, fit_head, translator_target
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec
 
@@ -114,13 +113,6 @@ def test_solving_between_updates_changes_nothing():
     assert report.condition == pytest.approx(want[2].condition)
 
 
-def test_inputs_are_left_as_they_were():
-    x, z = X.clone(), Z.clone()
-    equations(z, x=x)
-    assert torch.equal(x, X)
-    assert torch.equal(z, Z)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_full_rank_is_the_full_solution(bias):
     sums = equations(Z - X, bias)
@@ -130,6 +122,7 @@ def test_full_rank_is_the_full_solution(bias):
     if bias:
         torch.testing.assert_close(low_intercept, intercept, rtol=1e-8, atol=1e-8)
     assert low_report.residual == pytest.approx(report.residual, rel=1e-6)
+    assert low_report.condition == report.condition
 
 
 @pytest.mark.parametrize("rank", [1, 3])
@@ -229,11 +222,6 @@ def test_too_few_pairs_need_a_ridge(pairs, bias):
         sums.solve()
     if pairs:
         assert torch.isfinite(sums.solve(1e-6)[0]).all()
-
-
-def test_as_many_pairs_as_unknowns_are_enough():
-    weight, _ = equations(Z[:HIDDEN], x=X[:HIDDEN]).solve()[:2]
-    torch.testing.assert_close(X[:HIDDEN] @ weight.T, Z[:HIDDEN], rtol=1e-5, atol=1e-5)
 
 
 def test_states_that_do_not_span_need_a_ridge():

@@ -4,21 +4,17 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.calibrating import fit_calibration
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, device_features, require_device
 from selfspec_cli.early_exit.gates.base import Rule
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import OPTIONS, USER_KEYS, DraftSettings, GateConfig
-from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
+from selfspec_cli.early_exit.thresholds import check_threshold, number
 
-MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 KEYS = ", ".join(USER_KEYS)
-TAU = "adaedl, calibrated, margin, maxp, survival"
+TAU = "adaedl, margin, maxp, survival"
 LONG = (
     "because each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
     "that length is never accepted often enough to pay for itself"
@@ -39,6 +35,11 @@ def said(call, *arguments):
             {"layer_skp": 3},
             f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?",
         ),
+        (
+            {"method": "layerskip"},
+            "method 'layerskip' is not known; allowed: layer_skip, skip; did you mean 'layer_skip'?",
+        ),
+        ({"head_path": 3}, "head_path = 3 must be text, a path or words"),
         ({"layer_skip": 12}, "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)"),
         (
             {"layer_skip": True},
@@ -61,11 +62,15 @@ def said(call, *arguments):
         (
             {"threshold": 0.5},
             "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
-            "adaedl, calibrated, entropy, margin, maxp, survival, varH",
+            "adaedl, entropy, margin, maxp, survival, varH",
         ),
         (
             {"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
             "threshold = 0.5 and tau = 0.5 and tau_v = 1.0 mean the same setting; give one",
+        ),
+        (
+            {"gate": 3},
+            "gate 3 is not known; allowed: none, adaedl, auto, entropy, margin, maxp, survival, varH",
         ),
         (
             {"lsq_head_path": "a", "head_path": "b"},
@@ -79,14 +84,6 @@ def said(call, *arguments):
         (
             {"method": "skip", "draft_weights": "fp8"},
             "draft_weights 'fp8' is not used by method 'skip', which drafts nothing; allowed: shared",
-        ),
-        (
-            {"gate": "calibrated"},
-            "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts",
-        ),
-        (
-            {"gate": "maxp", "calibration": MAP},
-            "calibration is given but gate 'maxp' does not use it; gates that do: calibrated",
         ),
     ],
 )
@@ -108,42 +105,6 @@ def test_of_a_users_words(spec, text):
 )
 def test_of_settings_in_json(change, text):
     assert said(ResolvedSettings.from_dict, {**ResolvedSettings(layer=3, k=5).to_dict(), **change}) == text
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"knots": 3}, "calibration key 'knots' is not known; allowed: feature, xs, ps"),
-        ({"xs_": 3}, "calibration key 'xs_' is not known; allowed: feature, xs, ps; did you mean 'xs'?"),
-        (
-            {"feature": None},
-            "calibration feature None is not known; allowed: adaedl, entropy, margin, maxp, survival, varH",
-        ),
-        (
-            {"feature": "calibrated"},
-            "calibration feature 'calibrated' is not known; allowed: adaedl, entropy, margin, "
-            "maxp, survival, varH; did you mean 'adaedl'?",
-        ),
-        ({"xs": [0.5, 0.5]}, "calibration xs must ascend strictly: (0.5, 0.5)"),
-        ({"ps": [0.9, 0.2]}, "calibration ps over 'margin' must be rising: (0.9, 0.2)"),
-        ({"feature": "entropy"}, "calibration ps over 'entropy' must be falling: (0.2, 0.9)"),
-        ({"ps": [-0.1, 1.0]}, "calibration ps must lie between 0 and 1: (-0.1, 1.0)"),
-        ({"ps": [0.2]}, "calibration needs as many xs as ps, at least one; given 2 and 1"),
-        ({"xs": [], "ps": []}, "calibration needs as many xs as ps, at least one; given 0 and 0"),
-        ({"xs": "ab"}, "calibration xs = 'ab' must be a list of finite numbers"),
-        ({"ps": [0.1, True]}, "calibration ps = [0.1, True] must be a list of finite numbers"),
-        ({"ps": [0.1, math.inf]}, "calibration ps = [0.1, inf] must be a list of finite numbers"),
-    ],
-)
-def test_of_maps(change, text):
-    assert said(calibration_from_dict, {**MAP, **change}) == text
-
-
-def test_probabilities_of_a_map_may_be_0_and_1_and_a_map_of_one_knot_may_be_anywhere():
-    assert calibration_from_dict({**MAP, "ps": [0, 1]}) == Calibration("margin", (0.0, 0.5), (0.0, 1.0))
-    assert calibration_from_dict({"feature": "varH", "xs": (3,), "ps": (1,)}).ps == (1.0,)
-    level = calibration_from_dict({**MAP, "ps": [0.5, 0.5]})
-    assert level.to_dict() == {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.5, 0.5]}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +146,6 @@ def test_of_a_threshold_that_decides_nothing(gate, threshold, text):
     settings = DraftSettings(gate=GateConfig(gate), threshold=threshold)
     assert warnings_for(settings, 1000) == [f"gate {gate!r} {text}"]
     assert warnings_for(DraftSettings(), 1000) == []
-    assert warnings_for(DraftSettings(gate=GateConfig("calibrated", "a file"))) == []  # the file is to say
 
 
 def test_of_numbers_and_thresholds_on_a_live_engine():
@@ -223,27 +183,12 @@ def test_of_gates():
     assert said(lambda: replace(GATES["maxp"], key="taw")) == (
         "gate 'maxp': threshold key 'taw' is not known; allowed: threshold, tau, tau_v; did you mean 'tau'?"
     )
-    assert said(GATES["calibrated"].rule) == "gate 'calibrated' needs a calibration, as fitted from logged drafts"
     assert said(require_device, Rule("mine", "at_least", 0.5)) == (
         f"gate 'mine' has no device expression, so it runs on the CPU only; allowed on CUDA: none, "
         f"{', '.join(device_features())}"
     )
     require_device(Rule("maxp", "at_least", 0.5))
     require_device(Rule(None, "at_least", 0.5))
-
-
-def test_of_what_a_calibration_is_fitted_to():
-    values = torch.tensor([0.5, math.nan])
-    assert said(fit_calibration, "maxq", values, values) == (
-        "calibration feature 'maxq' is not known; allowed: adaedl, entropy, margin, maxp, survival, varH; did you mean "
-        "'maxp'?"
-    )
-    unequal = "values [2] and accepted [1] must be equal and 1-D"
-    assert said(fit_calibration, "maxp", values, values[:1]) == unequal
-    square = values.unsqueeze(0)
-    assert said(fit_calibration, "maxp", square, square) == "values [1, 2] and accepted [1, 2] must be equal and 1-D"
-    nothing = said(fit_calibration, "maxp", values[1:], values[1:])
-    assert nothing == "no finite 'maxp' statistic was logged; nothing to calibrate on"
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ import pytest
 import torch
 from all_statistics import all_statistics
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.cost_model import Costs
-from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.draft_log import DraftLog, DraftRecorder
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.replay import (
@@ -17,7 +16,6 @@ from selfspec_cli.early_exit.replay import (
     oracle,
     replay,
     settings_for,
-    statistic_of,
     thresholds,
 )
 
@@ -59,12 +57,6 @@ def test_lengths_are_those_of_the_loop(gate):
         assert draft_lengths(log, setting).tolist() == want
 
 
-def test_a_short_draft_replays_no_longer_than_it_was():
-    log = make()
-    short = replace(log, drafted=torch.full_like(log.drafted, 2), accepted=log.accepted.clamp_max(2))
-    assert draft_lengths(short, Setting("none", None, K)).tolist() == [2] * len(log.drafted)
-
-
 def test_nan_closes_the_gate():
     log = make(3)
     log.statistics[1, 0] = torch.nan
@@ -79,20 +71,6 @@ def test_the_outcome_counts_and_prices():
     assert (outcome.rounds, outcome.drafted, outcome.accepted) == (200, 600, accepted)
     assert outcome.speedup == pytest.approx((200 + accepted) * 7.0 / (200 * 7.2 + 600 * 1.25))
     assert outcome.speedup == pytest.approx((200 + accepted) / 200 * COSTS.plain / COSTS.round(3))
-
-
-def test_settings_for_spans_gates_and_lengths():
-    log = make()
-    found = settings_for(log, ["none", "maxp", "calibrated"], (1, 2))
-    assert [setting for setting in found if setting.gate == "none"] == [
-        Setting("none", None, 1),
-        Setting("none", None, 2),
-    ]
-    # One step leaves a gate nothing to decide, and without a map there is no calibrated gate.
-    assert {(setting.gate, setting.k) for setting in found} == {("none", 1), ("none", 2), ("maxp", 2)}
-
-
-STEEP = Calibration("margin", (0.0, 0.4, 0.5, 1.0), (0.0, 0.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -111,13 +89,12 @@ def test_a_setting_in_a_few_words(setting, text):
 
 def test_an_outcome_says_what_it_is_of():
     log = make(20)
-    setting = Setting("calibrated", 1.0, 3)
-    found = replay(log, setting, COSTS, STEEP)
+    setting = Setting("margin", 0.5, 3)
+    found = replay(log, setting, COSTS)
     assert found.setting == setting
-    assert found == replace(replay(log, Setting("margin", 0.5, 3), COSTS), setting=setting)
     assert found.to_dict() == {
-        "gate": "calibrated",
-        "threshold": 1.0,
+        "gate": "margin",
+        "threshold": 0.5,
         "k": 3,
         "rounds": 20,
         "drafted": found.drafted,
@@ -129,14 +106,6 @@ def test_an_outcome_says_what_it_is_of():
     assert replay(nothing, Setting("none", None, 2), COSTS) == Outcome(Setting("none", None, 2), 0, 0, 0, 1.0)
 
 
-def test_only_a_calibrated_gate_is_read_from_its_map():
-    log = make(20)
-    assert torch.equal(statistic_of(log, "calibrated", STEEP), STEEP.probability(log.feature("margin")))
-    assert torch.equal(statistic_of(log, "maxp", STEEP), log.feature("maxp"))
-    with pytest.raises(SettingsError, match="logged statistic 'calibrated' is not known; allowed: adaedl"):
-        statistic_of(log, "calibrated")
-
-
 def test_thresholds_are_quantiles_of_what_was_drafted():
     log = make(8)
     values = torch.linspace(0, 1, 9).repeat(8, 1)[:, :K]  # 0, 1/8, ... 1/2 in every round
@@ -146,18 +115,15 @@ def test_thresholds_are_quantiles_of_what_was_drafted():
     assert len(thresholds(make(), "maxp")) == 16
     short = replace(log, drafted=torch.full_like(log.drafted, 1), accepted=torch.zeros_like(log.accepted))
     assert thresholds(short, "maxp", 3) == [0.0]
-    log.statistics[:, :, features().index("margin")] = values
-    half = Calibration("margin", (0.0, 1.0), (0.0, 0.5))
-    assert thresholds(log, "calibrated", 3, half) == [0.0625, 0.125, 0.1875]
 
 
-def test_settings_for_reads_the_map_of_a_calibrated_gate_and_the_statistics_that_a_log_has():
+def test_settings_for_reads_the_statistics_that_a_log_has():
     log = make(8)
-    assert {setting.gate for setting in settings_for(log, ["calibrated"], [2], STEEP)} == {"calibrated"}
     fewer = replace(log, features=("adaedl", "entropy"), statistics=log.statistics[:, :, :2])
-    assert settings_for(fewer, ["margin", "calibrated"], [2], STEEP) == []
     assert {setting.gate for setting in settings_for(fewer, ["margin", "entropy"], [2])} == {"entropy"}
-    margins = settings_for(log, ["calibrated", "margin", "none"], [2, 1])
+    with pytest.raises(SettingsError, match="logged statistic 'margin' is not known; allowed: adaedl, entropy"):
+        fewer.feature("margin")
+    margins = settings_for(log, ["margin", "none"], [2, 1])
     assert margins == [
         *(Setting("margin", limit, 2) for limit in thresholds(log, "margin")),
         Setting("none", None, 2),
@@ -176,3 +142,85 @@ def test_some_rounds_of_a_log_and_its_halves():
     even, odd = log.halves()  # requests are numbered 0 to 6, and again
     assert even.request.tolist() == [0, 2, 4, 6, 0, 2, 4]
     assert odd.request.tolist() == [1, 3, 5, 1, 3]
+
+
+# ---- the record that is replayed ---------------------------------------------------------------------------------
+
+
+def logits(*seeds):
+    return torch.stack([torch.randn(32, generator=torch.Generator().manual_seed(seed)) * 3 for seed in seeds])
+
+
+def test_statistics_are_those_of_each_step_and_survival_is_carried_on():
+    recorder = DraftRecorder()
+    recorder.BLOCK = 3  # several blocks, and one that is not full
+    recorder.step(["a", "b"], logits(1, 2))
+    recorder.step(["a"], logits(3))  # b's gate closed
+    recorder.verdict(["a", "b"], [[7, 7], [7]], [2, 1])
+    log = DraftLog.from_plain(recorder.plain(), k=4)
+    first = all_statistics(logits(1))
+    second = all_statistics(logits(3), before=first)
+    assert torch.allclose(log.statistics[0, :2], torch.cat([first, second]), atol=1e-5)
+    assert torch.allclose(log.statistics[1, 0], all_statistics(logits(2))[0], atol=1e-5)
+    assert torch.isnan(log.statistics[0, 2:]).all()
+    assert torch.isnan(log.statistics[1, 1:]).all()
+    assert (log.drafted.tolist(), log.accepted.tolist(), log.request.tolist()) == ([2, 1], [1, 0], [0, 1])
+
+
+def test_logits_that_are_sampled_from_in_place_do_not_change_the_record():
+    recorder, given = DraftRecorder(), logits(1)
+    recorder.step(["a"], given)
+    given.zero_()
+    recorder.verdict(["a"], [[1]], [1])
+    assert recorder.plain()["statistics"][0][0] == all_statistics(logits(1))[0].tolist()
+
+
+def test_only_what_was_verified_counts():
+    recorder = DraftRecorder()
+    for name in ("prefill", "cut", "dropped", "waits"):
+        for seed in range(3):
+            recorder.step([name], logits(seed))
+    # In the middle of a prefill nothing is sampled; the scheduler cut one draft short and dropped another.
+    recorder.verdict(["prefill", "cut", "dropped"], [[], [5, 6], [5]], [3, 1, 0])
+    assert (recorder.plain()["drafted"], recorder.plain()["accepted"]) == ([1], [1])
+    # A request that sat out a step is verified later; one whose draft has gone is not.
+    recorder.verdict(["waits", "dropped"], [[1, 2, 3], [1, 2]], [3, 1])
+    assert (recorder.plain()["drafted"], recorder.plain()["accepted"]) == ([1, 3], [1, 2])
+
+
+def test_a_pass_without_drafts_judges_nothing():
+    recorder = DraftRecorder()
+    recorder.step(["a"], logits(1))
+    recorder.verdict(["a"], [[1]], None)
+    assert recorder.plain()["drafted"] == []
+    assert len(DraftLog.from_plain(recorder.plain(), k=2).drafted) == 0
+
+
+@pytest.fixture
+def four_rounds():
+    """Four rounds of up to three tokens."""
+    statistics = torch.rand(4, 3, len(features()))
+    columns = torch.tensor([[3, 3, 2, 1], [3, 1, 0, 1], [0, 1, 0, 1]])
+    return DraftLog(statistics, *columns, features())
+
+
+def test_conditional_acceptance(four_rounds):
+    assert four_rounds.conditional_acceptance() == [3 / 4, 1 / 2, 1.0]
+
+
+def test_a_record_of_nothing_is_an_empty_log():
+    log = DraftLog.from_plain(DraftRecorder().plain(), k=3)
+    assert log.statistics.shape == (0, 3, len(features()))
+    assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
+    assert log.conditional_acceptance() == []
+
+
+def test_a_record_goes_on_after_it_was_read():
+    recorder = DraftRecorder()
+    recorder.step(["a"], logits(1))
+    recorder.plain()
+    recorder.step(["a"], logits(2))
+    recorder.verdict(["a"], [[1]], [2])
+    first = all_statistics(logits(1))
+    want = torch.cat([first, all_statistics(logits(2), before=first)])
+    assert torch.allclose(torch.tensor(recorder.plain()["statistics"][0]), want, atol=1e-5)

@@ -1,11 +1,15 @@
 """What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.length_table import LengthTable
-from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table
+from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table, warnings_for
 from selfspec_cli.early_exit.settings import (
     DraftSettings,
     GateConfig,
@@ -18,7 +22,6 @@ from selfspec_cli.early_exit.view import DraftView
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"
 VLLMS = ("draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
-MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 
 
 def read(layers=24, **spec):
@@ -110,17 +113,12 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
 
 
 def test_the_threshold_in_force():
-    maxp, varh, calibrated = (GateConfig(name) for name in ("maxp", "varH", "calibrated"))
+    maxp, varh = GateConfig("maxp"), GateConfig("varH")
     assert gate_threshold(DraftSettings(threshold=0.3)) is None
     assert gate_threshold(DraftSettings(gate=maxp)) == GATES["maxp"].default
     assert gate_threshold(DraftSettings(gate=maxp, threshold=0.1)) == 0.1
     assert gate_threshold(DraftSettings(gate=varh, threshold=2.0)) == 2.0
     assert gate_threshold(DraftSettings(gate=varh, threshold=0.0)) == 0.0
-    # Without a number from the user the file of a calibration says it; a map in the settings is no such file.
-    assert gate_threshold(DraftSettings(gate=calibrated)) is None
-    assert gate_threshold(DraftSettings(gate=calibrated, threshold=0.25)) == 0.25
-    assert gate_threshold(DraftSettings(gate=GateConfig("calibrated", MAP))) == GATES["calibrated"].default
-    assert gate_threshold(DraftSettings(gate=GateConfig("maxp", "a file"))) == GATES["maxp"].default
 
 
 def test_two_names_of_one_setting_may_agree():
@@ -150,7 +148,6 @@ def test_every_key_that_a_speculative_config_gets():
         "layer_skip": 3,
         "num_speculative_tokens": 5,
         "gate": "maxp",
-        "calibration": None,
         "threshold": 0.25,
         "head_path": "a",
         "draft_weights": "int4",
@@ -236,11 +233,6 @@ def test_of_what_does_not_go_together(spec, text):
     assert said(read, **spec) == text
 
 
-def test_copies_from_a_file():
-    settings = read(draft_weights="int4", draft_weights_path="w")
-    assert (settings.draft_weights, settings.draft_weights_path) == ("int4", "w")
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -249,14 +241,6 @@ def test_copies_from_a_file():
         (
             {"threshold": 2.0, "gate": {"kind": "maxp"}},
             "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1",
-        ),
-        (
-            {"gate": {"kind": "calibrated"}},
-            "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts",
-        ),
-        (
-            {"gate": {"kind": "maxp", "calibration": MAP}},
-            "calibration is given but gate 'maxp' does not use it; gates that do: calibrated",
         ),
     ],
 )
@@ -293,3 +277,49 @@ def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_i
     assert said(read, layer_skip=3, head="translator", head_path=str(file)) == (
         f"head = 'translator' and head_path = {str(file)!r}, which holds lsq: leave head out"
     )
+
+
+# ---- what nobody gives -----------------------------------------------------------------------------------------------
+
+
+def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
+    assert ResolvedSettings.from_user({"draft_weights": None}, 4).draft_weights == "shared"
+    settings = ResolvedSettings.from_user({"draft_weights": "fp8"}, 4)
+    assert settings.draft_weights == "fp8"
+    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(SettingsError, match="draft_weights 'int3'"):
+        ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int3"})
+
+
+def test_a_gate_without_threshold_gets_its_default():
+    for name, rule in GATES.items():
+        assert ResolvedSettings.from_user({"gate": name}, 4).threshold == rule.default
+
+
+def test_passthrough_keys_belong_to_vllm():
+    ResolvedSettings.from_user({"max_model_len": 128}, 4, passthrough={"max_model_len"})
+    with pytest.raises(SettingsError, match="max_model_len"):
+        ResolvedSettings.from_user({"max_model_len": 128}, 4)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_default_thresholds_are_not_extreme(gate):
+    assert warnings_for(DraftSettings(gate=GateConfig(gate), threshold=GATES[gate].default), vocab_size=4096) == []
+
+
+def test_bounds_follow_the_vocabulary():
+    entropy = DraftSettings(gate=GateConfig("entropy"), threshold=9.0)
+    assert warnings_for(entropy, vocab_size=128_256) == []
+    assert "never closes" in warnings_for(entropy, vocab_size=4096)[0]
+    assert warnings_for(DraftSettings(gate=GateConfig("adaedl"), threshold=0.0)) == []  # the bound goes below 0
+
+
+def test_what_a_command_checks_before_it_starts_does_not_import_torch():
+    code = (
+        "import sys, selfspec_cli.early_exit.settings; from selfspec_cli.early_exit.gates import features; "
+        "from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights; "
+        "assert len(features()) > 5; assert {'shared', 'fp8'} <= set(DRAFT_WEIGHTS); "
+        "assert all(kind.help for kind in DRAFT_WEIGHTS.values()); require_draft_weights('fp8', WeightFacts('cpu')); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

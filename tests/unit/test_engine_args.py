@@ -30,7 +30,6 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "strict": False,
         "gate": "varH",
         "threshold": 5.0,
-        "calibration": None,
     }
     assert speculative_config(replace(GPU, method=Method.baseline), tmp_path) is None
 

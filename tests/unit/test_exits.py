@@ -15,6 +15,7 @@ from selfspec_cli.config.schema import (
     HeadConfig,
     ModelConfig,
     RunConfig,
+    Runner,
     WorkloadConfig,
 )
 from selfspec_cli.early_exit.replay import Setting, replay
@@ -137,3 +138,28 @@ def test_a_model_whose_depth_is_unknown_still_has_the_exit_that_it_measured(monk
     assert exits.candidate_layers(RunConfig(model=hub), tune.LAYER_PARTS) == [8]
     with pytest.raises(ConfigError, match="name some: layer=4,8"):
         exits.candidate_layers(RunConfig(model=replace(hub, path="org-of-nobody/m")), roc.LAYER_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "lens"),
+        ({"head": HeadConfig("lsq"), "vocab": "4096"}, "lsq-4096"),
+        ({"draft_weights": "fp8"}, "lens-fp8"),
+        ({"draft_sample_method": "probabilistic"}, "lens-probabilistic"),
+        ({"runner": Runner.v1}, "lens-v1"),
+        ({"acceptance_length": 2.5}, "lens-accept2.5"),
+    ],
+)
+def test_the_name_of_an_exit_says_what_is_no_default(change, name):
+    assert exits.exit_name(replace(RunConfig(layer=3), **change)) == name
+
+
+def test_two_vocabularies_of_one_name_are_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("a", "1 2"), ("b", "3 4"), ("c", "1 2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "v.txt").write_text(text)
+    names = [exits.exit_name(replace(RunConfig(layer=3), vocab=f"{name}/v.txt")) for name in "abc"]
+    assert names[0].startswith("lens-v-")
+    assert names[0] == names[2] != names[1]

@@ -160,11 +160,3 @@ def test_early_layers_of_an_ordinary_model_are_warned_of(model):
     plain = replace(cfg, method=Method.baseline)
     assert preflight.warnings([plain, replace(cfg, layer=4), replace(cfg, draft_weights="int4")]) == []
     assert preflight.warnings([RunConfig()]) == []  # it was trained for early exit
-
-
-def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):
-    checked = []
-    monkeypatch.setattr(preflight, "check", checked.append)
-    cfg = model(LLAMA)
-    preflight.check_all([replace(cfg, threshold=tau / 100, k=k) for tau in range(100) for k in (1, 2)])
-    assert len(checked) == 2

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
-from selfspec_cli.report.trace import UNSEEN_LAUNCHES
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, NAME, PARTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, PARTS, built, chunks
 from selfspec_cli.vllm_plugin.fused_step.layout import (
     PHASES,
     RECORD,
@@ -169,10 +168,6 @@ def test_the_kernel_travels_with_the_package():
 
     folder = files("selfspec_cli.vllm_plugin.fused_step")
     assert all((folder / part).is_file() for part in PARTS)
-
-
-def test_a_profile_knows_the_kernel_by_its_name():
-    assert UNSEEN_LAUNCHES[NAME.decode()] == "trunk"
 
 
 # ---- for which models -----------------------------------------------------------------------------------------------

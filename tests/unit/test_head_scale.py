@@ -13,9 +13,7 @@ from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.fitting import fit_head
 from selfspec_cli.early_exit.flat_heads import FLAT_PERPLEXITY, FLAT_VOCABULARY, flat_head_warning
-from selfspec_cli.early_exit.head_metadata import (
-    HeadMetadata,
-)
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.head_scale import fit_scale, log_frequencies, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
@@ -154,7 +152,7 @@ def test_the_heads_of_a_fit_are_written_as_pt_too(tmp_path):
         tmp_path / "m" / "layer12_lsq.safetensors", head, HeadMetadata("lsq", 12, HIDDEN, VOCAB, target="next_token")
     )
     reports = [{"layer": 12, "head": "lens"}, {"layer": 12, "head": "lsq", "vocab": "full", "path": str(path)}]
-    made = fit.save_as_pt(RunConfig(head_dir=str(tmp_path / "ee_head")), fit.FitResult(reports, 1.0, 1.0, 1.0))
+    made = fit.save_as_pt(RunConfig(head_dir=str(tmp_path / "ee_head")), fit.FitResult(reports, 1.0))
     assert made == [tmp_path / "ee_head" / "ee_layer12_lsq.pt"]
     assert reports[1]["pt"] == str(made[0])
     assert torch.equal(load_head(made[0]).head.weight, head.weight)

@@ -48,11 +48,6 @@ def test_one_that_is_swallowed_comes_back_at_the_next_safe_place():
         pytest.fail("the interrupt was lost")
 
 
-def test_one_that_comes_last_still_ends_the_command():
-    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
-        interrupt()
-
-
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "where a shell ignores SIGINT"])
 def test_sigterm_is_ctrl_c(ignored):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else signal.getsignal(signal.SIGINT)

@@ -5,9 +5,8 @@ import pytest
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import engine_key, run_key
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
+from selfspec_cli.early_exit.layers import as_text, skipped_layers
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.settings import to_spec
 from selfspec_cli.engine.arguments import speculative_config
 from selfspec_cli.record.tables import identity
 
@@ -50,29 +49,11 @@ def test_what_names_no_layers_is_refused(value, message):
         skipped_layers(value)
 
 
-def test_the_rest_of_the_first_layers_drafts():
-    assert drafting_layers(6, (0, 2, 3)) == (1, 4, 5)
-    settings = ResolvedSettings.from_user({**SPEC, "layer_skip": 6, "skip_layers": "0,2-3"}, 24)
-    assert settings.drafting_layers == (1, 4, 5)
-    assert ResolvedSettings.from_dict(settings.to_dict()) == settings
-    assert to_spec(settings)["skip_layers"] == "0,2-3"
-
-
-def test_a_thinned_view_goes_through_all_layers_where_nobody_says_another_depth():
-    assert ResolvedSettings.from_user({**SPEC, "skip_layers": [10, 11]}, 24).layer == 24
-    assert ResolvedSettings.from_user({**SPEC, "draft_weights": "int4"}, 24).layer == 24
-    assert ResolvedSettings.from_user(SPEC, 24).layer == 12
-    with pytest.raises(SettingsError, match="layer_skip = 24 is out of range; allowed: 1 to 23"):
-        ResolvedSettings.from_user({**SPEC, "layer_skip": 24}, 24)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"layer_skip": 6, "skip_layers": "4-7"}, "layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
         ({"layer_skip": 3, "skip_layers": "0-2"}, "leaves none of 3 layers"),
         ({"layer_skip": 3, "skip_layers": {"1": 2}}, "must be layers counted from 0"),
-        ({"method": "skip", "layer_skip": 6, "skip_layers": "2"}, "not used by method 'skip'"),
     ],
 )
 def test_a_view_that_there_is_not_is_refused(spec, message):
@@ -118,11 +99,3 @@ def test_a_set_is_one_setting_however_it_is_written():
     assert engine_key(one) == engine_key(two) and run_key(one) == run_key(two)
     assert len({engine_key(cfg) for cfg in (one, other, none)}) == 3
     assert identity(two)["skip_layers"] == "10-11" and identity(none)["skip_layers"] is None
-
-
-@pytest.mark.parametrize("part", ["x", "9-3"])
-def test_a_bad_part_is_named_with_the_whole(part):
-    with pytest.raises(SettingsError) as error:
-        skipped_layers(f"1,{part}", "views")
-    assert str(error.value).startswith(f"views = '1,{part}': ")
-    assert f"'{part}'" in str(error.value)

@@ -109,22 +109,6 @@ def test_both_ways_of_writing_give_one_table_that_travels():
     assert resolved().table.cells == (Cell(1, 0, 5),)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"length_table": "3:9"}, "allowed: 0 to 5"),
-        ({"length_table": [[1, 2]]}, "must be text"),
-        ({"length_table": "3:2", "num_speculative_tokens_per_batch_size": [[1, 8, 2]]}, "mean the same setting"),
-        ({"length_table": "3:2/0.4", "gate": "maxp"}, "'3:2/0.4' is no entry"),
-        ({"length_table": "3:2", "method": "skip"}, "not used by method 'skip'"),
-    ],
-)
-def test_a_table_that_cannot_be_followed_is_refused(spec, message):
-    with pytest.raises(SettingsError) as error:
-        resolved(**spec)
-    assert message in str(error.value)
-
-
 def test_numbers_are_32_bits_wide():
     largest = 2**31 - 1
     table = LengthTable.parse(f"{largest}@{largest}:1 {largest}:2", 5)

@@ -41,14 +41,3 @@ def test_what_is_no_table_of_this_engine_is_refused(text, said):
 def test_an_engine_that_does_not_draft_with_its_own_layers_has_none():
     with pytest.raises(SettingsError, match="has no table of draft lengths"):
         worker().early_exit_set_length_table("1:2")
-
-
-def test_the_order_of_steps_is_set_where_there_are_two():
-    calls = []
-    worker(set_read_first=calls.append).early_exit_set_read_first(False)
-    assert calls == [False]
-    with pytest.raises(SettingsError, match="read_first = 'false' is not allowed; allowed: true and false"):
-        worker(set_read_first=calls.append).early_exit_set_read_first("false")
-    assert calls == [False]
-    with pytest.raises(SettingsError, match="in one order only"):
-        worker().early_exit_set_read_first(True)

@@ -82,8 +82,6 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
         most = max(most, at_once)
     assert most <= 3
     assert len({one.digest for one in run.good if one.number % 7 == 0}) == 1
-    table = (tmp_path / "locust_stats.csv").read_text()
-    assert "POST,/v1/completions,21,15" in table and "TTFT,/v1/completions,6,0" in table
     assert clients.read(tmp_path / "samples.jsonl").good == run.good
 
 
@@ -173,7 +171,7 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
     assert abs(first[0] - first[1]) < 0.5  # they waited for each other
     assert run.cpu is not None and run.counted
     left = {path.name for path in (tmp_path / "closed").iterdir()}
-    assert {"samples.jsonl", "job.json", "clients.log", "locust_stats.csv", "locust1_stats.csv"} <= left
+    assert {"samples.jsonl", "job.json", "clients.log"} <= left
     assert not left & {"samples1.jsonl", "begin", "ready0", "ready1", "part0.json", "part1.json"}
     moments = [0.0, 0.1, 0.2, 0.3, 0.4]
     opened = clients.run(
@@ -236,20 +234,8 @@ def test_a_server_that_runs_already_is_asked_for_its_model_and_its_counters(toy)
     assert (counts.rounds, counts.places, counts.accepted, counts.accepted_at) == (7, 28, 14, [9, 5])
     assert load.kv_blocks(found.metrics()) == 77
     assert found.drafting() is None and found.resident_mib() is None
-
-
-@pytest.mark.parametrize(
-    ("url", "model", "said"),
-    [
-        ("localhost:8000", None, "write http://HOST:PORT"),
-        ("http://127.0.0.1:9", None, "no OpenAI API answers there"),
-        ("{toy}", "other", "--served-model other: the server at {toy} has toy"),
-    ],
-)
-def test_servers_that_cannot_be_asked_are_named(toy, url, model, said):
-    with pytest.raises(ConfigError) as error:
-        server.connect(url.format(toy=toy.url), model)
-    assert said.format(toy=toy.url) in str(error.value)
+    with pytest.raises(ConfigError, match=f"--served-model other: the server at {toy.url} has toy"):
+        server.connect(toy.url, "other")
 
 
 @pytest.mark.slow

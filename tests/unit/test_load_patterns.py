@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import kstest
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config.keys import settings_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import LoadConfig, RunConfig
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.engine import clients
@@ -62,10 +62,10 @@ def test_a_short_run_has_at_least_one_burst():
     [
         ({"clients": 1}, "closed", "1 client"),
         ({"clients": 8}, "closed", "8 clients"),
-        ({"clients": 8, "low_clients": 2, "period": 4.0}, "alternating", "8 and 2 clients, alternating every 2 s"),
+        ({"clients": 8, "low_clients": 2, "period": 4.0}, "closed", "8 and 2 clients, alternating every 2 s"),
         ({"rate": 2.5}, "poisson", "2.5 requests/s"),
         ({"share": 0.5}, "poisson", "50% of the baseline's saturation"),
-        ({"share": 0.5, "clients": 4, "burst": 8}, "bursty", "50% of the baseline's saturation in bursts of 8"),
+        ({"share": 0.5, "clients": 4, "burst": 8}, "poisson", "50% of the baseline's saturation in bursts of 8"),
     ],
 )
 def test_the_settings_say_the_pattern_and_so_do_the_columns_of_its_rows(given, name, words):
@@ -158,7 +158,7 @@ class RampSettings:
 class Ramp(LoadPattern):
     """A pattern that a package may add: no list and no column knows it."""
 
-    name, help, settings = "ramp", "clients begin one after the other", RampSettings
+    name, help, settings, rank = "ramp", "clients begin one after the other", RampSettings, 1
 
     def asked(self, load):
         return load.ramp is not None
@@ -177,9 +177,9 @@ def test_a_further_pattern_needs_no_column_of_its_own(monkeypatch):
     assert (columns["arrivals"], columns["clients"]) == ("ramp (ramp=8)", 4)
     row = replace(tables.planned(RunConfig(method="baseline", load=LoadConfig(clients=4)), "a key"), **columns)
     assert load_patterns.pattern_of(row).name == "ramp" and load_patterns.label(row) == "ramp (ramp=8)"
-    keys = [settings_key(replace(RunConfig(method="baseline"), load=load)) for load in (slow, quick, all_at_once)]
+    keys = [Keys().settings(replace(RunConfig(method="baseline"), load=load)) for load in (slow, quick, all_at_once)]
     assert len(set(keys)) == 3
-    assert keys[2] == settings_key(RunConfig(method="baseline", load=LoadConfig(clients=4)))
+    assert keys[2] == Keys().settings(RunConfig(method="baseline", load=LoadConfig(clients=4)))
     assert slow.pattern.schedule(slow, 0, None, 9.0).levels == ((0.0, 1), (2.0, 2), (4.0, 3), (6.0, 4))
-    both = ramped(clients=4, ramp=2.0, low_clients=2)
-    assert "ask for the patterns alternating and ramp: give those of one" in load_patterns.problem(both)
+    both = ramped(ramp=2.0, rate=2.0)
+    assert "ask for the patterns poisson and ramp: give those of one" in load_patterns.problem(both)

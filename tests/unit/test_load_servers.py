@@ -140,7 +140,7 @@ def test_the_reason_is_what_went_wrong_and_not_an_error_that_a_warning_names(tmp
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
         "  Value error, Model Runner V1 does not support: adaptive draft verification\n"
     )
-    assert server._tail(log) == (
+    assert server.tail(log) == (
         ": ValidationError: 1 validation error for VllmConfig · Value error, Model Runner V1 does not support: "
         f"adaptive draft verification; all of it: {log}"
     )

@@ -8,14 +8,14 @@ import pytest
 from commands import call, document
 
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.keys import settings_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, LoadConfig
 from selfspec_cli.load_patterns.trace import Request, asked_requests, is_trace
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.load_words import asked as in_words
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import load_prompts, preflight
-from selfspec_cli.texts.trace_prompts import of_requests
+from selfspec_cli.stages.load_prompts import of_requests
 
 MOONCAKE = [
     {"timestamp": 27000, "input_length": 700, "output_length": 4, "hash_ids": [0, 1]},
@@ -105,7 +105,7 @@ def test_a_trace_is_a_load_of_its_own_name_and_key(mooncake):
     assert (plain.load.kind, fast.load.kind, closed.load.kind) == ("trace", "trace", "closed")
     assert in_words(tables.planned(plain, "key")) == "trace conversation_trace.jsonl"
     assert in_words(tables.planned(fast, "key")) == "trace conversation_trace.jsonl (2 requests/s)"
-    assert len({settings_key(cfg) for cfg in (plain, fast, closed)}) == 3
+    assert len({Keys().settings(cfg) for cfg in (plain, fast, closed)}) == 3
     preflight.check_prompts(plain)
     with pytest.raises(ConfigError, match="this is a trace of requests; replay it with selfspec load"):
         preflight.check_prompts(compose_runs(None, ["workload=trace", f"workload.path={mooncake}"])[0])

@@ -15,14 +15,12 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from selfspec_cli.early_exit.counters import REASONS, DraftCounters
+from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.length_table import Cell
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
-from selfspec_cli.vllm_plugin.observe import late_copy
-from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, NAN_LOGITS, News, attach, flat
 from selfspec_cli.vllm_plugin.strict import LOGGER, set_strict
+from selfspec_cli.vllm_plugin.v2 import state
+from selfspec_cli.vllm_plugin.v2.state import LateCopy
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 
@@ -81,32 +79,6 @@ def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(m
         set_strict(False)
 
 
-def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
-    counters = DraftCounters(4)
-    counters.allowed(4, [(0, "load"), (2, None), (0, "load"), (0, "request")])
-    assert (counters.off["load"], counters.off["request"], counters.in_force) == (2, 1, 2)
-    counters.allowed(1, [(4, None)])  # a live engine whose draft length was set to one token
-    assert counters.in_force == 1
-    counters.allowed(0, [])
-    assert counters.in_force == 0
-    assert set(counters.off) == set(REASONS)
-
-
-@pytest.mark.parametrize(
-    ("cell", "own", "reason"),
-    [
-        (Cell(1, 0, 4), NOTHING, None),
-        (Cell(1, 0, 4), RequestSettings(2), None),
-        (Cell(1, 0, 4), RequestSettings(0), "request"),
-        (Cell(8, 0, 0), NOTHING, "load"),
-        (Cell(8, 0, 0), RequestSettings(0), "load"),
-        (Cell(1, 4096, 0), NOTHING, "context"),
-    ],
-)
-def test_what_switches_drafting_off(cell, own, reason):
-    assert switched_off_by(cell, own) == reason
-
-
 class Event:
     """A CUDA event that has happened while `done` is true."""
 
@@ -122,7 +94,7 @@ class Event:
 
 def test_a_late_copy_never_waits_and_is_made_once_in_a_while(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(late_copy.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(state.time, "monotonic", lambda: clock[0])
     source = torch.tensor([1, 2])
     copy = LateCopy(source, every=0.5)
     copy._done = Event()
@@ -157,7 +129,7 @@ def test_a_copy_may_begin_inside_of_inference_mode_and_go_on_outside_or_the_othe
 
 def our_metrics() -> set[str]:
     """Names of the metrics that the plugin makes, from its source."""
-    source = (Path(late_copy.__file__).parent / "metrics.py").read_text(encoding="utf-8")
+    source = (INFRA.parent / "selfspec_cli/vllm_plugin/observe/metrics.py").read_text(encoding="utf-8")
     plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
     labelled = re.findall(r'_labelled\(\s*(?:"\w+"|[A-Z]+),\s*"(\w+)"', source)
     gauges = re.findall(r'_gauge\("(\w+)"', source)

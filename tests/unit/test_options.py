@@ -92,5 +92,10 @@ def test_settings_that_no_user_needs_are_shown_for_their_word_or_with_all():
     assert len(ALL) <= 70
 
 
+def test_every_setting_of_drafting_reaches_an_engine():
+    """One without a key in a speculative_config would name another arm, and change nothing."""
+    assert OPTIONS and all(option.knob.spec_keys for option in OPTIONS.values())
+
+
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -204,9 +204,3 @@ def test_what_only_an_engine_knows_is_bad_input_too(opened, change, words):
     found = ppl.run([SKIP], replace(SMALL, **change), open_engine=opened)
     assert [words in one.reason for one in found.failed] == [True, True]
     assert found.exit_code == 2
-
-
-def test_rows_have_the_columns_of_their_arm(opened, tmp_path):
-    ppl.run([SKIP], SMALL, open_engine=opened)
-    assert len(list((tmp_path / "results" / "quality").glob("*.json"))) == 4
-    assert folder.read("results") == ([], [])

@@ -1,4 +1,4 @@
-"""`selfspec profile`: what it keeps, what it shows, and the command line for Nsight Systems."""
+"""`selfspec profile`: where the time goes, on small traces; what it keeps, and what it shows."""
 
 import gzip
 import json
@@ -8,17 +8,102 @@ from types import SimpleNamespace
 import pytest
 from commands import call, document, model_folder
 from points import BASELINE, baseline
-from test_trace import CPU
 
 from selfspec_cli.commands import profile as shown
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import Method, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine import profiling
 from selfspec_cli.record import folder, profiles
 from selfspec_cli.report import figures, make, sources
 from selfspec_cli.stages import profile as stage
 
-ORIGIN = 1_790_857_026_000_000_000
+
+def annotation(name, ts, dur):
+    return {"ph": "X", "cat": "user_annotation", "name": f"selfspec.{name}", "ts": ts, "dur": dur}
+
+
+def launch(correlation, ts, name="cudaLaunchKernel"):
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1, "args": {"correlation": correlation}}
+
+
+def kernel(correlation, ts, dur, name="nvjet_tst"):
+    args = {"correlation": correlation}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def microseconds(found):
+    return {part: round(1e6 * seconds) for part, seconds in found.seconds.items()}
+
+
+CPU = [
+    annotation("schedule", 5, 10),
+    annotation("verify", 15, 40),
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 17, "dur": 5},
+    {"ph": "M", "name": "process_name"},
+    annotation("logits", 50, 5),
+    annotation("sample", 55, 30),
+    annotation("draft", 60, 20),
+    annotation("gate", 62, 16),
+    annotation("trunk", 63, 7),
+    annotation("head", 70, 5),
+    annotation("detokenise", 90, 6),
+]
+
+
+def test_on_the_cpu_each_moment_is_that_of_the_innermost_range():
+    found = stage.breakdown(CPU)
+    parts = {"trunk": 7, "head": 5, "gate": 16 - 12, "draft": 4, "verify": 40, "sampler": 10, "scheduler": 10}
+    assert microseconds(found) == parts | {"detokenise": 6, "idle": 5}
+    assert (found.rounds, found.gpu, found.wall) == (1, False, pytest.approx(91e-6))
+
+
+GPU = [
+    annotation("schedule", 0, 3),
+    annotation("verify", 3, 7),
+    launch(1, 5, "cudaGraphLaunch"),
+    kernel(1, 20, 30),
+    kernel(1, 55, 15),  # nothing waits for the host inside a graph
+    annotation("sample", 10, 30),
+    launch(2, 12),
+    kernel(2, 70, 5),
+    annotation("draft", 20, 10),
+    launch(3, 25),
+    kernel(3, 75, 40, "_begin_round"),  # inside `sample`
+    launch(4, 60),
+    kernel(4, 105, 20, "memcpy"),  # in no range, and ten beside the draft on another stream
+    annotation("schedule", 130, 20),
+    kernel(2, 200, 50),  # after the last range
+]
+
+
+def test_on_a_gpu_each_moment_is_that_of_the_kernel_or_else_of_the_host():
+    found = stage.breakdown([event for event in GPU if event["ts"] < 200])
+    parts = {"verify": 50, "sampler": 5, "draft": 40, "scheduler": 3 + 20, "other": 10, "host": 17, "idle": 5}
+    assert microseconds(found) == parts
+    assert found.gpu and sum(parts.values()) == 150 == round(1e6 * found.wall)
+    assert sum(microseconds(stage.breakdown(GPU)).values()) == 150
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loop_inside_a_graph_counts_whole_though_the_profiler_sees_one_pass(known):
+    """A kernel of the graph at 60, and the last of three passes at 90; the launch of the pass may not be known."""
+    events = [
+        annotation("verify", 0, 10),
+        launch(1, 5),
+        kernel(1, 10, 40),
+        annotation("draft", 20, 10),
+        launch(2, 22, "cudaGraphLaunch"),
+        kernel(2, 60, 2, "set_condition"),
+        launch(3, 25),
+        kernel(3, 70, 2, "memcpy"),  # on another stream
+        kernel(2 if known else 99, 90, 10, "_end_step"),
+        annotation("schedule", 40, 70),
+    ]
+    assert microseconds(stage.breakdown(events)) == {"verify": 40, "draft": 40, "scheduler": 20, "host": 10}
+
+
+def test_a_trace_without_ranges_is_refused():
+    with pytest.raises(ValueError, match="no range of a verify pass"):
+        stage.breakdown([launch(1, 0), kernel(1, 1, 1)])
 
 
 def made(key="0", run_id="20261122-000000-aaaa", **more):
@@ -34,142 +119,82 @@ def made(key="0", run_id="20261122-000000-aaaa", **more):
         "tokens": 10,
         "tok_s": 12.0,
         "tok_s_profiled": 10.0,
-        "memory_rate": None,
         "gpu": False,
-        "unknown": [],
-        "kernels": [{"name": "aten::mm", "part": "verify", "seconds": 0.5, "calls": 20, "bytes": 10**9, "rate": None}],
+        "kernels": [{"name": "aten::mm", "seconds": 0.5, "calls": 20}],
         "trace": "x.trace.json.gz",
     }
     return profiles.Profile(**fields | more)
 
 
-def test_the_newest_profile_of_a_key_is_the_one_that_is_shown(tmp_path):
+def test_the_newest_profile_of_a_key_is_shown_and_other_files_are_left_alone(tmp_path):
     folder.save_profile(tmp_path, made(run_id="20261121-000000-aaaa", seconds={"verify": 1.0}), b"old")
     folder.save_profile(tmp_path, made(), b"new")
+    (tmp_path / "profiles" / "torn.json").write_text('{"format": 1, "key"')
+    (tmp_path / "profiles" / "other.json").write_text('{"format": 99}')
     (found,) = profiles.newest(tmp_path).values()
-    shares = found.columns()
-    assert [shares[f"{name}_share"] for name in ("verify", "sampler", "idle")] == [0.6, 0.1, pytest.approx(0.3)]
-    assert shares["trunk_share"] is None  # the baseline drafts nothing: empty, not 0
+    assert found == made()
     assert (tmp_path / "profiles" / "x.trace.json.gz").read_bytes() == b"new"
 
 
-def test_every_part_has_its_share():
-    assert {part for parts in profiles.SHARES.values() for part in parts} == set(shown.PARTS)
-
-
-def test_files_that_hold_no_profile_are_left_alone(tmp_path):
-    folder.save(tmp_path, baseline())
-    folder.save_profile(tmp_path, made(), b"")
-    (tmp_path / "profiles" / "torn.json").write_text('{"format": 1, "key"')
-    (tmp_path / "profiles" / "other.json").write_text('{"format": 99}')
-    assert list(profiles.newest(tmp_path)) == ["0" * 12]
-
-
 @pytest.mark.slow
-def test_the_page_has_a_bar_for_each_profile(tmp_path):
-    folder.save(tmp_path, baseline())
+def test_a_profile_is_a_bar_and_a_picture_also_without_points(tmp_path):
     folder.save_profile(tmp_path, made(), b"")
+    (picture,) = make.pictures(tmp_path, tmp_path / "pictures")
+    assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
+    folder.save(tmp_path, baseline())
     (figure,) = [one for one in figures.of_sources(sources.read(tmp_path)) if one.name == "profile"]
     (panel,) = figure.panels
     assert sum(row["share"] for row in panel.data) == pytest.approx(1.0)
     assert [row["text"] for row in panel.data if row["text"]] == ["12.0 tok/s"]
 
 
-@pytest.mark.slow
-def test_a_tracker_gets_the_picture_of_a_profile_from_a_folder_without_points(tmp_path):
-    folder.save_profile(tmp_path / "results", made(), b"")
-    (picture,) = make.pictures(tmp_path / "results", tmp_path / "pictures")
-    assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_is_shown_adds_up_and_says_what_is_not_known(capsys):
-    shown.show(made(unknown=[stage.NO_RATE]), {"profile": "p.json"})
+def test_shares_and_kernels_are_shown(capsys):
+    shown.show(made(), {"profile": "p.json"})
     printed = capsys.readouterr()
-    assert "verify" in printed.out and "60.0%" in printed.out and "100.0%" in printed.out and "2.0" in printed.out
-    assert "rate of this machine is not known" in printed.err
-    shown.show(made(wall=0.8), {})
-    assert "125.0% of the wall time" in capsys.readouterr().err
+    assert "verify" in printed.out and "60.0%" in printed.out and "50.0%" in printed.out and "2.0" in printed.out
 
 
-class Engine:
-    """An engine without vLLM: every run takes the given seconds, and the traces are those of test_trace.py."""
-
-    layer = None
-
-    def __init__(self, cfg, seconds):
-        self.cfg, self.seconds = cfg, seconds
-        self.llm = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
-
-    def call(self, method):
-        if method == "early_exit_counters":
-            return None
-        assert method == "early_exit_about"
-        return {"weights": {"full": [64]}, "memory_rate": None, "device": "cpu", "captured": False}
-
-    def generate(self, prompts, length, **more):
-        assert more["detokenize"] and len(prompts) == more["batch"] == 1
-        return SimpleNamespace(outputs=[[0] * length], seconds=self.seconds, tokens_per_second=9.0)
-
-
-@pytest.mark.parametrize(("seconds", "accounted"), [(100e-6, 1.0), (80e-6, 1.25), (125e-6, 0.8)])
-def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch, seconds, accounted):
-    """Its run has steps for 100 us of the 120 that were recorded: the sum tells a clock of the run that disagrees."""
+def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch):
     cfg = RunConfig(
         method=Method.baseline,
         results_dir=str(tmp_path),
         model=ModelConfig(path="reference"),
         workload=WorkloadConfig(name="short", num_prompts=4, batch=1, output_len=128),
     )
+    kernels = [{"name": "aten::mm", "seconds": 5e-6, "calls": 1}]
+    packed = gzip.compress(json.dumps({"traceEvents": CPU}).encode())
 
-    def record(engine, prompts, length, scratch, **more):
-        file = scratch / "engine.json.gz"
-        file.write_bytes(gzip.compress(json.dumps({"baseTimeNanoseconds": ORIGIN, "traceEvents": CPU}).encode()))
-        generation = engine.generate(prompts, length, batch=1, detokenize=True)
-        return profiling.Recording(file, None, ORIGIN, generation)
+    class Engine:
+        """An engine without vLLM."""
+
+        layer, llm = None, SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
+
+        def call(self, method, *words):
+            if method == "early_exit_profile_stop":
+                with open(*words, "wb") as file:
+                    file.write(packed)
+                return kernels
+            assert method == "early_exit_profile_start"
+            return None
+
+        def generate(self, prompts, length, **more):
+            assert more["detokenize"] and len(prompts) == more["batch"] == 1
+            return SimpleNamespace(outputs=[[0] * length], tokens_per_second=9.0)
 
     @contextmanager
     def open_engine(config):
-        yield Engine(config, seconds)
+        yield Engine()
 
-    monkeypatch.setattr(profiling, "record", record)
-    monkeypatch.setattr(profiling, "annotate", lambda engine: [])
     monkeypatch.setattr(stage, "workload_prompts", lambda cfg, engine: [[1]] * 4)
     found, path = stage.run(cfg, open_engine=open_engine)
     assert found.tokens == stage.TOKENS and found.key == run_key(cfg)
-    assert found.accounted == pytest.approx(accounted) and found.unknown == [stage.NO_RATE]
-    assert found.kernels[0] == {
-        "name": "aten::addmm",
-        "part": "verify",
-        "seconds": pytest.approx(20e-6),
-        "calls": 1,
-        "bytes": 64,
-        "rate": None,
-    }
+    assert sum(found.seconds.values()) == pytest.approx(found.wall) and found.kernels == kernels
     assert profiles.newest(tmp_path)[found.key].name == path.stem == found.name
-    events = json.loads(gzip.decompress((path.parent / found.trace).read_bytes()))["traceEvents"]
-    track = [event for event in events if event.get("cat") == "part"]
-    assert sum(event["dur"] for event in track) == pytest.approx(100)
+    assert (path.parent / found.trace).read_bytes() == packed
 
 
-def test_nsight_is_asked_for_the_range_that_the_worker_opens(tmp_path):
-    command = stage.nsight_command(["python", "-m", "selfspec_cli", "profile", "--under-nsight"], tmp_path / "x")
-    assert command[:2] == ["nsys", "profile"] and command[-5:] == [
-        "python",
-        "-m",
-        "selfspec_cli",
-        "profile",
-        "--under-nsight",
-    ]
-    assert {"--capture-range=cudaProfilerApi", "--cuda-graph-trace=node", f"--output={tmp_path / 'x'}"} <= set(command)
-
-
-def test_a_dry_run_names_the_arm_and_the_command_of_nsight(tmp_path, monkeypatch):
+def test_a_dry_run_names_the_arm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
-    words = ("profile", "layer=3", "model=./model", "--tokens", "32", "--nsys", "--dry-run", "--json")
-    plan = document(call(*words))
+    plan = document(call("profile", "layer=3", "model=./model", "--tokens", "32", "--dry-run", "--json"))
     assert plan["tokens"] == 32 and "E=3" in plan["arm"]
-    assert plan["nsight"].startswith("nsys profile") and plan["nsight"].endswith("--tokens 32 --under-nsight")
-    assert "layer=3" in plan["nsight"]
-    refused = call("profile", "layer=3", "model=./model", "--nsys")
-    assert refused.exit_code == 2 and "--nsys" in refused.stderr

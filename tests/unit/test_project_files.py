@@ -1,14 +1,20 @@
 """The pre-commit file and the conda environment name what is here, and nothing that has to be fetched unseen."""
 
+import ast
 import re
 import runpy
 import shlex
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
+from scripts import importable
 
+import selfspec_cli
+from selfspec_cli import vllm_plugin
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +141,11 @@ def test_a_fault_is_reported_with_what_doctor_says_and_the_citation_is_of_this_v
     assert (cited["version"], cited["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
 
 
+def test_the_package_and_the_model_beside_it_have_the_version_of_the_metadata():
+    model = tomllib.loads((ROOT / "packaging" / "reference_model" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert selfspec_cli.__version__ == model["project"]["version"] == PROJECT["project"]["version"]
+
+
 def test_the_change_log_and_the_citation_date_the_version_alike():
     version = re.escape(PROJECT["project"]["version"])
     log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -157,3 +168,137 @@ def test_the_workflow_installs_the_wheel_and_runs_the_commands_of_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert set(program["COMMANDS"]) <= set(re.findall(r"^selfspec (\w+)", readme, re.MULTILINE))
     assert set(program["INSTALLS"]["everything"].strip("[]").split(",")) | {"cuda", "dev"} == {*program["EXTRAS"]}
+
+
+# ---- What READMEs and docstrings say of files is true: each that is named is there, each room and module is listed
+
+
+PACKAGE = ROOT / "selfspec_cli"
+SOURCES = [
+    file for folder in ("selfspec_cli", "tests", "experiments") for file in sorted((ROOT / folder).rglob("*.py"))
+]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ee_head" / "README.md",
+    ROOT / "experiments" / "reference_model" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+ELSEWHERE = {"config/model.py", "argparse.py", "json/decoder.py", "platforms/cpu.py", "compilation/decorators.py"} | {
+    "compilation/caching.py",
+    "models/modeling_utils.py",
+    "speculative/drafter.py",
+    "speculative/save_hidden_state.py",
+    "speculative/speculation_gate.py",
+    "speculative/utils.py",
+    "tests/v1/spec_decode/test_custom_speculator.py",
+}  # of vLLM, of Python and of TensorRT-LLM
+
+
+def docstrings(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def named(text):
+    """Python files that a text names, such as weights/gemv.py; REVISION:PATH is one of the history."""
+    return set(re.findall(r"(?<![\w./<:-])[a-z][\w/]*\.py\b", text)) - ELSEWHERE
+
+
+def is_there(name, near):
+    places = (ROOT, PACKAGE, near, near.parent)
+    return any((place / name).is_file() for place in places) or any(f"/{file}".endswith(f"/{name}") for file in SOURCES)
+
+
+@pytest.mark.parametrize("file", [*PAGES, *(PACKAGE.rglob("*.py"))], ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_file_that_is_named_is_there(file):
+    text = file.read_text(encoding="utf-8") if file.suffix == ".md" else docstrings(file)
+    assert [name for name in sorted(named(text)) if not is_there(name, file.parent)] == []
+
+
+def test_every_room_has_a_line():
+    rooms = [folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()]
+    assert len(rooms) >= 10
+    for room in rooms:
+        assert re.search(rf"^    {room}/ ", selfspec_cli.__doc__, re.M), room
+        assert (PACKAGE / room / "__init__.py").read_text(encoding="utf-8").startswith('"""'), room
+
+
+def test_every_module_of_the_plugin_is_listed():
+    """In the plugin's docstring or in that of the module's own folder; registries have a module for each entry."""
+    folder = PACKAGE / "vllm_plugin"
+    modules = [file for file in folder.rglob("*.py") if file.name != "__init__.py"]
+    assert len(modules) > 60
+    for file in modules:
+        if file.parent.name in ("releases", "contexts"):
+            continue
+        near = docstrings(file.parent / "__init__.py")
+        assert file.name in named(vllm_plugin.__doc__) | named(near), file
+
+
+# ---- results/LOG.md: every entry has a question, a setup, a result, a verdict and a file that is there, in eight
+
+
+LINES = 8
+FILE = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)*)`")
+
+
+def entries(text):
+    """Heading -> lines of each entry, the heading among them."""
+    parts = [re.split(r"^## ", part, flags=re.M)[0] for part in re.split(r"^(?=### )", text, flags=re.M)[1:]]
+    return {part.splitlines()[0].removeprefix("### "): part.rstrip().splitlines() for part in parts}
+
+
+def faults(heading, lines, there):
+    """What is wrong with an entry. there(name): whether a file or folder of that name is published or in the tree."""
+    text = "\n".join(lines)
+    if not heading.endswith("?"):
+        yield "is no question"
+    if len(lines) > LINES:
+        yield f"has {len(lines)} lines"
+    wanted = [r"^- Setup: ", r"^- Result[^:\n]*: ", r"^- Verdict: "]
+    places = [match.start() if (match := re.search(part, text, re.M)) else -1 for part in wanted]
+    if -1 in places or places != sorted(places):
+        yield "has no setup, result and verdict in this order"
+    verdict = text[max(places[-1], 0) :]
+    names = FILE.findall(verdict)
+    if "History: " not in verdict and "entry above" not in verdict:
+        if not any(map(there, names)):
+            yield "names no file"
+        yield from (f"names {name}, which is not there" for name in names if "/" in name and not there(name))
+
+
+@pytest.fixture(scope="module")
+def there():
+    with importable(ROOT / "docs" / "generate") as module:
+        published = module("figure_cells").names()
+
+    def there(name):
+        name = name.replace(".jsonl.xz", "")
+        matches = any(fnmatchcase(file, pattern) for pattern in (name, f"{name}/*") for file in published)
+        return matches or any((at / name).exists() for at in (ROOT, ROOT / "selfspec_cli"))
+
+    return there
+
+
+def test_every_entry_has_its_five_parts(there):
+    book = entries((ROOT / "results" / "LOG.md").read_text(encoding="utf-8"))
+    assert len(book) > 40
+    assert {heading: said for heading, lines in book.items() if (said := list(faults(heading, lines, there)))} == {}
+
+
+def test_a_part_that_lacks_is_named(there):
+    good = ["### Is it?", "- Setup: a.", "- Result, here: b.", "- Verdict: yes. `cpu`, `gpu/widened`"]
+    assert list(faults("Is it?", good, there)) == []
+    assert list(faults("It is", good, there)) == ["is no question"]
+    assert list(faults("Is it?", [*good, *["more"] * 5], there)) == ["has 9 lines"]
+    assert "has no setup, result and verdict in this order" in list(faults("Is it?", good[:1] + good[:0:-1], there))
+    gone = [*good[:-1], "- Verdict: yes. `cpu`, `gpu/nothing`"]
+    assert list(faults("Is it?", gone, there)) == ["names gpu/nothing, which is not there"]
+    assert list(faults("Is it?", [*good[:-1], "- Verdict: yes."], there)) == ["names no file"]
+
+
+def test_the_change_log_is_the_notes_of_a_release():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# Changelog" and any(re.fullmatch(r"## \d+\.\d+\.\d+ .*", line) for line in lines)
+    assert len(lines) <= 100

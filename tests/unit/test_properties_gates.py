@@ -1,24 +1,22 @@
-"""Gates, calibrations and thresholds for any logits, maps and numbers."""
+"""Gates and thresholds for any logits and numbers."""
 
 import json
 import math
 
 import numpy as np
-import pytest
 import torch
 from all_statistics import all_statistics, statistic
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from properties import calibrations, rates
+from properties import rates
 
-from selfspec_cli.early_exit.calibrating import fit_calibration
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.gates.distribution import Distribution
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import to_spec
-from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
+from selfspec_cli.early_exit.thresholds import check_threshold
 
 WITH_THRESHOLD = [name for name, gate in GATES.items() if gate.key is not None]
 numbers = st.one_of(st.floats(), st.integers(), st.booleans(), st.text(max_size=3), st.none())
@@ -85,8 +83,6 @@ def test_what_a_distribution_answers_does_not_depend_on_what_was_asked_before(ro
 
 @given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), st.floats(0, 1), st.lists(st.floats(width=32), min_size=1))
 def test_a_stricter_threshold_opens_no_gate(name, one, other, values):
-    if GATES[name].needs_calibration:
-        return
     at_least = GATES[name].direction == "at_least"
     loose, strict = sorted((one, other), reverse=not at_least)
     statistics = torch.tensor(values)
@@ -97,82 +93,6 @@ def test_a_stricter_threshold_opens_no_gate(name, one, other, values):
     assert opened.tolist() == [
         not math.isnan(value) and (value >= limit if at_least else value <= limit) for value in statistics.tolist()
     ]
-
-
-# ---- calibration -----------------------------------------------------------------------------------------------------
-
-
-@given(calibrations(), st.lists(st.floats(-20, 20), min_size=1))
-def test_a_map_is_monotone_and_between_its_knots(made, values):
-    values = torch.tensor(sorted(values), dtype=torch.float32)
-    found = made.probability(values)
-    assert found.dtype == torch.float32 and found.shape == values.shape
-    assert ((found >= min(made.ps) - 1e-6) & (found <= max(made.ps) + 1e-6)).all()
-    steps = found.diff()
-    assert (steps >= -1e-6).all() if GATES[made.feature].direction == "at_least" else (steps <= 1e-6).all()
-    want = np.interp(values.double().numpy(), made.xs, made.ps)
-    np.testing.assert_allclose(found.numpy(), want, atol=1e-6)
-    assert made.probability(torch.tensor([[math.nan]])).isnan().all()
-
-
-def test_knots_that_are_one_number_in_float32_still_have_a_probability():
-    made = calibration_from_dict({"feature": "maxp", "xs": [0.3, 0.3 + 1e-12, 0.5], "ps": [0.1, 0.4, 0.9]})
-    found = made.probability(torch.tensor([0.2, 0.3, 0.4, 0.6]))
-    assert found.isfinite().all()
-    assert found[[0, 3]].tolist() == pytest.approx([0.1, 0.9])
-
-
-@given(calibrations(), rates, st.lists(st.floats(-12, 12, width=32), min_size=1))
-def test_a_calibrated_gate_opens_where_its_map_reaches_the_threshold(made, tau, values):
-    values = torch.tensor(values)
-    rule = GATES["calibrated"].rule(tau, made)
-    assert rule.feature == made.feature
-    probability = torch.from_numpy(np.interp(values.double().numpy(), made.xs, made.ps))
-    opened = rule.is_open(values)
-    clear = (probability - tau).abs() > 1e-5
-    # A steep piece of the map is narrower than float32: beside its place rounding decides.
-    clear &= ~torch.isclose(values.double(), torch.tensor(rule.threshold, dtype=torch.float64), rtol=1e-5, atol=1e-5)
-    assert torch.equal(opened[clear], (probability >= tau)[clear])
-    low, high = GATES["calibrated"].statistic_range(None, made)
-    assert (low, high) == (min(made.ps), max(made.ps))
-
-
-@given(calibrations())
-def test_a_map_comes_back_from_json(made):
-    assert calibration_from_dict(json.loads(json.dumps(made.to_dict()))) == made
-
-
-@given(calibrations(), st.sampled_from(["feature", "xs", "ps"]), numbers)
-def test_a_spoiled_map_is_refused_in_words_or_is_a_map(made, key, value):
-    data = made.to_dict()
-    spoiled = data | {key: value if key == "feature" else [*data[key][:-1], value]}
-    try:
-        found = calibration_from_dict(spoiled)
-    except SettingsError as error:
-        refused = str(error)
-        assert "calibration" in refused
-    else:
-        assert list(found.xs) == sorted(set(found.xs))
-        assert list(found.ps) == sorted(found.ps, reverse=GATES[found.feature].direction == "at_most")
-        assert all(0 <= p <= 1 for p in found.ps)
-
-
-@given(
-    st.sampled_from(features()),
-    st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), min_size=1),
-    st.integers(1, 8),
-)
-def test_a_fitted_map_is_one_that_would_be_accepted_and_keeps_the_mean(feature, tokens, knots):
-    values = torch.tensor([value for value, _ in tokens])
-    hits = torch.tensor([hit for _, hit in tokens])
-    made = fit_calibration(feature, values, hits, max_knots=knots)
-    assert calibration_from_dict(made.to_dict()) == made
-    assert len(made.xs) <= knots
-    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
-    if len(set(values.tolist())) == len(values):  # equal values fall into bins as they come
-        again = fit_calibration(feature, values[order], hits[order], max_knots=knots)
-        assert again.xs == pytest.approx(made.xs) and again.ps == pytest.approx(made.ps)
-    assert min(made.ps) - 1e-9 <= hits.double().mean() <= max(made.ps) + 1e-9
 
 
 # ---- thresholds ------------------------------------------------------------------------------------------------------
@@ -193,14 +113,12 @@ def test_a_threshold_is_a_number_of_the_gates_range_or_refused_in_words(name, va
         assert value is None or gate.low <= found <= gate.high
 
 
-@given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), calibrations(), st.integers(2, 200_000))
-def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, threshold, made, vocab):
+@given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), st.integers(2, 200_000))
+def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, threshold, vocab):
     gate = GATES[name]
     threshold = threshold if math.isfinite(gate.high) else 100 * threshold
-    spec = {"gate": name, "threshold": threshold}
-    spec |= {"calibration": made.to_dict()} if gate.needs_calibration else {}
-    settings = ResolvedSettings.from_user(spec, 8)
-    low, high = gate.statistic_range(vocab, made)
+    settings = ResolvedSettings.from_user({"gate": name, "threshold": threshold}, 8)
+    low, high = gate.statistic_range(vocab)
     warnings = warnings_for(settings, vocab)
     if gate.direction == "at_least":
         always, never, edge = threshold <= low, threshold > high, threshold == high
@@ -212,15 +130,13 @@ def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, thresho
         assert said in warnings[0] and repr(name) in warnings[0] and f"{gate.key} = {threshold:g}" in warnings[0]
 
 
-@given(st.sampled_from(list(GATES)), st.floats(0, 1), calibrations(), st.integers(1, 7), st.integers(1, 256))
-def test_settings_come_back_from_json_and_from_a_users_words(name, threshold, made, layer, k):
+@given(st.sampled_from(list(GATES)), st.floats(0, 1), st.integers(1, 7), st.integers(1, 256))
+def test_settings_come_back_from_json_and_from_a_users_words(name, threshold, layer, k):
     gate = GATES[name]
     spec = {"gate": name, "layer_skip": layer, "num_speculative_tokens": k}
     spec |= {"threshold": threshold} if gate.key else {}
-    spec |= {"calibration": made.to_dict()} if gate.needs_calibration else {}
     settings = ResolvedSettings.from_user(spec, 8)
     assert (settings.layer, settings.k, settings.gate.kind) == (layer, k, name)
     assert settings.threshold == (threshold if gate.key else None)
-    assert settings.calibration == (made if gate.needs_calibration else None)
     assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
     assert ResolvedSettings.from_user(to_spec(settings), 8) == settings

@@ -2,7 +2,7 @@
 
 import csv
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.record import columns, folder, tables
 from selfspec_cli.record.columns import AcceptRow, Summary
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.point import HEAD, Comparison, Point, Repeat, from_json, head_from_line, point_id, to_json
+from selfspec_cli.record.point import Comparison, Point, Repeat, from_json, point_id, to_json
 
 # Four points of any content take long to make smaller, and the difference of two tables says enough.
 many_files = settings(
@@ -98,17 +98,6 @@ def test_a_point_comes_back_from_its_text(made):
     assert from_json(to_json(from_json(text))) == made
 
 
-@given(points())
-def test_the_first_line_alone_says_what_a_list_shows(made):
-    first, rest = to_json(made).split("\n", 1)
-    head = head_from_line(first + "\n")
-    assert rest
-    assert (head.ok, head.repeats, head.outputs) == (made.ok, (), ())
-    for item in fields(Point):
-        if item.name in HEAD:
-            assert getattr(head, item.name) == getattr(made, item.name)
-
-
 @pytest.mark.slow
 @given(points(), st.integers(0, 10**6))
 def test_a_torn_file_is_refused_and_never_read_as_another_point(made, cut):
@@ -122,11 +111,10 @@ def test_a_torn_file_is_refused_and_never_read_as_another_point(made, cut):
 @given(points())
 def test_a_row_has_a_cell_for_each_column_and_nothing_that_was_not_measured(made):
     row = tables.row(made)
-    (cells,) = csv.reader([columns.line(Summary, row)])
-    assert len(cells) == len(fields(Summary))
+    names, cells = csv.reader(columns.text(Summary, [row]).splitlines())
+    assert names == columns.header(Summary) and len(cells) == len(fields(Summary))
     shown = dict(zip(columns.header(Summary), cells, strict=True))
     assert (shown["point"], shown["key"], shown["run_id"]) == (made.id, made.key, made.run_id)
-    assert "\n" not in columns.line(Summary, row)[:-1] and columns.line(Summary, row).endswith("\n")
     if not made.ok or not made.repeats:
         assert shown["tok_s_median"] == shown["accept_rate"] == shown["mean_accepted_len"] == ""
     else:
@@ -136,7 +124,6 @@ def test_a_row_has_a_cell_for_each_column_and_nothing_that_was_not_measured(made
     verified = [repeat.verified for repeat in made.repeats if repeat.verified is not None]
     assert (kept is None) == (not verified)
     if kept is not None:
-        assert len(columns.line(AcceptRow, kept).split("\t")) == len(fields(AcceptRow))
         assert kept.accepted == sum(part.accepted for part in verified) == sum(map(int, kept.accepted_at.split()))
         assert kept.rounds == sum(part.rounds for part in verified)
 
@@ -159,7 +146,7 @@ def arranged(draw):
 @given(st.data())
 @many_files
 def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory, data):
-    """Written one by one; exported; and put together from two folders: the same points and the same tables."""
+    """Exported from one folder, and put together from two: the same points and the same tables."""
     made = arranged(data.draw)
     one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     for number, each in enumerate(made):
@@ -168,29 +155,10 @@ def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory,
         shutil.copy(file, one / folder.RUNS)
     wanted = folder.in_order(list(made))
     assert folder.read(one) == (wanted, [])
-    assert [head.id for head in folder.heads(one)] == [each.id for each in wanted]
-    assert folder.prepare(one) == []  # which finds that the table lacks points, and makes it again
-    assert _tables(one) == _expected(wanted)
     assert folder.export(one) == (len(made), [])
     assert _tables(one) == _expected(wanted)
     few, _ = folder.read(one, names=[wanted[0].key, wanted[-1].id])
     assert few == [wanted[0], wanted[-1]]
-
-
-@pytest.mark.slow
-@given(st.data())
-@many_files
-def test_lines_that_were_added_are_those_of_an_export(tmp_path_factory, data):
-    made = folder.in_order(arranged(data.draw))
-    results = tmp_path_factory.mktemp("results")
-    for each in made:
-        folder.save(results, each)
-    before = _tables(results)
-    folder.export(results)
-    assert _tables(results) == before == _expected(made)
-    with pytest.raises(folder.RecordError, match="there already"):
-        folder.save(results, replace(made[0], device="another"))
-    assert folder.read(results)[0] == made
 
 
 def _tables(results):

@@ -183,11 +183,6 @@ def test_keys_and_values_that_cannot_be_divided_are_kept_by_every_gpu():
     assert memory.kv_token_bytes(latent, 8) == memory.kv_token_bytes(latent)
 
 
-def test_weights_that_the_index_names_and_the_repository_lacks_are_named():
-    with pytest.raises(ConfigError, match=r"names 1 file\(s\) that it does not hold: gone.safetensors"):
-        pull.wanted(["a.safetensors"], ["a.safetensors", "gone.safetensors"], False)
-
-
 @pytest.mark.slow
 def test_what_was_pulled_is_found_without_a_network_and_what_was_not_is_missed(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -14,7 +14,7 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig, WorkloadCo
 from selfspec_cli.record import folder, quality, tables
 from selfspec_cli.record.intervals import perplexity_interval
 from selfspec_cli.record.quality import EVAL, GENERATED, TEXT, Finding
-from selfspec_cli.texts.windows import rolling
+from selfspec_cli.texts.library import rolling
 
 NATS, TOKENS = [10.0, 30.0, 24.0, 50.0], [10, 20, 16, 25]
 MORE = [11.0, 31.5, 24.5, 52.0]
@@ -136,13 +136,6 @@ def test_rows_carry_what_was_found_of_their_arm(tmp_path):
     assert [*found] == [row.point for row in rows[:2]]  # nothing is known of the third
     assert found[rows[1].point]["key"] == rows[1].key and found[rows[1].point]["scores"].startswith("t acc 0.500")
     assert found[rows[1].point]["verdict"] == ""  # not measured, and so not 0
-
-
-def test_a_finding_is_in_the_tables_at_once(tmp_path):
-    folder.save(tmp_path, replace(baseline(), arm_key=ARM))
-    folder.save_finding(tmp_path, finding())
-    (row,) = csv.DictReader((tmp_path / "summary.csv").open())
-    assert float(row["ppl"]) == pytest.approx(tables.row(folder.read(tmp_path)[0][0]).ppl, rel=1e-5)
 
 
 def test_what_is_found_later_is_no_part_of_a_points_file(tmp_path):

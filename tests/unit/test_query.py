@@ -59,7 +59,7 @@ def test_list_and_show(place):
     assert "1 point(s)" in listed.stdout and "varH ≤ 5" in listed.stdout and "1.50x" in listed.stdout
     shown = call("runs", "show", "1111")
     assert shown.exit_code == 0, shown.output
-    for text in ("selfspec sweep", "speedup", "150.0 tokens a second", "git", "revision"):
+    for text in ("selfspec sweep", "speedup", 'tok_s": 150.0', "git", "revision"):
         assert text in shown.stdout
     (one,) = document(call("runs", "show", "1111", "--json"))["points"]
     assert one["row"]["speedup"] == 1.5 and len(one["repeats"]) == 3
@@ -79,7 +79,7 @@ def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
 def test_diff_says_what_differs_and_whether_it_is_noise(place):
     result = call("runs", "diff", "1111", "3333")
     assert "slower" in result.stdout and "No setting, version or machine differs" in result.stdout
-    assert "failed" in call("runs", "diff", "1111", "2222").stderr
+    assert "failed (" in call("runs", "diff", "1111", "2222").stderr
     assert "name the two" in call("runs", "diff", "1111").stderr
 
 
@@ -96,10 +96,3 @@ def test_delete_asks_first_and_makes_the_tables_again(place):
     points, _ = folder.read(place)
     assert points[0].compared_with.speedup == 1.5  # what was compared with it keeps its figures
     assert "nothing was named" in call("runs", "delete", "--yes", "results_dir=results").stderr
-
-
-def test_nothing_is_deleted_while_another_command_writes(place):
-    with folder.sweep_lock(place):
-        result = call("runs", "delete", "status~memory", "--yes")
-    assert result.exit_code == 2 and "another selfspec command" in result.stderr
-    assert len(list((place / "runs").glob("*.json"))) == 4

@@ -48,7 +48,6 @@ def test_the_default_comes_first_then_ours_then_theirs(gates):
         "none",
         "adaedl",
         "auto",
-        "calibrated",
         "entropy",
         "margin",
         "maxp",
@@ -81,7 +80,7 @@ def test_a_name_of_ours_cannot_be_taken(gates):
 
 
 def test_a_registry_is_a_mapping(gates):
-    assert len(gates) == len(list(gates)) == 10
+    assert len(gates) == len(list(gates)) == 9
     assert "maxp" in gates and "distribution" not in gates and 3 not in gates
     assert [gate.name for gate in gates.values()] == list(gates)
     with pytest.raises(SettingsError, match=r"^gate 'maxq' is not known; allowed: none, .*; did you mean 'maxp'\?$"):
@@ -94,7 +93,6 @@ def test_another_default_comes_first_and_without_one_all_are_in_the_order_of_the
         "varH",
         "adaedl",
         "auto",
-        "calibrated",
         "entropy",
         "margin",
         "maxp",

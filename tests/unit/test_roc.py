@@ -7,13 +7,9 @@ import pytest
 import torch
 from test_early_exit_replay import COSTS, make
 
-from selfspec_cli.artifacts import calibrations
-from selfspec_cli.config.schema import GateConfig, RunConfig
+from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit import roc as curves
-from selfspec_cli.early_exit.calibrating import fit_calibration
-from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.report import make as report
 from selfspec_cli.stages import roc
 from selfspec_cli.stages.exits import Exit
@@ -67,16 +63,6 @@ def test_every_gate_has_a_row_and_a_setting():
     assert found.exit.best.speedup == max(row.expected_speedup for row in rows)
 
 
-def test_the_calibrated_gate_is_as_good_as_its_feature_and_breaks_even_below_certainty():
-    found = judged()
-    feature = found.calibration.feature
-    same = curves.auc(found.judged, "calibrated", found.calibration)
-    assert same == pytest.approx(curves.auc(found.judged, feature), abs=0.02)  # binning ties some of them
-    assert 0 < found.tau < 1
-    best_fixed = found.best["none"].speedup
-    assert found.best["calibrated"].speedup >= 0.97 * best_fixed
-
-
 @pytest.mark.slow
 def test_files_and_what_reads_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -90,9 +76,8 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
         assert [curve["false"][0] for curve in panel["curves"]] == [0.0] * len(panel["curves"])
         assert {(curve["false"][-1], curve["true"][-1]) for curve in panel["curves"]} == {(1.0, 1.0)}
         assert max(len(curve["true"]) for curve in panel["curves"]) <= 150
-        calibrated = next(curve for curve in panel["curves"] if curve["gate"] == "calibrated")
-        at_stake = panel["of"] == roc.ASKED[True]
-        assert calibrated["auc"] == curves.auc(found.judged, "calibrated", found.calibration, at_stake=at_stake)
+        first, at_stake = panel["curves"][0], panel["of"] == roc.ASKED[True]
+        assert first["auc"] == curves.auc(found.judged, first["gate"], at_stake=at_stake)
     with open(files["table"], encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     assert [row["gate"] for row in table] == [gate for gate in GATES if gate != "auto"]
@@ -100,32 +85,13 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     words = result.choice()["overrides"]
     assert words[0] == "layer=3"
     assert any(word.startswith("gate=") for word in words)
-    # What was saved is what gate=calibrated reads, with its threshold.
-    calibrated = calibrations.with_calibration(RunConfig(layer=3, gate=GateConfig("calibrated")), 3)
-    assert calibrated.threshold == found.tau
-    calibration = calibrations.map_of(calibrated)
-    ResolvedSettings.from_user({"gate": "calibrated", "tau": calibrated.threshold, "calibration": calibration}, 24)
 
 
-def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_exits_that_differ_in_their_drafts_alone_are_told_apart():
     found = judged()
     fp8 = replace(found.exit.cfg, draft_weights="fp8")
-    other = replace(found, exit=replace(found.exit, cfg=fp8), tau=0.123)
+    other = replace(found, exit=replace(found.exit, cfg=fp8))
     result = roc.RocResult([*roc.table(found), *roc.table(other)], [found, other])
     assert {row.head for row in result.rows} == {"lens", "lens-fp8"}
-    files = roc.write(result, tmp_path / "roc")
-    assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
-    for one in (found, other):
-        asked = replace(one.exit.cfg, gate=GateConfig("calibrated"))
-        assert calibrations.with_calibration(asked, 3).threshold == one.tau
     assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
     assert "head=lens" in result.choice()["overrides"]
-
-
-def test_break_even_rises_with_the_price_of_a_draft():
-    log = make(400)
-    drafted = log.was_drafted
-    calibration = fit_calibration("maxp", log.feature("maxp")[drafted], log.was_accepted[drafted])
-    cheap, dear = (roc.break_even_tau(log, Costs(7.0, draft, 7.2, 0.2), calibration) for draft in (0.3, 2.0))
-    assert cheap < dear

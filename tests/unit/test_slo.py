@@ -9,7 +9,7 @@ import pytest
 from points import point
 
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.keys import settings_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import LoadConfig, RunConfig
 from selfspec_cli.load_patterns.poisson import poisson
 from selfspec_cli.record import tables
@@ -152,7 +152,7 @@ def test_goodput_counts_by_the_strictest_limit_of_each_value_unless_another_is_g
 def test_a_search_is_no_point_of_one_client():
     (plain,) = compose_runs(None, ["method=baseline", "load.clients=1", "load.ttft_limit=200"])
     clients, _ = as_searches([replace(plain, load=LoadConfig())], ["ttft_p99=200"])
-    assert replace(clients.load, slo=None) == plain.load and settings_key(clients) != settings_key(plain)
+    assert replace(clients.load, slo=None) == plain.load and Keys().settings(clients) != Keys().settings(plain)
     assert as_searches([plain], []) == [plain]
 
 

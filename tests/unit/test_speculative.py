@@ -50,7 +50,7 @@ def draft(tmp_path):
 def test_json_hydras_own_grammar_and_a_name_say_the_same(typed):
     cfg = one("method=vllm", typed)
     assert cfg.speculative == {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-    assert keys.settings_key(cfg) == keys.settings_key(one(*NGRAM))
+    assert keys.Keys().settings(cfg) == keys.Keys().settings(one(*NGRAM))
 
 
 def test_keys_below_a_choice_or_a_mapping_change_it_at_any_depth():
@@ -89,7 +89,7 @@ def test_the_draft_length_is_k_or_what_the_mapping_says(tmp_path):
     words = ["method=vllm", 'speculative={"method": "ngram", "num_speculative_tokens": 7}']
     assert (one(*words).k, one(*NGRAM).k, one(*NGRAM, "k=2").k) == (7, 4, 2)
     assert speculative_config(one(*words), tmp_path) == {"method": "ngram", "num_speculative_tokens": 7}
-    assert keys.settings_key(one(*words)) == keys.settings_key(
+    assert keys.Keys().settings(one(*words)) == keys.Keys().settings(
         one("method=vllm", 'speculative={"method": "ngram"}', "k=7")
     )
     with pytest.raises(ConfigError, match="k=3: both are the draft length"):

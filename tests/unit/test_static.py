@@ -35,14 +35,6 @@ def test_markdown_is_a_table_for_a_pull_request():
     assert "selfspec 0.1.0" in made
 
 
-def test_latex_needs_booktabs_alone():
-    made = text("latex")
-    assert r"\begin{tabular}" in made and r"\bottomrule" in made
-    body = "\n".join(line for line in made.splitlines() if not line.startswith("%"))
-    assert body.isascii(), sorted(set(body) - set(map(chr, range(128))))
-    assert "62\\%" in body or "%" not in body.replace(r"\%", "")
-
-
 def test_csv_is_the_record_and_json_has_null_for_what_was_not_measured():
     points, _ = folder.read("results")
     assert text("csv") == columns.text(columns.Summary, [tables.row(point) for point in points])

@@ -7,10 +7,10 @@ from jinja2 import Environment, TemplateError
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.engine.arguments import Tokens
 from selfspec_cli.stages.load_prompts import of_text
 from selfspec_cli.texts.prompt_files import encoded, read
 from selfspec_cli.texts.prompts import workload_prompts
+from selfspec_cli.texts.tokens import Tokens
 
 SCHEMA = {
     "type": "dict",

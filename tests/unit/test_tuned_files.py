@@ -1,4 +1,4 @@
-"""Two models of one name: what was fitted, calibrated and tuned for one is not used for the other."""
+"""Two models of one name: what was fitted and tuned for one is not used for the other."""
 
 import shutil
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selfspec_cli.artifacts import calibrations, tuned
+from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.model_digest import folder_name, head_folder, model_fingerprint
 from selfspec_cli.config.schema import ConfigError
@@ -48,7 +48,6 @@ def test_two_models_of_one_name_share_no_file():
     a, b = one("model=orgA/M"), one("model=orgB/M")
     assert a.model.name == b.model.name == "M"
     assert head_folder(a) != head_folder(b)
-    assert calibrations.path_for(a, 3) != calibrations.path_for(b, 3)
     assert tune("orgA", *WORDS) != tune("orgB", *WORDS)
     assert folder_name(a).startswith("M-")
 

@@ -96,7 +96,7 @@ def test_the_kernels_with_twelve_gates():
     """Every statistic of three packages, in one more power of two than eight."""
     tests = str(HERE / "kernels_interpreted.py")
     others = "ratio or doubt or peak or energy or surprise or spread or survival"
-    selected = f"statistics_equal or gates_open and ({others}) or calibrated_gate"
+    selected = f"statistics_equal or gates_open and ({others})"
     printed = pytest_interpreted("-v", tests, "-k", selected, packages=("toy", "more_gates"))
     for gate in ("ratio", "doubt", "peak", "energy", "surprise", "spread", "survival"):
         assert f"test_gates_open_where_the_plain_rule_does[{gate}] PASSED" in printed

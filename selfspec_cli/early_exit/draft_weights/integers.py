@@ -29,9 +29,12 @@ class Integers(DraftWeights):
 
     experts = True
 
+    kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
+
     def __init__(self, width: int) -> None:
+        if width not in (4, 8):
+            raise ValueError(f"integers of {width} bits: allowed are 4 and 8")
         self.width = width
-        self.kernels = "selfspec_cli.vllm_plugin.weights.lowbit" if width in (4, 8) else None
         self.name = f"int{width}"
         self.help = f"{width}-bit integer copies with one scale for {GROUP} weights, made at load"
         self.bits = width + 16 / GROUP

@@ -17,7 +17,7 @@ GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspe
 
 
 def features() -> tuple[str, ...]:
-    """Gates that have a statistic of the logits: what draft logs hold, and what may be calibrated."""
+    """Gates that have a statistic of the logits: what draft logs hold."""
     return tuple(name for name, gate in GATES.items() if gate.statistic is not None)
 
 

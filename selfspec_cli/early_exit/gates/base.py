@@ -6,14 +6,13 @@ import ast
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.calibration import Calibration
     from selfspec_cli.early_exit.gates.distribution import Distribution
 
 Direction = Literal["at_least", "at_most"]
@@ -97,24 +96,20 @@ class Gate:
     cumulative: bool = False
     range: Callable[[int], tuple[float, float]] = unit_interval
 
-    needs_calibration: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         if self.key is not None and self.key not in THRESHOLD_KEYS:
             raise SettingsError(f"gate {self.name!r}: {closest(self.key, THRESHOLD_KEYS, 'threshold key')}")
         if self.device is not None:
             _check_expression(self.name, self.device, self.cumulative)
 
-    def rule(self, threshold: float | None = None, calibration: Calibration | None = None) -> Rule:
+    def rule(self, threshold: float | None = None) -> Rule:
         """The gate with a threshold (None: its default), as a comparison of one logged statistic."""
         limit = self.default if threshold is None else threshold
         if self.statistic is None or limit is None:
             return Rule(None, "at_least", -math.inf)
         return Rule(self.name, self.direction, limit)
 
-    def statistic_range(
-        self, vocab_size: int | None = None, calibration: Calibration | None = None
-    ) -> tuple[float, float]:
+    def statistic_range(self, vocab_size: int | None = None) -> tuple[float, float]:
         """Least and greatest value of what the threshold is compared with, over a vocabulary of that many tokens."""
         return self.range(vocab_size or LARGEST_VOCABULARY)
 

@@ -96,11 +96,8 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
         row = tables.row(point)
         family = (*_family(row), asked(row))
         names[family].append(point.id)
-        for window in windows:
-            tails = {"ttft": window.ttft, "tpot": window.tpot}
-            values = {"tok_s": window.tok_s} | {name: tail[-1] for name, tail in tails.items() if tail is not None}
+        for minute, values in enumerate(windows, start=1):
             for name, value in values.items():
-                minute = 1 + window.start / latency.WINDOW
                 data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
                 by_family[family][name].append(data)
     panels = [

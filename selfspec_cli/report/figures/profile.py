@@ -6,10 +6,9 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli.record import tables
-from selfspec_cli.record.profiles import Profile
+from selfspec_cli.record.profiles import PARTS, Profile
 from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, bars, figure, sig, titles_above
 from selfspec_cli.report.rows import group_title, label
-from selfspec_cli.report.trace import PARTS
 
 COLOURS = {
     "trunk": "#3b82c4",

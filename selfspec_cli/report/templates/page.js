@@ -78,15 +78,12 @@ function shown(column, value) {
   return Math.abs(value) < 1e-3 ? String(Number(four)) : four;
 }
 
-// What a row opens (`report/details.py`): sections of text, of pairs, and of text under a line to open.
+// What a row opens (`report/details.py`): sections of text and of pairs.
 function opened(details, at) {
-  const part = (found) => {
-    const value = typeof found === "number" ? details.pool[found] : found;
-    if (typeof value === "string") return made("pre", { textContent: value });
-    if (!Array.isArray(value)) return made("details", {}, [made("summary", { textContent: value.title }), made("pre", { textContent: value.text })]);
-    return made("dl", {}, value.flatMap(([name, text]) => [made("dt", { textContent: name }), made("dd", { textContent: text })]));
-  };
-  const sections = details.rows[at].flatMap(([title, ...parts]) => [made("h3", { textContent: title }), ...parts.map(part)]);
+  const part = (value) => typeof value === "string"
+    ? made("pre", { textContent: value })
+    : made("dl", {}, value.flatMap(([name, text]) => [made("dt", { textContent: name }), made("dd", { textContent: text })]));
+  const sections = details.rows[at].flatMap(([title, ...places]) => [made("h3", { textContent: title }), ...places.map((place) => part(details.pool[place]))]);
   return made("div", { className: "opened" }, sections);
 }
 

@@ -51,13 +51,12 @@ class Case:
 
 @dataclass(frozen=True)
 class CheckFile:
-    """A whole file. after: micro checks that must be green first. runs: of one point, at most, before
-    it counts as not measurable. served: the arms are servers, asked over HTTP. digest: of the file's content."""
+    """A whole file. runs: of one point, at most, before it counts as not measurable. served: the arms are servers,
+    asked over HTTP. digest: of the file's content."""
 
     name: str
     title: str
     cases: tuple[Case, ...]
-    after: tuple[Path, ...]
     runs: int
     served: bool
     digest: str
@@ -69,7 +68,7 @@ def read(path: Path) -> CheckFile:
     Raises:
         ConfigError: it cannot be read, or says something that is not understood; the message names the place.
     """
-    given = read_yaml(path, ("title", "after", "runs", "served", "settings", "cases"))
+    given = read_yaml(path, ("title", "runs", "served", "settings", "cases"))
     settings = _words(given.get("settings", []), f"{path}: settings")
     if not isinstance(given.get("cases"), list) or not given["cases"]:
         raise ConfigError(f"{path}: cases must be a list of at least one case")
@@ -80,9 +79,8 @@ def read(path: Path) -> CheckFile:
     runs = given.get("runs", RUNS)
     if isinstance(runs, bool) or not isinstance(runs, int) or not 1 <= runs <= 20:
         raise ConfigError(f"{path}: runs={runs!r}: allowed are whole numbers from 1 to 20")
-    after = tuple(path.parent / name for name in _words(given.get("after", []), f"{path}: after"))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return CheckFile(path.stem, str(given.get("title", "")), cases, after, runs, bool(given.get("served")), digest)
+    return CheckFile(path.stem, str(given.get("title", "")), cases, runs, bool(given.get("served")), digest)
 
 
 def with_words(file: CheckFile, words: Sequence[str]) -> CheckFile:

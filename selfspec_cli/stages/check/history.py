@@ -10,11 +10,9 @@ from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.record import archive
-from selfspec_cli.record.guarded import explained
+from selfspec_cli.record.folder import explained
 
 FILE = "checks.jsonl"
-IN_A_ROW = 3
-"""Runs of a micro check that must have been green before a full one is measured."""
 
 
 @cache
@@ -27,7 +25,7 @@ def code() -> str:
 
 
 def place(device: str) -> dict[str, Any]:
-    """Code, machine and versions: what has to be the same for a micro check to say something of a full one."""
+    """Code, machine and versions, which have to be the same for two verdicts to say something of each other."""
     versions = {name: version for name, version in machine.versions().items() if name in machine.DECISIVE}
     return {"code": code(), "device": device, "cpu": machine.cpu(), "versions": versions}
 
@@ -57,15 +55,3 @@ def read(results: str | os.PathLike[str]) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 found.append(json.loads(line))
     return [line for line in found if isinstance(line, dict) and "outcome" in line]
-
-
-def green_in_a_row(lines: list[dict[str, Any]], name: str, digest: str, where: dict[str, Any]) -> int:
-    """How many of the last runs of a file were green one after the other, of the same content, code, machine and
-    versions."""
-    count = 0
-    for line in reversed([line for line in lines if line.get("check") == name and not line.get("planted")]):
-        same = line.get("digest") == digest and line.get("place") == where
-        if not same or line["outcome"] != "green":
-            break
-        count += 1
-    return count

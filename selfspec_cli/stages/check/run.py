@@ -18,7 +18,7 @@ from selfspec_cli.record import folder as results
 from selfspec_cli.record.point import Measurement, Point
 from selfspec_cli.stages import sweep
 from selfspec_cli.stages.check import history
-from selfspec_cli.stages.check.file import Case, CheckFile, read
+from selfspec_cli.stages.check.file import Case, CheckFile
 from selfspec_cli.stages.check.verdict import FOUND, UNSURE, Result, judged, worst
 from selfspec_cli.stages.plan import results_dir
 from selfspec_cli.texts.prompts import workload_prompts
@@ -28,21 +28,6 @@ PLANTED = ("lost_draft", "slower_step", "eager_step", "host_synchronisation", "d
 """Faults of tests/packages/faults/selfspec_faults/speed.py; the last two on CUDA alone."""
 WATCHED = 48  # tokens of each request while it is counted what must not happen
 Open = Callable[..., AbstractContextManager[Any]]
-
-
-def refusal(file: CheckFile, folder: Path, device: str) -> str | None:
-    """Why a full check is not measured yet: the first micro check that was not green often enough, or None."""
-    lines, where = history.read(folder), history.place(device)
-    for path in file.after:
-        micro = read(path)
-        count = history.green_in_a_row(lines, micro.name, micro.digest, where)
-        if count < history.IN_A_ROW:
-            return (
-                f"{file.name} is measured once {micro.name} was green {history.IN_A_ROW} times in a row with "
-                f"this code, on this machine, with these versions; in {folder} it was so {count} times: "
-                f"selfspec check {path}"
-            )
-    return None
 
 
 def run(
@@ -65,14 +50,12 @@ def run(
         reuse_baseline: compare with baselines of earlier commands, where there are some.
 
     Raises:
-        ConfigError: what the cfgs ask for cannot be had, or a micro check has to be green first.
+        ConfigError: what the cfgs ask for cannot be had.
         RecordError: a point or the verdict could not be written.
     """
     folder, keys, began = Path(results_dir(cfgs)), Keys(), time.perf_counter()
     names = [keys.run(cfg) for cfg in cfgs]
     device = keys.device(cfgs[0])
-    if (reason := refusal(file, folder, device)) is not None and plant is None:
-        raise ConfigError(reason)
     points: list[Point] = []
     found: list[Result] = []
     wanted, runs = list(names), 0

@@ -18,6 +18,7 @@ from selfspec_cli.record.point import from_json
 from selfspec_cli.stages.launch import devices, joblib
 from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
 from selfspec_cli.stages.launch.units import Unit, description
+from selfspec_cli.whole import atomic_write
 
 POLL = 0.5  # seconds
 JOBS_AT_ONCE = 16  # of Slurm, where nothing is said
@@ -42,9 +43,7 @@ def job(document: dict[str, Any], spool: str, environment: dict[str, str], log: 
         if isinstance(item, Ended):
             ended = item
             continue
-        part = Path(spool) / f".{number:04d}.part"
-        part.write_text(item, encoding="utf-8")
-        part.rename(Path(spool) / f"{number:04d}.json")
+        atomic_write(Path(spool) / f"{number:04d}.json", item)
     return "" if ended.code == 0 else str(ended)
 
 

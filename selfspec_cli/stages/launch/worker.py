@@ -20,6 +20,7 @@ from selfspec_cli.record import point as points
 from selfspec_cli.record.point import Point
 from selfspec_cli.stages.launch.devices import CORES
 from selfspec_cli.stages.launch.units import ENDS, keys_of
+from selfspec_cli.whole import atomic_write
 
 
 def main(words: Sequence[str]) -> int:
@@ -48,10 +49,7 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
     from selfspec_cli.stages import bench, sweep
 
     def keep(point: Point) -> None:
-        target = spool / f"{point.number:04d}{ENDS}"
-        part = target.with_suffix(".part")
-        part.write_text(points.to_json(point), encoding="utf-8")
-        part.rename(target)
+        atomic_write(spool / f"{point.number:04d}{ENDS}", points.to_json(point))
 
     fork_engines(cfgs[0])
     sweep.run_unit(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, gate_threshold
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
@@ -150,7 +149,7 @@ def _drafted(engine: Engine) -> int:
 def _restore(engine: Engine, cfg: RunConfig) -> None:
     """Draft as the config says."""
     if cfg.method is Method.layer_skip:
-        engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
+        engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg))
         engine.set_draft_length(int(cfg.k or 0))
 
 
@@ -163,15 +162,9 @@ def _gates(engine: Engine, requests: list[Request]) -> tuple[GateSetting, ...]:
     if not len(log.drafted):
         return ()
     medians = {name: float(log.feature(name)[log.was_drafted].nanmedian()) for name in device_features()}
-    found = [GateSetting(name, min(max(value, GATES[name].low), GATES[name].high)) for name, value in medians.items()]
-    for name, gate in GATES.items():
-        if gate.needs_calibration:
-            feature, value = next(iter(medians.items()))
-            falls = GATES[feature].direction == "at_most"
-            ps = [0.9, 0.1] if falls else [0.1, 0.9]
-            calibration = {"feature": feature, "xs": [value - 0.5, value + 0.5], "ps": ps}
-            found.append(GateSetting(name, 0.5, calibration))
-    return tuple(found)
+    return tuple(
+        GateSetting(name, min(max(value, GATES[name].low), GATES[name].high)) for name, value in medians.items()
+    )
 
 
 def _claimed(cfg: RunConfig) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from selfspec_cli.engine.requests import Request
 
@@ -43,11 +43,10 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class GateSetting:
-    """A gate as a live engine takes it. calibration: the map of a gate that needs one."""
+    """A gate as a live engine takes it."""
 
     kind: str
     threshold: float | None
-    calibration: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def perform(engine: Engine, case: Case, drafting: bool) -> Observed:
 
 def set_gate(engine: Engine, gate: GateSetting) -> None:
     """Change the gate of the arm."""
-    engine.set_gate(gate.kind, gate.threshold, gate.calibration)
+    engine.set_gate(gate.kind, gate.threshold)
 
 
 def _state(engine: Engine) -> tuple[VerifyCounts | None, int, int]:

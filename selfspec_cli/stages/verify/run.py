@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of, exit_layer, longest_request, needed
 from selfspec_cli.config.keys import Keys, baseline_of
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, to_plain
-from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
@@ -28,13 +28,12 @@ from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
 from selfspec_cli.stages.verify.plain import Unsure
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
 from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 COMPILATION = "compilation_config"
 CONTEXT, THOROUGH_CONTEXT, BUDGET = 512, 1024, 256  # tokens, where the user names no context
 TELLING = ("preempted", "gate")  # with mixed and cache: the cases by which faults are told apart
-OpenEngine = Callable[..., AbstractContextManager[Engine]]
 
 
 def check(cfg: RunConfig, wanted: Wanted) -> None:
@@ -225,8 +224,7 @@ def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
     run_id = new_run_id()
     name = document["arm_key"] if document["planted"] in (None, EVERY) else f"planted-{document['planted']}"
     file = results / quality.VERDICTS / f"{name}-{run_id}.json"
-    with written(file) as part:
-        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    atomic_write(file, json.dumps(document, indent=1) + "\n")
     return document | {"file": str(file)}
 
 

@@ -55,7 +55,7 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None
-    from selfspec_cli.vllm_plugin.weights.one_token import none_arrived  # a machine without a GPU may lack Triton
+    from selfspec_cli.vllm_plugin.weights.rounding import none_arrived  # a machine without a GPU may lack Triton
 
     none_arrived(device)  # not first while a CUDA graph is captured
     stored = vllm_config.cache_config.cache_dtype

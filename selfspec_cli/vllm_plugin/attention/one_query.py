@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.weights.one_token import launches_early, none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import launches_early, none_arrived
 
 LOG2_E = 1.4426950408889634
 LEAST_ROWS = 16  # query heads of a product on tensor cores; fewer are padded

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +15,18 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.equations import FitReport
-from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.early_exit.fitting import tokens_a_round
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.head_scale import HeadScale
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.exit_head import TargetHead, embedding, fingerprint
 from selfspec_cli.vllm_plugin.fitting.collect import PIECE, Collector, Held
-from selfspec_cli.vllm_plugin.fitting.timing import seconds_a_call
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
+CALLS, REPEATS = 20, 5  # of what is timed
 DRAFT_LENGTHS = range(1, 9)  # k for which the tokens a round are reported
 
 
@@ -125,9 +127,9 @@ def _metadata(
     tag: str | None,
 ) -> dict[str, Any]:
     """The fields of `HeadMetadata` that are not the model's name nor the data's."""
-    statistics = {} if report is None else report.to_dict()
+    fit = {} if report is None else report.to_dict()
     own = ("agreement", "tested_on", *(field.name for field in fields(HeadScale)))
-    statistics |= {name: summary[name] for name in own if name in summary}
+    fit |= {name: summary[name] for name in own if name in summary}
     return {
         "kind": spec.kind,
         "layer": layer,
@@ -139,5 +141,42 @@ def _metadata(
         "target": spec.target,
         "pairs": None if report is None else report.pairs,
         "ridge": None if report is None else report.ridge,
-        "fit": statistics,
+        "fit": fit,
     }
+
+
+@torch.inference_mode()
+def seconds_a_call(work: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of one call of `work` over repeats of 20 calls, after a warm-up.
+
+    On CUDA the calls are replayed as one CUDA graph, as a draft loop is, and timed by events: what the host needs to
+    launch them is not in it.
+    """
+    for _ in range(3):
+        work()
+    if device.type == "cuda":
+        return _replayed(work)
+    samples = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            work()
+        samples.append((time.perf_counter() - start) / CALLS)
+    return statistics.median(samples)
+
+
+def _replayed(work: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            work()
+    samples = []
+    for _ in range(REPEATS + 1):  # the first replay uploads the graph
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1000 / CALLS)
+    return statistics.median(samples[1:])

@@ -1,95 +1,101 @@
-"""PyTorch's profiler in a worker's process, and what of the engine has to be known to understand a trace.
+"""PyTorch's profiler in a worker's process, with named ranges around the parts of a round.
 
 vLLM has a profiler too (`ProfilerConfig`, `LLM.start_profile`). It has to be asked for before the engine starts,
 prints a table of every event when it stops, and only logs what goes wrong.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch.autograd import DeviceType
 
-from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of, output_projection
-from selfspec_cli.vllm_plugin.vllm_names import LinearBase
-from selfspec_cli.vllm_plugin.weights.step_bytes import read_bytes
+PREFIX = "selfspec."
 
 
-class Profiler:
-    """Records from its construction to `stop`."""
+def annotate(runner: Any, drafter: Any) -> list[str]:
+    """Put ranges around the parts of a live engine; returns their names, each once.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.synchronize(device)
-        self._profile = torch.profiler.profile(activities=activities)
-        self._profile.start()
-
-    def stop(self, path: str | None) -> None:
-        """Write the trace to `path`, in Chrome's format; a name that ends in .gz is packed.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._profile.stop()
-        if path is not None:
-            self._profile.export_chrome_trace(path)
-
-
-class NsightWindow:
-    """What `nsys profile --capture-range=cudaProfilerApi` records: from its construction to `stop`."""
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-
-    def stop(self, path: str | None) -> None:
-        """End it; Nsight Systems writes its own file, so `path` is not used."""
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
-
-
-def weights_in_order(target: nn.Module, drafter: Any) -> dict[str, list[int]] | None:
-    """Bytes of the weight of each product with a matrix, in the order of a full pass (`full`) and of a draft step.
-
-    vLLM's decoders register a layer's linear modules in the order in which they run; the lm_head comes last. None for a
-    mixture of experts, whose step reads some of its weights, and for a decoder that is not known.
+    verify, sample: the runner's two calls a step; logits: of the full model, which belong to the verify pass wherever
+    the runner asks for them. draft: all of the draft loop, and in it trunk, head and gate of a step. schedule, and
+    detokenise (stop strings and the making of outputs): where the scheduler and the front end are in this process. A
+    CUDA graph replays as one launch, so a captured draft loop has no ranges inside. An engine that is annotated already
+    keeps the ranges that it has.
     """
-    try:
-        layers = layers_of(target)
-    except SettingsError:
-        return None
-    if any(map(has_experts, layers)):
-        return None
-    names = [name for name, part in layers[0].named_modules() if isinstance(part, LinearBase)]
-    found = {"full": [*_linears(layers, names), read_bytes([output_projection(target)])]}
-    head = getattr(drafter, "head", None)
-    if head is not None and hasattr(head, "reads_lm_head"):
-        trunk = drafter.model
-        rows = read_bytes([output_projection(target)] if head.reads_lm_head else [], head.tensors)
-        found["draft"] = [*_linears(trunk.drafting_layers, names), rows]
-    return found
+    from selfspec_cli.vllm_plugin.vllm_names import OutputProcessor
+
+    places = [("verify", runner, "execute_model"), ("sample", runner, "sample_tokens"), ("draft", drafter, "propose")]
+    places += [("logits", runner.get_model(), "compute_logits"), ("trunk", drafter, "_forward")]
+    places.append(("head", getattr(drafter, "head", None), "logits"))
+    # A V1 step takes its token and asks its gate in one method, a V2 step in one object of three kernels.
+    places += [("gate", drafter, "_decide"), ("gate", drafter, "end_step")]
+    methods = ("schedule", "update_from_output")
+    places += [("schedule", kind, method) for kind in _schedulers() for method in methods if method in vars(kind)]
+    places.append(("detokenise", OutputProcessor, "process_outputs"))
+    existing = [(name, owner, method) for name, owner, method in places if hasattr(owner, method)]
+    for name, owner, method in existing:
+        function = getattr(owner, method)
+        if not hasattr(function, "selfspec_range"):
+            setattr(owner, method, _in_range(PREFIX + name, function))
+    return list(dict.fromkeys(PREFIX + name for name, _, _ in existing))
 
 
-def _linears(layers: Iterable[nn.Module], names: Sequence[str]) -> list[int]:
-    """A layer that drafts on copies has them under the names of what they were made of."""
-    return [read_bytes([layer.get_submodule(name)]) for layer in layers for name in names]
+def _schedulers() -> list[type]:
+    """No worker knows the engine's scheduler, so the class that every scheduler is made of gets the ranges, and every
+    subclass that overrides a method."""
+    from selfspec_cli.vllm_plugin.vllm_names import Scheduler
+
+    kinds = [Scheduler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return kinds
 
 
-def memory_rate(device: torch.device) -> float | None:
-    """Bytes a second that the memory of a GPU can move at most, by its clock and width; None where nothing says."""
-    if device.type != "cuda":
-        return None
-    with suppress(Exception):  # an old Triton, or a driver that does not tell
-        from triton.testing import get_dram_gbps
+def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return function(*args, **kwargs)
 
-        return float(get_dram_gbps(torch.cuda.current_device())) * 1e9
-    return None
+    if hasattr(function, "__name__"):  # an object that is called has none
+        ranged = functools.wraps(function)(ranged)
+    ranged.selfspec_range = name  # type: ignore[attr-defined]
+    return ranged
+
+
+def start(device: torch.device) -> Any:
+    """A profiler of PyTorch's that records until `stop`."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+    profiler = torch.profiler.profile(activities=activities)
+    profiler.start()
+    return profiler
+
+
+def stop(profiler: Any, device: torch.device, path: str | None, most: int = 40) -> list[dict[str, Any]]:
+    """End a recording and write its trace to `path` if there is one, in Chrome's format; a name in .gz is packed.
+
+    Returns:
+        The slowest kernels of a GPU, or operators of the CPU (each without those that it called): name, seconds, calls.
+
+    Raises:
+        OSError: the trace cannot be written.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    profiler.stop()
+    if path is not None:
+        profiler.export_chrome_trace(path)
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    kernels = [
+        {
+            "name": row.key[:200],
+            "seconds": (row.self_cpu_time_total if kind == DeviceType.CPU else row.self_device_time_total) / 1e6,
+            "calls": row.count,
+        }
+        for row in profiler.key_averages()
+        if row.device_type == kind and not row.is_user_annotation and not row.key.startswith(PREFIX)
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:most]

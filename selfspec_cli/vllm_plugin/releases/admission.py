@@ -6,14 +6,14 @@ Its source is read, not imported. A release that has all of it is treated like t
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from selfspec_cli.vllm_plugin import patches, versions, vllm_names
-from selfspec_cli.vllm_plugin.releases import SUPPORTED, seams
-from selfspec_cli.vllm_plugin.releases.release import Release
-from selfspec_cli.vllm_plugin.releases.source import Source
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release, seams
+from selfspec_cli.vllm_plugin.releases.source import Outline, Source
 from selfspec_cli.whole import cache_dir, written
 
 SHOWN = 3
@@ -40,41 +40,73 @@ def differences(version: str) -> list[str]:
     return missing
 
 
+Question = Callable[[Source], list[str]]
+"""What is said of a release that does not have something, a line each; nothing of one that has it."""
+
+
 def moved(source: Source, release: Release) -> list[str]:
     """What `source` does not have as `release` has it, a line each; empty where an engine can be tried."""
-    return list(dict.fromkeys([*_names(source), *_signatures(source, release), *_parts(source)]))
+    return list(dict.fromkeys(line for question in _doubts(source, release) for line in question(source)))
 
 
-def _names(source: Source) -> Iterator[str]:
+def _doubts(source: Source, release: Release) -> list[Question]:
+    """The questions that the outline of `source` does not answer: whole files have to be read for them."""
+    return [question for question in _questions(release) if _doubtful(question, source.outline)]
+
+
+def _doubtful(question: Question, outline: Outline) -> bool:
+    try:
+        return bool(question(outline))
+    except SyntaxError:  # a file that is not formatted as vLLM's are
+        return True
+
+
+def _questions(release: Release) -> Iterator[Question]:
+    """One for each name that is replaced or imported, each signature, and each class whose parts are used."""
     for patch in patches.PATCHES:
-        if source.find(patch.target, own=True) is None:
-            yield f"{patch.target} is not there"
+        yield partial(_replaced, patch.target)
     for target in vllm_names.PLACES.values():
-        if source.defined(*target.split(":")) is None:
-            yield f"{target} is not there"
-
-
-def _signatures(source: Source, release: Release) -> Iterator[str]:
+        yield partial(_imported, target)
     for target, expected in seams.signatures(release).items():
-        found = source.parameters(target)
-        if found is None:
-            yield f"{target} is not there"
-        elif found != expected:
-            changes = [f"without {name}" for name in expected if name not in found]
-            changes += [f"with {name}" for name in found if name not in expected]
-            yield f"{target} takes other parameters: {', '.join(changes) or 'another order'}"
+        yield partial(_signature, target, expected)
+    for target, names in seams.FIELDS.items():
+        yield partial(_fields, target, names.split())
+    for target, names in seams.ATTRIBUTES.items():
+        yield partial(_attributes, target, names.split())
 
 
-def _parts(source: Source) -> Iterator[str]:
-    parts = [(target, names, set(source.fields(target))) for target, names in seams.FIELDS.items()]
-    parts += [(target, names, source.attributes(target)) for target, names in seams.ATTRIBUTES.items()]
-    for target, names, found in parts:
-        yield from (f"{target} has no {name}" for name in names.split() if name not in found)
+def _replaced(target: str, source: Source) -> list[str]:
+    return [] if source.find(target, own=True) is not None else [f"{target} is not there"]
+
+
+def _imported(target: str, source: Source) -> list[str]:
+    return [] if source.defined(*target.split(":")) is not None else [f"{target} is not there"]
+
+
+def _signature(target: str, expected: list[str], source: Source) -> list[str]:
+    found = source.parameters(target)
+    if found is None:
+        return [f"{target} is not there"]
+    if found == expected:
+        return []
+    changes = [f"without {name}" for name in expected if name not in found]
+    changes += [f"with {name}" for name in found if name not in expected]
+    return [f"{target} takes other parameters: {', '.join(changes) or 'another order'}"]
+
+
+def _fields(target: str, names: list[str], source: Source) -> list[str]:
+    found = source.fields(target)
+    return [f"{target} has no {name}" for name in names if name not in found]
+
+
+def _attributes(target: str, names: list[str], source: Source) -> list[str]:
+    found = source.attributes(target)
+    return [f"{target} has no {name}" for name in names if name not in found]
 
 
 def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | None, list[str]]:
     """The supported release that the installed vLLM agrees with, and what is missing for the nearest one where there is
-    none. Reads some hundred files the first time, and what was found from then on."""
+    none. Reads some hundred files the first time (0.1 s), and what was found from then on."""
     kept = cache_dir() / "vllm" / f"{version}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(kept.read_text(encoding="utf-8"))
@@ -85,9 +117,10 @@ def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | No
     if found is None or not found.origin:
         return None, ["the package vllm is not there"]
     source = Source(Path(found.origin).parents[1])
-    differences = [(each, moved(source, each)) for each in reversed(supported)]  # the newest first
-    agrees = next((each for each, lines in differences if not lines), None)
-    missing = min((lines for _, lines in differences), key=len)
+    newest_first = supported[::-1]
+    nearest_first = sorted(newest_first, key=lambda each: len(_doubts(source, each)))
+    agrees = next((each for each in nearest_first if not moved(source, each)), None)
+    missing = [] if agrees is not None else moved(source, nearest_first[0])
     with suppress(OSError), written(kept) as part:
         document = {"asked": asked(supported), "agrees": agrees and agrees.release, "moved": missing}
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -96,6 +129,10 @@ def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | No
 
 def asked(supported: tuple[Release, ...]) -> str:
     """A digest of all that is compared: another selfspec asks anew."""
+    return hashlib.sha256(repr((_facts(), supported)).encode()).hexdigest()[:16]
+
+
+def _facts() -> list[object]:
+    """All that is compared, as data."""
     targets = [patch.target for patch in patches.PATCHES]
-    facts = [seams.SIGNATURES, seams.FIELDS, seams.ATTRIBUTES, targets, vllm_names.PLACES]
-    return hashlib.sha256(repr((facts, supported)).encode()).hexdigest()[:16]
+    return [seams.SIGNATURES, seams.FIELDS, seams.ATTRIBUTES, targets, vllm_names.PLACES]

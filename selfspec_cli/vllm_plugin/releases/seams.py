@@ -7,7 +7,7 @@ answer, not a detail.
 
 from __future__ import annotations
 
-from selfspec_cli.vllm_plugin.releases.release import Release
+from selfspec_cli.vllm_plugin.releases import Release
 
 V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -26,7 +26,7 @@ ATTENTION = "vllm.model_executor.layers.attention.attention"
 COMMUNICATORS = "vllm.distributed.device_communicators"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 
-# Layers of a decoder, its embedding and its logits that hold adapters (weights/adapters.py takes what they wrap).
+# Layers of a decoder, its embedding and its logits that hold adapters (weights/replace.py takes what they wrap).
 LORA_LAYERS = (
     "ColumnParallelLinear",
     "MergedQKVParallelLinear",
@@ -217,7 +217,7 @@ SIGNATURES = {
     f"{FLASH}:FlashAttentionImpl.do_kv_cache_update": "layer key value kv_cache slot_mapping",
     f"{FLASH}:FlashAttentionImpl.forward": "layer query key value kv_cache attn_metadata output output_scale "
     "output_block_scale",
-    # weights/marlin.py calls these, and lowbit.py asks for the engine's settings.
+    # weights/lowbit.py calls these, and asks for the engine's settings.
     f"{MARLIN}:apply_gptq_marlin_linear": "input weight weight_scale weight_zp workspace wtype "
     "output_size_per_partition input_size_per_partition input_global_scale bias use_fp32_reduce input_dtype",
     f"{MARLIN}:marlin_permute_scales": "s size_k size_n group_size is_a_8bit",

@@ -1,12 +1,19 @@
 """How much each request of a round drafts, on vLLM's V1 model runner: by measured times and acceptance under gate
-`auto` (rule.py), by the table of limits, and by the request's own wishes. Everything is on the host there, so this is
-plain Python."""
+`auto` (rule.py), by the table of limits, and by the request's own wishes; whether another step is worth its time
+(confidence.py); and what is copied from its own history (early_exit/free_drafts.py). Everything is on the host there,
+so this is plain Python."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit import confidence
+from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.free_drafts import Matches
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import WIDTHS, Choice, LengthRule, StepTimes
@@ -98,3 +105,102 @@ class DraftLengths:
         k = min(k, most)
         off = None if k else switched_off_by(cell, own) or "cost"
         return RequestBudget(k, own.threshold, off, room)
+
+
+class StepWorth:
+    """The probability that the draft of each request stands, and what was learnt of it from earlier drafts."""
+
+    def __init__(self) -> None:
+        self._counts = confidence.first_counts()
+        self._stands: dict[int, float] = {}  # by row of the batch, in the round in hand
+        self._drafted: dict[str, list[float]] = {}  # confidence of each token of the last draft, by request
+
+    def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
+        """A verify pass is over: how many tokens of the model's own drafts stood. A round begins."""
+        values, stood = [], []
+        for name, tokens in zip(names, sampled, strict=False):
+            own = self._drafted.get(name, [])
+            for place, value in enumerate(own[: len(tokens)]):  # the token after the last that stood was judged, too
+                values.append(value)
+                stood.append(place < len(tokens) - 1)
+        if values:
+            self._counts = confidence.learnt(self._counts, torch.tensor(values), torch.tensor(stood))
+        self._stands, self._drafted = {}, {}
+
+    def another_step(self, rows: Tensor, choice: Choice | None) -> bool:
+        """Whether the requests in `rows` together may gain what another step is worth."""
+        if choice is None:
+            return True
+        first = float(confidence.usual(self._counts))
+        return sum(self._stands.get(row, first) for row in rows.tolist()) >= choice.step_value
+
+    def step(self, names: Sequence[str], rows: Tensor, logits: Tensor) -> Tensor:
+        """Take in a step's logits [n, V] for the requests in `rows`; whether the draft of each may still stand."""
+        greatest = logits.float().softmax(-1).amax(-1).nan_to_num(0.0)
+        rates = confidence.rates(self._counts)[confidence.bins_of(greatest)]
+        first = float(confidence.usual(self._counts))
+        for name, row, value, rate in zip(names, rows.tolist(), greatest.tolist(), rates.tolist(), strict=True):
+            self._stands[row] = self._stands.get(row, first) * rate
+            self._drafted.setdefault(name, []).append(value)
+        return torch.tensor([self._stands[row] >= confidence.NEGLIGIBLE for row in rows.tolist()])
+
+
+class FreeDrafts:
+    """What the histories of an engine's requests say. text: the tokens [n] of the request in a row of the batch."""
+
+    def __init__(self, settings: ResolvedSettings, counters: DraftCounters, text: Callable[[int], Tensor]) -> None:
+        self._new = lambda: Matches(settings.free_drafts, settings.k)
+        self._counters, self._text = counters, text
+        self._matches: dict[str, tuple[Any, Matches]] = {}  # with the parameters of the request
+        self._drafting: dict[int, tuple[Matches, Tensor, int]] = {}  # by row, with the text and the room of its draft
+
+    def verdict(
+        self, names: Sequence[str], sampled: Sequence[list[int]], verified: Sequence[int] | None
+    ) -> tuple[list[list[int]], list[int] | None]:
+        """A verify pass is over, as in `DraftLengths.verdict`: the same without the tokens that were copied, which say
+        nothing of the model's own drafts."""
+        kept, own = list(sampled), [0] * len(sampled) if verified is None else list(verified)
+        for row, (name, tokens, places) in enumerate(zip(names, sampled, own.copy(), strict=False)):
+            if name not in self._matches or not tokens:
+                continue
+            _, matches = self._matches[name]
+            matches.drafted = own[row] = min(matches.drafted, places)  # the scheduler may have cut a draft short
+            matches.copied = min(matches.copied, places - own[row])
+            kept[row] = tokens[: own[row] + 1]
+            self._counters.free_accepted += matches.verdict(self._text(row), len(tokens) - 1)
+        return kept, None if verified is None else own
+
+    def begin(
+        self,
+        requests: Mapping[str, Any],
+        names: Sequence[str],
+        rows: Sequence[int],
+        rooms: Sequence[int],
+        lengths: Sequence[int],
+        cost: float,
+    ) -> None:
+        """A round begins for requests in `rows` of the batch. rooms: most tokens of the draft of each; lengths: most of
+        the model's own; cost: of a draft step, in plain steps, for each of the requests."""
+        if len(self._matches) > 2 * len(requests) + 16:
+            for name in self._matches.keys() - requests.keys():
+                del self._matches[name]
+        self._drafting = {}
+        for name, row, room, k in zip(names, rows, rooms, lengths, strict=True):
+            parameters = requests[name].sampling_params
+            read_from, matches = self._matches.get(name, (None, None))
+            if matches is None or read_from is not parameters:  # a new request, also under an old name
+                matches = self._new()
+                self._matches[name] = parameters, matches
+            text = self._text(row)
+            matches.look_up(text, cost, room, k)
+            self._drafting[row] = matches, text, room
+
+    def copy(self, row: int, draft: list[int]) -> bool:
+        """Add the rest of a trusted match to the draft of a row; whether there was one, which ends the draft."""
+        matches, text, room = self._drafting[row]
+        matches.drafted = len(draft)
+        rest = matches.rest(text, draft, room)
+        matches.copied = len(rest)
+        self._counters.free_drafted += len(rest)
+        draft.extend(rest)
+        return bool(rest)

@@ -25,27 +25,24 @@ from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.described import SharesWeights
-from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
-from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
-from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
+from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
 from selfspec_cli.vllm_plugin.v1.processors import add_biases, biases, mask_unlikely, not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.v1.sampling import GREEDY, draw
-from selfspec_cli.vllm_plugin.v1.worth import StepWorth
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
     DraftModelProposer,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
-from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
+from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
@@ -83,7 +80,7 @@ class _EarlyExit(DraftModelProposer):
         assert settings is not None
         set_strict(settings.strict)
         self.settings = settings
-        self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
+        self.gate = LiveGate(settings.gate.kind, settings.threshold)
         self.lengths = DraftLengths(settings, int(vllm_config.model_config.hf_text_config.num_hidden_layers))
         self.worth = StepWorth() if settings.measures else None
         self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts

@@ -18,7 +18,6 @@ kernels.py            the end of a draft step: token, gate statistics, gate, nex
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
 worth.py              whether another step is worth its time: confidence, how far it can be trusted, the loop's end.
 counting.py           what the loop counts on the device, and the turn from one step to the next.
-on_device.py          plain functions of arithmetic as device code, so that a rule is written once.
 chosen_tokens.py      the log-probabilities of chosen tokens, by rows of the verify pass.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
@@ -26,12 +25,12 @@ matches.py            free drafts: the longest match of a request's last tokens 
 
 Around the round, on the host:
 
-widths.py, sizes.py   how many draft slots the scheduler plans in a step (early_exit/rule.py), and the graphs for them.
+widths.py, sizes.py   how many draft slots the scheduler plans in a step (early_exit/rule.py), and the graphs for them;
+                      what a step tells the speculator before its first kernel.
 step_times.py         what steps take on the device, measured on the captured graphs at the start.
 graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
 drafting_disabled.py  steps after the first one without drafts run without the speculator.
 step_order.py         whether a step's tokens are read before the next step is launched.
-requests.py           new requests, made known to the speculator before its first kernel reads them.
 
 A gate, a threshold, a draft length or a table can change between two rounds without a recapture: all of them are
 numbers in device memory. What a graph fixes is shapes: batch size, k, the layers that draft, and a verify pass's width.

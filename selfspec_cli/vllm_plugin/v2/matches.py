@@ -11,15 +11,15 @@ who is left, and ends the round where a step for these costs all more than it br
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.early_exit import estimate, free_drafts
+from selfspec_cli.early_exit import free_drafts
 from selfspec_cli.vllm_plugin.v2.counting import FREE_ACCEPTED, FREE_DRAFTED, turn
-from selfspec_cli.vllm_plugin.v2.on_device import on_device
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -31,7 +31,13 @@ _BLOCK = 1024
 """Tokens of history a program; its 16 looks at them stop where nothing matches any more."""
 _WIDE = tl.constexpr(1 << 32)
 
-_trials, _updated = on_device(estimate.trials), on_device(estimate.updated)
+
+def _on_device(function: Any) -> Any:
+    """`function` for a kernel to call. Triton wants its own language among what the function can see."""
+    return triton.jit(FunctionType(function.__code__, {**function.__globals__, "tl": tl}, function.__name__))
+
+
+_trials, _updated = _on_device(free_drafts.trials), _on_device(free_drafts.updated)
 
 
 @triton.jit

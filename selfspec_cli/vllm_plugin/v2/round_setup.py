@@ -86,7 +86,7 @@ def _by_table(
     request,
     real,
     inside,
-    known,
+    cached,
     inputs,
     budget,
     num_reqs,
@@ -98,8 +98,8 @@ def _by_table(
     with."""
     allowed = tl.full((ROWS,), 0, tl.int32)
     for cell in range(number_of_cells):  # the last one that is reached is in force
-        there = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (known >= tl.load(budget.cells + 3 * cell + 1))
-        allowed = tl.where(there, tl.load(budget.cells + 3 * cell + 2), allowed)
+        reached = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (cached >= tl.load(budget.cells + 3 * cell + 1))
+        allowed = tl.where(reached, tl.load(budget.cells + 3 * cell + 2), allowed)
     limit = tl.full((ROWS,), float("nan"), tl.float32)
     if LIMITS:
         limit = tl.load(budget.own_limits + request, mask=real, other=float("nan"))
@@ -108,14 +108,14 @@ def _by_table(
 
 
 @triton.jit
-def _store_first_inputs(row, request, inside, drafts, token, known, inputs, K: tl.constexpr, ROWS: tl.constexpr):
+def _store_first_inputs(row, request, inside, drafts, token, cached, inputs, K: tl.constexpr, ROWS: tl.constexpr):
     """The first draft step's inputs. A row that does not draft gets the request -1: no slot, no attention, no
     sampling."""
-    token, position = tl.where(drafts, token, 0), tl.where(drafts, known, 0)
+    token, position = tl.where(drafts, token, 0), tl.where(drafts, cached, 0)
     tl.store(inputs.input_ids + row, token, mask=inside)
     tl.store(inputs.positions + row, position.to(tl.int64), mask=inside)
     tl.store(inputs.sample_positions + row, position.to(tl.int64), mask=inside)
-    tl.store(inputs.seq_lens + row, tl.where(drafts, known + 1, 0), mask=inside)
+    tl.store(inputs.seq_lens + row, tl.where(drafts, cached + 1, 0), mask=inside)
     tl.store(inputs.requests + row, tl.where(drafts, request, -1), mask=inside)
     tl.store(inputs.idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
     for place in tl.static_range(K):
@@ -130,7 +130,7 @@ def _open_round(
     inside,
     drafts,
     allowed,
-    room,
+    lookup_room,
     progress,
     lengths,
     matches,
@@ -142,7 +142,7 @@ def _open_round(
     tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
     count = tl.sum(drafts.to(tl.int32), axis=0)
     if FREE:  # the first step is counted when it is known who takes it
-        tl.store(matches.room + row, tl.where(drafts, room, 0), mask=inside)
+        tl.store(matches.room + row, tl.where(drafts, lookup_room, 0), mask=inside)
         tl.store(progress.step, -1)
     else:
         tl.store(matches.drafted + request, tl.full((ROWS,), 0, tl.int32), mask=real)
@@ -190,32 +190,33 @@ def _begin_round(
     real = real & (request >= 0)
     sampled = tl.load(verdict.num_sampled + row, mask=real, other=0)
     # Tokens that the target has keys and values for: also the position of the token sampled after them.
-    known = tl.load(verdict.seq_lens + row, mask=real, other=0)
-    known -= tl.load(verdict.num_rejected + row, mask=real, other=0)
+    cached = tl.load(verdict.seq_lens + row, mask=real, other=0)
+    cached -= tl.load(verdict.num_rejected + row, mask=real, other=0)
     # ---- how much each row may draft
     by_table, own = _by_table(
-        row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
+        row, request, real, inside, cached, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
     )
     own = tl.minimum(own, tl.load(progress.limit))
     allowed = tl.minimum(by_table, tl.minimum(own, steps))
-    # A request that is held below k gets no longer a free draft. With few requests the table bounds none, but by a 0.
+    # A limit of a request's own below k also limits its prompt-lookup draft. The table's limit does so only while many
+    # requests run, or where it is 0.
     bound = tl.where((by_table > 0) & (num_reqs <= free_requests), own, tl.minimum(by_table, own))
-    room = tl.where(bound >= k, tl.minimum(free, steps), tl.minimum(free, tl.minimum(bound, steps)))
+    lookup_room = tl.where(bound >= k, tl.minimum(free, steps), tl.minimum(free, tl.minimum(bound, steps)))
     if MEASURES:
         tl.store(worth.step_value, step_value)
         tl.store(worth.stands + row, tl.full((ROWS,), 0.0, tl.float32) + join(worth), mask=inside)
     # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
     end = tl.minimum(tl.load(budget.ends + request, mask=real, other=0), max_model_len)
-    allowed = tl.minimum(allowed, end - known - 2)
-    room = tl.minimum(room, end - known - 2)
+    allowed = tl.minimum(allowed, end - cached - 2)
+    lookup_room = tl.minimum(lookup_room, end - cached - 2)
     token = tl.load(verdict.last_sampled + request, mask=real, other=0).to(tl.int32)
     ended = token == tl.load(budget.stops + request, mask=real, other=-1)
     # A request inside its prefill sampled nothing.
     drafts = real & (sampled > 0) & (allowed > 0) & ~ended
     allowed = tl.where(drafts, allowed, 0)
     tl.store(inputs.row_steps + row, allowed, mask=inside)
-    _store_first_inputs(row, request, inside, drafts, token, known, inputs, K, ROWS)
-    _open_round(row, request, real, inside, drafts, allowed, room, progress, lengths, matches, K, ROWS, FREE)
+    _store_first_inputs(row, request, inside, drafts, token, cached, inputs, K, ROWS)
+    _open_round(row, request, real, inside, drafts, allowed, lookup_room, progress, lengths, matches, K, ROWS, FREE)
 
 
 def begin_round(

@@ -21,7 +21,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import MOST, fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
@@ -47,9 +47,8 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
-from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
-from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
+from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
@@ -97,7 +96,7 @@ class EarlyExitSpeculator(DraftLoop):
         assert settings is not None
         set_strict(settings.strict)
         self.settings = settings
-        self.state = DraftState.around(
+        self.state = DraftState(
             self.input_buffers,
             self.idx_mapping,
             self.sample_src_positions,
@@ -108,12 +107,11 @@ class EarlyExitSpeculator(DraftLoop):
             *self._free(requests),
             settings.measures,
         )
-        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
+        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold)
         self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
-        self.eager = False  # for a profiler, which sees no parts inside a graph
         # The base class feeds hidden states back; nothing does here.
         self.hidden_states: Tensor = torch.empty(0, device=device)
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
@@ -210,11 +208,6 @@ class EarlyExitSpeculator(DraftLoop):
         """Choose each step's width by measured times if `on`, else by the length table, from the next step on."""
         for planner in self._planners("gate"):
             planner.chooses_width = on
-
-    def set_read_first(self, on: bool) -> None:
-        """Change the order of reading and launching from the next step on; see `worker.early_exit_set_read_first`."""
-        for planner in self._planners("read_first"):
-            planner.read_first = on
 
     def _planners(self, key: str) -> list[WidthPlanner]:
         """The width planners of this engine. Raises SettingsError, which names the setting `key`, if the scheduler runs
@@ -346,7 +339,7 @@ class EarlyExitSpeculator(DraftLoop):
             uniform_token_count=1,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
-            need_eager=is_profile or self.eager,
+            need_eager=is_profile,
             dp_sync_state=dp_sync_state,
         )
         if self.decode_cudagraph_manager is not None:

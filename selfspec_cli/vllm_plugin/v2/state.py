@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.observe.late_copy import EVERY, LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Matches, Progress, RoundInputs, Worth
 
@@ -24,13 +21,37 @@ if TYPE_CHECKING:
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
 """The first of `DraftState.counts`, in the kernels' order."""
-
-
+EVERY = 0.5
+"""Seconds between two copies. One is a single small transfer in the stream of the work that counts."""
 SOON = 0.05
 """Seconds between two copies of the counters to the host where the rule that chooses draft lengths learns from them."""
 
 
-@dataclass
+class LateCopy:
+    """A tensor's values as they were a moment ago, on the host, without the host ever waiting for the device."""
+
+    def __init__(self, source: Tensor, every: float = EVERY) -> None:
+        self._source, self._every = source, every
+        on_gpu = source.is_cuda
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None
+        self._under_way, self._next = False, -float("inf")
+
+    def read(self) -> list[int] | None:
+        """The values of a copy that has arrived since the last call, None if none has; begins the next one."""
+        values = None
+        if self._under_way and (self._done is None or self._done.query()):
+            values, self._under_way = self._host.tolist(), False
+        now = time.monotonic()
+        if not self._under_way and now >= self._next:
+            with torch.inference_mode():  # the first read may come from inside of it and others from outside
+                self._host.copy_(self._source, non_blocking=True)
+            if self._done is not None:
+                self._done.record()
+            self._under_way, self._next = True, now + self._every
+        return values
+
+
 class DraftState:
     """Persistent tensors of the draft loop. A row is a place in the batch; a request is vLLM's slot for one.
 
@@ -49,38 +70,8 @@ class DraftState:
     step_cost: of the round in hand, as `rule.Choice` has them.
     """
 
-    buffers: InputBuffers
-    idx_mapping: Tensor
-    requests: Tensor
-    sample_positions: Tensor
-    draft_tokens: Tensor
-    lengths: Tensor
-    statistics: Tensor
-    row_steps: Tensor
-    row_limits: Tensor
-    left_out: Tensor
-    step: Tensor
-    limit: Tensor
-    round_limit: Tensor
-    active: Tensor
-    going: Tensor
-    gate_feature: Tensor
-    gate_rule: Tensor
-    counts: Tensor
-    max_model_len: int
-    features: tuple[str, ...]
-    budget: DraftBudget
-    matches: Matches
-    worth: Worth
-    free: Free | None = None
-    measures: bool = False
-    step_value: float = 0.0
-    step_cost: float = 1.0
-    _copy: LateCopy | None = None
-
-    @classmethod
-    def around(
-        cls,
+    def __init__(
+        self,
         buffers: InputBuffers,
         idx_mapping: Tensor,
         sample_positions: Tensor,
@@ -91,8 +82,8 @@ class DraftState:
         free: Free | None = None,
         text: Tensor | None = None,
         measures: bool = False,
-    ) -> DraftState:
-        """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
+    ) -> None:
+        """Around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
 
         table: limits by load; None: k for all. free: None without free drafts; text: the tokens of all requests, for
         these. measures: whether the value of a step ends a round.
@@ -103,33 +94,33 @@ class DraftState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls(
-            buffers=buffers,
-            idx_mapping=idx_mapping,
-            requests=zeros(rows, dtype=torch.int64).fill_(-1),
-            sample_positions=sample_positions,
-            draft_tokens=draft_tokens,
-            lengths=zeros(rows),
-            statistics=zeros(rows, k, len(features), dtype=torch.float32),
-            row_steps=zeros(rows),
-            row_limits=zeros(rows, dtype=torch.float32).fill_(math.nan),
-            left_out=zeros(rows),
-            step=step,
-            limit=zeros(1).fill_(k if free is None else free.k),
-            round_limit=zeros(1),
-            active=zeros(1),
-            going=zeros(1),
-            gate_feature=zeros(1).fill_(-1),
-            gate_rule=zeros(2, dtype=torch.float32),
-            counts=zeros(len(COUNTED) + k + 1 + k + 2 * k + rows + 1, dtype=torch.int64),
-            max_model_len=max_model_len,
-            features=features,
-            budget=DraftBudget.of(table or LengthTable.fixed(k), rows, device),
-            matches=Matches.of(rows, text if free is not None else None, device),
-            worth=Worth.of(rows, device),
-            free=free,
-            measures=measures,
-        )
+        self.buffers = buffers
+        self.idx_mapping = idx_mapping
+        self.requests = zeros(rows, dtype=torch.int64).fill_(-1)
+        self.sample_positions = sample_positions
+        self.draft_tokens = draft_tokens
+        self.lengths = zeros(rows)
+        self.statistics = zeros(rows, k, len(features), dtype=torch.float32)
+        self.row_steps = zeros(rows)
+        self.row_limits = zeros(rows, dtype=torch.float32).fill_(math.nan)
+        self.left_out = zeros(rows)
+        self.step = step
+        self.limit = zeros(1).fill_(k if free is None else free.k)
+        self.round_limit = zeros(1)
+        self.active = zeros(1)
+        self.going = zeros(1)
+        self.gate_feature = zeros(1).fill_(-1)
+        self.gate_rule = zeros(2, dtype=torch.float32)
+        self.counts = zeros(len(COUNTED) + k + 1 + k + 2 * k + rows + 1, dtype=torch.int64)
+        self.max_model_len = max_model_len
+        self.features = features
+        self.budget = DraftBudget.of(table or LengthTable.fixed(k), rows, device)
+        self.matches = Matches.of(rows, text if free is not None else None, device)
+        self.worth = Worth.of(rows, device)
+        self.free = free
+        self.measures = measures
+        self.step_value, self.step_cost = 0.0, 1.0
+        self._copy: LateCopy | None = None
 
     def inputs(self) -> RoundInputs:
         """The rows' tensors as kernels take them."""
@@ -204,13 +195,13 @@ class DraftState:
 class DeviceGate(LiveGate):
     """A `LiveGate` whose rule lies in device memory, where a captured draft loop reads it at every step."""
 
-    def __init__(self, state: DraftState, kind: str, threshold: float | None, calibration: Calibration | None) -> None:
+    def __init__(self, state: DraftState, kind: str, threshold: float | None) -> None:
         self._state = state
-        super().__init__(kind, threshold, calibration)
+        super().__init__(kind, threshold)
 
-    def set(self, kind: str, threshold: float | None, calibration: Mapping[str, Any] | None = None) -> None:
+    def set(self, kind: str, threshold: float | None) -> None:
         """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
-        super().set(kind, threshold, calibration)
+        super().set(kind, threshold)
         rule = self.rule
         sign, limit = 1.0 if rule.direction == "at_least" else -1.0, self.limit(None)
         self._state.gate_feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))

@@ -34,7 +34,7 @@ def verify_no_more_than(requests: RequestState, lengths: Tensor) -> None:
     setattr(requests, LENGTHS, lengths)
 
 
-def verify_what_was_drafted(original: Callable[..., None]) -> Callable[..., None]:
+def with_short_draft_sampler(original: Callable[..., None]) -> Callable[..., None]:
     """Override of the V2 runner's `load_model`, which makes its samplers."""
 
     @functools.wraps(original)

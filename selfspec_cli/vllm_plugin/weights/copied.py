@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
 if TYPE_CHECKING:
+    from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig
 
 
@@ -243,3 +245,16 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
         units[torch.arange(count), torch.arange(start, start + count)] = one
         parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()
+
+
+def on_fitted_copies(fitted: FittedWeights, dtype: torch.dtype) -> Make:
+    """For `replace.with_replaced`, as `on_copies`: a linear layer on its stored copy, where there is one. Layers that a
+    file does not hold are rounded at load."""
+    rounded = on_copies(DRAFT_WEIGHTS[fitted.about.kind], dtype)
+
+    def make(module: nn.Module, name: str) -> nn.Module | None:
+        if name not in fitted.copies:
+            return rounded(module, name)
+        return copied(fitted.kind_of(name), dtype, module, name)
+
+    return make

@@ -4,7 +4,7 @@ Copies stay in the layout in which `early_exit.draft_weights.integers` writes th
 kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The tokens are rounded to 8 bits before
 (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
-Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), for 33 to 64 tokens. The
+Engines for more than 32 requests also keep copies as Marlin reads them, for 33 to 64 tokens. The
 kernel is chosen when a step runs, so a step of eight or 32 requests has the same kernels in an engine for 256 requests
 as in one for eight or 32. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens, but steps of 32 took longer
 with them (results/LOG.md, "What does a server of a pretrained coder gain?"). Draft steps of a few
@@ -14,6 +14,7 @@ tokens are one kernel on every engine (fused_step/), which has a layout of its o
 """
 
 from collections.abc import Mapping
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, integers
-from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, marlin, rounding
+from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, rounding
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 SECOND_LAYOUT = ("marlin_words", "marlin_scales")
@@ -35,8 +36,8 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     bits = width_of(tensors["words"], groups * GROUP)
     none_arrived(tensors["words"].device)  # not for the first time while a CUDA graph is captured
     found = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    if marlin.serves(bits, rows, groups * GROUP) and _many_requests_at_a_time():
-        found |= zip(SECOND_LAYOUT, marlin.repacked(tensors, bits), strict=True)
+    if marlin_serves(bits, rows, groups * GROUP) and _many_requests_at_a_time():
+        found |= zip(SECOND_LAYOUT, repacked(tensors, bits), strict=True)
     return found
 
 
@@ -59,7 +60,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 
 # One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
 # rounded, factors: the tokens as rounding.py gives them, where fused.py has them made in front; None: round them here.
-# marlin_words, marlin_scales: the same copy as marlin.py reads it, where it is kept.
+# marlin_words, marlin_scales: the same copy as Marlin reads it, where it is kept.
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
@@ -79,8 +80,8 @@ def _linear_integers(
 ) -> Tensor:
     tokens, bits = x.shape[0], width_of(words, x.shape[1])
     if tokens > rounding.MOST:
-        if marlin_words is not None and marlin_scales is not None and (tokens <= marlin.MOST or weight is None):
-            return marlin.product(x.contiguous(), marlin_words, marlin_scales, bias)
+        if marlin_words is not None and marlin_scales is not None and (tokens <= MOST_OF_MARLIN or weight is None):
+            return marlin_product(x.contiguous(), marlin_words, marlin_scales, bias)
         if weight is None:  # of vLLM's dummy runs, or of a shape that Marlin has no kernel for
             weight = Integers(bits).dequantise({"words": words, "scales": scales}, x.dtype)
         return F.linear(x, weight, bias)
@@ -109,6 +110,62 @@ def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None,
 @_linear_integers.register_fake
 def _(x: Tensor, rounded: Any, factors: Any, words: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape[0], words.shape[0])
+
+
+# ---- Marlin, vLLM's kernels for integer weights ---------------------------------------------------------------------
+
+MOST_OF_MARLIN = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
+ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory compared with it
+
+
+def marlin_serves(bits: int, rows: int, columns: int) -> bool:
+    """Whether Marlin has a kernel for copies [rows, columns]; others would have to be padded at each step."""
+    whole_tiles = (rows % 64 == 0 and columns % 128 == 0) or (rows % 128 == 0 and columns % 64 == 0)
+    return bits in (4, 8) and whole_tiles
+
+
+def repacked(copy: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
+    """A copy of `draft_weights.integers` on a CUDA device as Marlin reads it: words, and scales in bfloat16."""
+    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_permute_scales
+
+    rows, groups = copy["scales"].shape
+    words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
+    scales = copy["scales"].t().to(torch.bfloat16).contiguous()
+    _beside(words.device)  # not first while a CUDA graph is captured
+    return words, marlin_permute_scales(scales, groups * GROUP, rows, GROUP)
+
+
+def along_columns(copy: Mapping[str, Tensor], bits: int) -> Tensor:
+    """A copy as GPTQ checkpoints store it: int32 [in * bits / 32, out], the first column's q + 2^(bits-1) lowest."""
+    parts = []
+    for start in range(0, len(copy["scales"]), ROWS):
+        some = {name: tensor[start : start + ROWS] for name, tensor in copy.items()}
+        unsigned = (integers(some, bits).flatten(1) + 2 ** (bits - 1)).t().unflatten(0, (-1, 32 // bits))
+        fields = [unsigned[:, place] << (bits * place) for place in range(32 // bits)]
+        parts.append(reduce(torch.bitwise_or, fields))
+    return torch.cat(parts, dim=1).contiguous()
+
+
+def marlin_product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, in] bf16, contiguous, times a repacked copy, plus bias [out] -> [n, out] bf16."""
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_utils, scalar_types
+
+    rows, columns = scales.shape[1], x.shape[1]
+    bits = 2 * words.shape[1] // rows  # words are [in / 16, out * bits / 2]
+    kind = scalar_types.uint4b8 if bits == 4 else scalar_types.uint8b128
+    empty, locks = _beside(x.device)
+    out: Tensor = marlin_utils.apply_gptq_marlin_linear(x, words, scales, empty, locks, kind, rows, columns)
+    return out if bias is None else out + bias
+
+
+@lru_cache
+def _beside(device: torch.device) -> tuple[Any, Any]:
+    """What a call takes besides: no zero points, and locks, which each call leaves as it finds them."""
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_utils
+
+    locks = marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
+    return marlin_utils.marlin_make_empty(device), locks
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

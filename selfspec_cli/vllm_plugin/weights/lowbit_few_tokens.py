@@ -29,8 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import MOST_TILES, launcher, launches_early, none_arrived
-from selfspec_cli.vllm_plugin.weights.rounding import padded
+from selfspec_cli.vllm_plugin.weights.rounding import MOST_TILES, launcher, launches_early, none_arrived, padded
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
 

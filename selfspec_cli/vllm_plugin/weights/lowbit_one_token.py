@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import dp4a, launcher, launches_early
+from selfspec_cli.vllm_plugin.weights.rounding import dp4a, launcher, launches_early
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
 WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from fixed_times import fix_times
 from harness import (
-    CALIBRATION,
     GATES,
     Counts,
     Live,
@@ -79,7 +78,7 @@ def drafted(engine: Live) -> int:
 def test_every_gate(drafting, plain):
     made = {}
     for gate, threshold in GATES.items():
-        drafting.call("early_exit_set_gate", gate, threshold, CALIBRATION)
+        drafting.call("early_exit_set_gate", gate, threshold)
         before = drafted(drafting)
         same(drafting, plain, few=3)
         made[gate] = drafted(drafting) - before
@@ -140,13 +139,13 @@ def finished(engine: Live, count: int, name: str, between: Any) -> dict[str, Any
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
     """Gate, threshold, draft length, table and the record, between any two steps."""
-    settings = cycle([("none", None), ("survival", 0.2), ("calibrated", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
+    settings = cycle([("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
     lengths, tables = cycle([K, 2, 0, 5, 1, 4, 3]), cycle([None, "1:5 3:2", *[None] * 4, "1:3 2:0 4:4"])
     records = cycle([True, *[None] * 6, False, *[None] * 3])
     before = drafting.counts()
 
     def change() -> None:
-        drafting.call("early_exit_set_gate", *next(settings), CALIBRATION)
+        drafting.call("early_exit_set_gate", *next(settings))
         drafting.call("early_exit_set_draft_length", next(lengths))
         drafting.call("early_exit_set_length_table", next(tables))
         if (on := next(records)) is not None:

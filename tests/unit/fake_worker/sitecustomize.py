@@ -38,7 +38,7 @@ def bench(cfg, engine, progress):
 
 
 class Engine:
-    def set_gate(self, kind, threshold, calibration):
+    def set_gate(self, kind, threshold):
         pass
 
 

@@ -1,4 +1,4 @@
-"""What `ppl` and `eval` share: check, plan, find on real engines, show."""
+"""`selfspec ppl` and `selfspec eval`: the quality of what arms generate."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import typer
 
-from selfspec_cli.commands import screen
+from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import on_engines, runnable
-from selfspec_cli.commands.screen import Output, emit, say, warn
+from selfspec_cli.commands.screen import FINDINGS_KEPT, Output, emit, say, warn
+from selfspec_cli.commands.shared import Corpus, Overrides, command
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.stages import arms, preflight
 from selfspec_cli.stages.arms import Found
-
-if TYPE_CHECKING:
-    from selfspec_cli.stages.ppl import Request
 
 NOT_DRAFTED = (
     "Only generated answers go through drafting. The other scores are log-likelihoods, which an engine computes "
@@ -44,24 +42,64 @@ PERPLEXITIES = {
 Rows = Iterator[Sequence[str]]
 
 
-def ppl(cfgs: list[RunConfig], request: Request, out: Output) -> None:
-    """Perplexities of the baseline and of every arm; the exit code says how it went."""
+@command(
+    epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=margin --corpus sharegpt.json",
+    then=FINDINGS_KEPT,
+)
+def ppl(
+    out: Output,
+    overrides: Overrides = None,
+    corpus: Corpus = "stdlib",
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Score at most this many documents.")] = 1000,
+    document_tokens: Annotated[
+        int, typer.Option("--document-tokens", min=2, help="Score this many tokens from the start of each document.")
+    ] = 2048,
+    window: Annotated[int, typer.Option("--window", min=2, help="Length of the rolling window in tokens.")] = 512,
+    stride: Annotated[
+        int, typer.Option("--stride", min=1, help="Tokens that each window after the first scores.")
+    ] = 256,
+    prompts: Annotated[int, typer.Option("--prompts", min=0, help="Held-out prompts that every arm continues.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of each prompt.")] = 32,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens that each prompt is continued by.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Temperature of the sampled continuations.")
+    ] = 1.0,
+) -> None:
+    """Perplexity with intervals: of a text under the arm's own predictions (baseline and skip), and, for every arm, of
+    what it generates under the plain model."""
     from selfspec_cli.stages import ppl as stage
 
+    of_text = (corpus, documents, document_tokens, window, stride)
+    request = stage.Request(*of_text, prompts, prompt_tokens, length, temperature)
     request.check()
     facts = {
         "text": quality.in_words(request.of_text(request.documents)),
         "generated": quality.in_words(request.of_generated()),
     }
     heads = ("arm", *PERPLEXITIES, "identical", "accept")
-    _run("ppl", cfgs, facts, partial(stage.run, request=request), heads, _perplexities, GENERATED, out)
+    find = partial(stage.run, request=request)
+    _run("ppl", configs.several(overrides), facts, find, heads, _perplexities, GENERATED, out)
 
 
-def evaluate(cfgs: list[RunConfig], tasks: Sequence[str], limit: int, fewshot: int, out: Output) -> None:
-    """Scores of the baseline and of every arm; the exit code says how it went."""
+@command(
+    "eval",
+    epilog="Examples: selfspec eval gate=margin tau=0.2   ·   selfspec eval --tasks arc_easy,hellaswag --limit 200",
+    then=FINDINGS_KEPT,
+)
+def evaluate(
+    out: Output,
+    overrides: Overrides = None,
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="Names of lm-evaluation-harness, or stdlib_choice and stdlib_line.")
+    ] = "stdlib_choice,stdlib_line",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of each task.")] = 100,
+    fewshot: Annotated[int, typer.Option("--num-fewshot", min=0, help="Solved examples before each question.")] = 0,
+) -> None:
+    """Scores of lm-evaluation-harness over the live engine, of the baseline and of every arm, with standard errors."""
     from selfspec_cli.stages import evaluate as stage
 
-    names = [name.strip() for name in tasks if name.strip()]
+    cfgs = configs.several(overrides)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
     loaded = [] if out.dry_run else stage.load(names, seed=cfgs[0].seed)
     if out.dry_run:
         stage.check(names)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from fused_step import looped, separate, timed
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 from torch import Tensor
 from trunk_model import MANY_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill, numbers_of, reference, tensors_of
 
@@ -30,6 +29,7 @@ from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
+from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 TINY = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True, head_norms=True)
 MOST_SEPARATE = 32  # tokens that the kernels for single products know

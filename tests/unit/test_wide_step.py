@@ -2,9 +2,11 @@
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
+from scripts import importable
 
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
@@ -85,3 +87,8 @@ def test_arguments_and_stamps_are_those_of_the_source():
     names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
     assert names == [name for name, *_ in Arguments._fields_]
     assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", SOURCE).group(1)) == len(STAMPS)
+
+
+def test_the_script_for_a_gpu_finds_what_it_imports():
+    with importable(Path(__file__).resolve().parents[2] / "experiments/kernels") as find:
+        assert find("wide_step").TINY.layers == 2

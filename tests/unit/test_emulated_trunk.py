@@ -117,6 +117,7 @@ def few(shape: Shape, blocks: int, lengths: list[int]) -> Case:
         (QWEN, 7, 32, [*LENGTHS, *LENGTHS], None),
         (QWEN, 4, 16, [*LENGTHS, *LENGTHS], 8),
         (QWEN3, 3, 16, [300, 100, 0, 8, 7, 1, 1, 1, 0, 20, 40], 12),
+        (EIGHT_OF_ONE, 8, 16, [300, 1, 7, 8, 600, 0, 17, 50, 9], 12),  # keys of two requests are split
         (OWN_HEADS, 5, 32, [*LENGTHS, *LENGTHS, *LENGTHS[1:]], 8),
         (EIGHT_OF_ONE, 8, 32, LENGTHS * 4, 12),
         (EIGHT_OF_ONE, 8, 48, LENGTHS * 5, 8),
@@ -161,11 +162,12 @@ FAULTS = {
         "    sync_multipliers();\n    if (threadIdx.x == 0) add_release",
         "    if (threadIdx.x == 0) add_release",
     ),
+    "splits are added up by the first": ("== u32(item.splits - 1);", "== 0;"),
     "columns in another order": ("0x43084308u, offset", "0x43004300u, offset"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
-    one = many(QWEN, 5, 16, [*LENGTHS, *LENGTHS])
+    one = many(QWEN, 6, 16, [*LENGTHS, *LENGTHS])
     assert any(one.run(seed, [FAULTS[fault]]) != 0 or not one.error() < CLOSE["many"] for seed in range(1, 4))

@@ -151,11 +151,23 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void barrier_arrive_and_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+#ifdef PATIENCE  // explained below
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done = 0, tries = 0;
+    while (!done) {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        if (++tries > PATIENCE) __trap();
+    }
+}
+#else
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
         "bra AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+#endif
 // Among THREADS_MEETING threads of the block, all of whole warps.
 template <int NUMBER, int THREADS_MEETING>
 __device__ __forceinline__ void synchronize() {

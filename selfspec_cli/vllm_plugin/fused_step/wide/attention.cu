@@ -21,7 +21,8 @@ __device__ __forceinline__ int add_lanes(int x) {
 
 // The block's items by one warp, whose lanes have a token or two each: number `block`, `block` + NB, ... of all items in
 // the order of tokens, heads, keys. An item has the fewest tiles by which there are no more items than rounds of all
-// blocks, but not fewer than one a warp. Gives the number of the block's items.
+// blocks, but not fewer than one a warp, and all tiles of requests that are short: to add items up costs a hop, too. Gives
+// the number of the block's items.
 __device__ __forceinline__ int list_items(const Arguments& a, const Lane& lane, int block, Item* items) {
     constexpr int EACH = COUNT_OF(TOKENS, 32);  // tokens of a lane
     const int room = COUNT_OF(a.tokens * KVH, NB) * NB / KVH;  // items of one head
@@ -34,7 +35,7 @@ __device__ __forceinline__ int list_items(const Arguments& a, const Lane& lane, 
     }
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) longest = max(longest, __shfl_xor_sync(FULL, longest, d));
-    int fewest = WARPS, most = max(longest, WARPS);
+    int fewest = longest > 3 * WARPS ? WARPS : max(longest, 1), most = max(longest, 1);
 #pragma unroll 1
     while (fewest < most) {
         const int tried = (fewest + most) / 2;
@@ -226,10 +227,15 @@ __device__ __forceinline__ void attend(
     for (int n = lane.thread(); n < GROUP_HEADS * DIM / 4; n += MULTIPLIERS) {
         const int which = n / (DIM / 4), d = n % (DIM / 4) * 4;
         Part part = {make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
-#pragma unroll 2
+#pragma unroll 4
+        for (int w = 0; w < WARPS; w++) part.best = fmaxf(part.best, stats[(w * GROUP_HEADS + which) * 2]);
+#pragma unroll 4
         for (int w = 0; w < WARPS; w++) {
             const int head = w * GROUP_HEADS + which;
-            part.add(*(const float4*)(sums + head * DIM + d), stats[head * 2], stats[head * 2 + 1]);
+            const float best = stats[head * 2], share = best == -INFINITY ? 0.f : exp2_fast(best - part.best);
+            const float4 x = *(const float4*)(sums + head * DIM + d);
+            part.x.x += x.x * share, part.x.y += x.y * share, part.x.z += x.z * share, part.x.w += x.w * share;
+            part.weight += stats[head * 2 + 1] * share;
         }
         if (item.splits == 1) {
             store_attended(a, item, which, d, part);

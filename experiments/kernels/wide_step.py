@@ -12,11 +12,13 @@ the device. --tiny runs one small step on eight blocks, for compute-sanitizer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from trunk_model import MANY_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill
 from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
-from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
+from selfspec_cli.vllm_plugin.fused_step.wide.layout import SLABS, STAMPS, WARPS, WIDTHS, Stream, built
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 TINY = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True, head_norms=True)
@@ -39,7 +41,7 @@ MIXED = [1, 7, 8, 100, 300, 0, 17, 50, 600, 513, 64, 2, 0, 129, 1025, 33]
 
 
 class Wide:
-    """The kernel for up to `most` tokens, and a model's weights as it reads them. warps, gathered: see `built`."""
+    """The kernel for up to `most` tokens, and a model's weights as it reads them. See `built` for the others."""
 
     def __init__(
         self,
@@ -49,11 +51,12 @@ class Wide:
         options: list[str],
         blocks: int | None = None,
         gathered: bool = True,
+        slab: int | None = None,
     ) -> None:
         device = torch.device("cuda")
         properties: Any = torch.cuda.get_device_properties(device)
         blocks = blocks or properties.multi_processor_count
-        self.build = built(model.shape, blocks, most, properties.shared_memory_per_block_optin, warps, gathered)
+        self.build = built(model.shape, blocks, most, properties.shared_memory_per_block_optin, warps, gathered, slab)
         began = time.perf_counter()
         self.kernel = Kernel(self.build, device, None, options)
         self.compiled_s = round(time.perf_counter() - began, 2)
@@ -157,12 +160,12 @@ def checks(shape: Shape, tokens: int, warps: int | None) -> list[dict[str, Any]]
     ]
 
 
-def times(model: Model, step: Step, tokens: int, warps: int | None, stamps: bool, gathered: bool) -> dict[str, Any]:
-    """Of all layers."""
-    wide = Wide(model, tokens, warps, [], gathered=gathered)
+def times(model: Model, step: Step, tokens: int, stamps: bool, **plan: Any) -> dict[str, Any]:
+    """Of all layers. plan: of `Wide`."""
+    wide = Wide(model, tokens, options=[], **plan)
     row = {"wide_us": timed(wide.bind(step)), **wide.facts()}
     if stamps:
-        stamped = Wide(model, tokens, warps, ["-DSTAMPS"], gathered=gathered)
+        stamped = Wide(model, tokens, options=["-DSTAMPS"], **plan)
         row |= {"stamped_us": timed(stamped.bind(step)), "phases_us": phases_of(stamped.stamps)}
     return row
 
@@ -180,6 +183,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64], choices=WIDTHS)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
     parser.add_argument("--warps", nargs="+", type=int, choices=WARPS, help="in place of the planned number")
+    parser.add_argument("--slabs", nargs="+", type=int, choices=SLABS, help="in place of the planned size")
     parser.add_argument("--all-blocks", action="store_true", help="rows of qkv and o over all blocks, not over few")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
@@ -216,8 +220,9 @@ def main() -> None:
             for context in arguments.contexts:
                 step = Step(model, [context] * tokens)
                 about = {"shape": name, "tokens": tokens, "context": context}
-                for count in warps:
-                    attempt(about, times, model, step, tokens, count, arguments.stamps, not arguments.all_blocks)
+                for count, slab in itertools.product(warps, arguments.slabs or [None]):
+                    plan = {"warps": count, "slab": slab, "gathered": not arguments.all_blocks}
+                    attempt(about, partial(times, model, step, tokens, arguments.stamps, **plan))
                 if tokens <= MOST_SEPARATE and not shape.head_norms and not arguments.no_separate:
                     attempt(about, separate_times, step)
                 del step

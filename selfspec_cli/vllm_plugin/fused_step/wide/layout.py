@@ -21,7 +21,7 @@ WARPS = (12, 8)  # of a block that multiply; eight have more registers each, twe
 EIGHT_LOSES = 1.1  # how much longer eight warps take over as many records, assumed
 TILES = {(16, 12): 7, (32, 12): 4, (48, 12): 2, (64, 12): 2, (16, 8): 12, (32, 8): 8, (48, 8): 6, (64, 8): 4}
 """Most tiles of a warp at a time, for tokens and warps: more need more registers."""
-SLABS = (4, 3, 2, 1)  # groups of columns of a copy of activations; the first with which the rings have room
+SLABS = (8, 4, 3, 2, 1)  # groups of columns of a copy of activations; the first with which the rings have room
 FEWEST_BYTES = 95_000  # of the ring of weights, where it can have them: more than is on the way from memory at a time
 MOST_SUMS = 60  # tiles times warps that share a tile's columns, whose sums lie in shared memory at a time
 SUM_BYTES = 16 * 20 * 4  # of a tile's sums for 16 tokens
@@ -204,12 +204,19 @@ def _round_up(count: int, unit: int) -> int:
 
 
 def built(
-    shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: int | None = None, gathered: bool = True
+    shape: Shape,
+    blocks: int,
+    tokens: int,
+    shared: int = SHARED,
+    warps: int | None = None,
+    gathered: bool = True,
+    slab: int | None = None,
 ) -> Build:
     """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors.
 
     warps: one of WARPS, in place of those with which the slowest warp should take least time. gathered: rows of qkv and
-    o go to as few blocks as should not be slower. Raises ValueError if a block's tiles or the rings have no room.
+    o go to as few blocks as should not be slower. slab: one of SLABS, at most; without it 8 for 16 tokens, whose groups
+    are soon multiplied, and 4 for more. Raises ValueError if a block's tiles or the rings have no room.
     """
     plans: list[tuple[float, Build]] = []
     reason = ValueError()
@@ -223,10 +230,11 @@ def built(
     if not plans:
         raise reason
     _, plan = min(plans, key=lambda one: one[0])
-    for slab in SLABS:
+    most = slab or (8 if tokens == 16 else 4)
+    for slab in (one for one in SLABS if one <= most):
         # Activations have three slots, or as many as the sums need that lie there later; weights have the rest.
         some = replace(plan, slab=slab)
-        for slots in range(max(3, -(-some.sums // some.input_slot)), 1, -1):
+        for slots in range(max(3, some.sums // some.input_slot), 1, -1):
             room = shared - replace(some, input_slots=slots).shared_bytes
             weights = room // (some.records * RECORD + 16)
             if weights >= 3 and (weights * some.records * RECORD >= FEWEST_BYTES or slab == SLABS[-1]):

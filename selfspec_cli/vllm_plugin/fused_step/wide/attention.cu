@@ -89,16 +89,16 @@ __device__ __forceinline__ long long place_of_row(const Lane& lane, const Argume
 
 // Asks for the keys and values of a layer before they are read. By one warp.
 __device__ __forceinline__ void prefetch_keys(const Arguments& a, const Lane& lane, const Item* items, int count, int layer) {
-    constexpr int LINES = DIM / 64;  // of 128 bytes, of a key; as many are its value's
     const u16* cache = (const u16*)a.caches[layer];
 #pragma unroll 1
     for (int n = 0; n < count; n++) {
         const Item& item = items[n];
         const int keys = min(item.tiles * 8, item.length - 1 - item.first * 8);
 #pragma unroll 2
-        for (int line = lane.id; line < keys * 2 * LINES; line += 32) {
-            const int which = line % (2 * LINES), key = item.first * 8 + line / (2 * LINES);
-            prefetch(cache + place_of_key(a, item, key) + (which < LINES ? 0 : a.cache_value) + which % LINES * 64);
+        for (int key = lane.id; key < keys; key += 32) {
+            const u16* place = cache + place_of_key(a, item, item.first * 8 + key);
+#pragma unroll
+            for (int line = 0; line < DIM / 64; line++) prefetch(place + line * 64), prefetch(place + a.cache_value + line * 64);
         }
     }
 }

@@ -5,7 +5,7 @@
 // far ahead of others, and completes asynchronous copies at random times, in any order, so that a missing wait reads what
 // is not there yet. It does not find a missing fence, because fibers see each other's stores in order.
 //
-// `run` begins a launch. What is emulated fails as it would on a GPU or louder: a deadlock, a copy of a size or to an
+// `launch` runs a kernel to its end. What is emulated fails as it would on a GPU or louder: a deadlock, a copy of a size or to an
 // address that the hardware refuses, and a barrier that gets more than it expects end the process with a message.
 
 #pragma once
@@ -15,8 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <functional>
@@ -32,9 +32,9 @@
 #define __launch_bounds__(...)
 #define SHARED_MEMORY(name) char* const name = emulated::me().block->shared.data()
 
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct int2 { int x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }

@@ -12,10 +12,9 @@ import aiohttp
 import pytest
 from fake import Fake, answer
 from running import Process, text_of_stream
+from typer.testing import CliRunner
 
-from selfspec_cli.commands import gateway as routing
-from selfspec_cli.commands.screen import Output
-from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.commands.app import app
 from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import BackendKind
@@ -125,8 +124,10 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["two_servers", "host=127.0.0.1", f"port={port}", f"results_dir={tmp_path}"]
-        with pytest.raises(ConfigError, match=rf"port={port}: it cannot listen on 127\.0\.0\.1:{port} \(.*in use"):
-            routing.route(words, Output())
+        found = CliRunner().invoke(app, ["gateway", *words])
+        assert found.exit_code == 2
+        said = " ".join(found.output.split())
+        assert f"port={port}: it cannot listen on 127.0.0.1:{port} (" in said and "in use" in said
 
 
 def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):

@@ -98,7 +98,9 @@ __device__ __forceinline__ void prefetch_keys(const Arguments& a, const Lane& la
         for (int key = lane.id; key < keys; key += 32) {
             const u16* place = cache + place_of_key(a, item, item.first * 8 + key);
 #pragma unroll
-            for (int line = 0; line < DIM / 64; line++) prefetch(place + line * 64), prefetch(place + a.cache_value + line * 64);
+            for (int line = 0; line < DIM / 64; line++) {
+                prefetch(place + line * 64), prefetch(place + a.cache_value + line * 64);
+            }
         }
     }
 }

@@ -253,18 +253,28 @@ __device__ __forceinline__ Share first_of(int all, int part, int parts) {
 // A block's part of a product: tiles of 16 rows times groups of 64 columns.
 struct Work {
     Share tiles, groups;
-    int row_groups;  // of warps: warp w multiplies tiles w % row_groups, + row_groups, ...
-    int slice;       // of columns
+    int row_groups, splits;  // of warps: those of a row group share its tiles, those of a split its groups of columns
+    int slice;               // of columns
 };
 __device__ __forceinline__ Work work_of(int phase, int block) {
     switch (phase) {
-        case QKV_PHASE: return {first_of(TILES_QKV, block, QKV_BLOCKS), {0, HIDDEN / 64}, ROWS_QKV, 0};
-        case O_PHASE: return {first_of(TILES_HIDDEN, NB - 1 - block, O_BLOCKS), {0, HEADS_OUT / 64}, ROWS_O, 0};
-        case GATE_UP_PHASE: return {share_of(TILES_GATE_UP, block, NB), {0, HIDDEN / 64}, ROWS_GATE_UP, 0};
+        case QKV_PHASE: return {first_of(TILES_QKV, block, QKV_BLOCKS), {0, HIDDEN / 64}, ROWS_QKV, WARPS / ROWS_QKV, 0};
+        case O_PHASE: return {first_of(TILES_HIDDEN, NB - 1 - block, O_BLOCKS), {0, HEADS_OUT / 64}, ROWS_O, WARPS / ROWS_O, 0};
+        case GATE_UP_PHASE:
+            return {share_of(TILES_GATE_UP, block, NB), {0, HIDDEN / 64}, ROWS_GATE_UP, WARPS / ROWS_GATE_UP, 0};
     }
     const int slice = block / DOWN_ROWS;
-    if (slice >= DOWN_SLICES) return {{0, 0}, {0, 0}, ROWS_DOWN, 0};
-    return {share_of(TILES_HIDDEN, block % DOWN_ROWS, DOWN_ROWS), share_of(INTER / 64, slice, DOWN_SLICES), ROWS_DOWN, slice};
+    const bool some = slice < DOWN_SLICES;
+    const Share tiles = share_of(TILES_HIDDEN, block % DOWN_ROWS, DOWN_ROWS), groups = share_of(INTER / 64, slice, DOWN_SLICES);
+    return {some ? tiles : Share{0, 0}, groups, ROWS_DOWN, WARPS / ROWS_DOWN, slice};
+}
+// Which row group and which split a warp is of.
+struct Role {
+    int row, split;
+};
+__device__ __forceinline__ Role role_of(const Lane& lane, const Work& work) {
+    const int split = lane.warp / work.row_groups;
+    return {int(lane.warp) - split * work.row_groups, split};
 }
 // Slabs whose weights are one copy.
 __device__ __forceinline__ int slabs_together(const Work& work) { return max(1, RECORDS / (SLAB * work.tiles.count)); }

@@ -71,12 +71,13 @@ __device__ __forceinline__ void multiply_group(
 
 // The warp's tiles times its groups of columns. One place in the kernel calls it, with one loop for all phases: code that
 // is run once a layer waits for its instructions longer than for anything else.
-__device__ __forceinline__ void product(Weights& weights, Inputs& inputs, const Lane& lane, const Work& work, Sums& sums) {
-    const int row = lane.warp % work.row_groups, splits = WARPS / work.row_groups;
+__device__ __forceinline__ void product(
+    Weights& weights, Inputs& inputs, const Lane& lane, const Work& work, const Role& role, Sums& sums
+) {
     const int tiles = work.tiles.count, groups = work.groups.count, together = slabs_together(work);
-    const int count = (tiles - row + work.row_groups - 1) / work.row_groups;
-    int group = lane.warp / work.row_groups, in_copy = 0;  // the warp's next group; slabs of the copy of weights before this
-    const char* records = nullptr;                         // of the copy's first group and the warp's first tile
+    const int count = (tiles - role.row + work.row_groups - 1) / work.row_groups;
+    int group = role.split, in_copy = 0;  // the warp's next group; slabs of the copy of weights before this one
+    const char* records = nullptr;        // of the copy's first group and the warp's first tile
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -85,10 +86,10 @@ __device__ __forceinline__ void product(Weights& weights, Inputs& inputs, const 
             for (int i = 0; i < 4; i++) sums.of[tile][n][i] = 0.f;
 #pragma unroll 1
     for (int first = 0; first < groups; first += SLAB) {
-        if (in_copy == 0) records = weights.take() + row * RECORD;
+        if (in_copy == 0) records = weights.take() + role.row * RECORD;
         const char* tokens = inputs.take();
 #pragma unroll 1
-        for (; group < min(first + SLAB, groups); group += splits) {
+        for (; group < min(first + SLAB, groups); group += work.splits) {
             const char* from = records + (in_copy * SLAB + group - first) * tiles * RECORD;
             multiply_group<TILES>(count, from, work.row_groups * RECORD, tokens + (group - first) * GROUP_BYTES, lane, sums);
         }
@@ -98,15 +99,17 @@ __device__ __forceinline__ void product(Weights& weights, Inputs& inputs, const 
 }
 
 // The warp's sums of tokens 16 * pass to 16 * pass + 15 into sums [splits][tiles][16 tokens][SUM_ROW].
-__device__ __forceinline__ void store_sums(float* to, int pass, const Lane& lane, const Work& work, const Sums& sums) {
-    const int row = lane.warp % work.row_groups, split = lane.warp / work.row_groups, tiles = work.tiles.count;
-    float* const place = to + (split * tiles + row) * TILE_SUMS + (lane.id & 3) * 2 * SUM_ROW + lane.row;
+__device__ __forceinline__ void store_sums(
+    float* to, int pass, const Lane& lane, const Work& work, const Role& role, const Sums& sums
+) {
+    const int tiles = work.tiles.count;
+    float* const place = to + (role.split * tiles + role.row) * TILE_SUMS + (lane.id & 3) * 2 * SUM_ROW + lane.row;
 #pragma unroll
     for (int some = 0; some < TOKENS / 16; some++) {
         if (some != pass) continue;  // registers have no index at run time
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            if (row + tile * work.row_groups >= tiles) break;
+            if (role.row + tile * work.row_groups >= tiles) break;
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 float* at = place + tile * work.row_groups * TILE_SUMS + n * 8 * SUM_ROW;
@@ -120,10 +123,10 @@ __device__ __forceinline__ void store_sums(float* to, int pass, const Lane& lane
 // Rows `row` to `row` + 3 of a tile for one of 16 tokens, over all of the warps that share the columns.
 __device__ __forceinline__ float4 add_splits(const float* sums, const Work& work, int tile, int token, int row) {
     const float* from = sums + tile * TILE_SUMS + token * SUM_ROW + row;
-    const int splits = WARPS / work.row_groups, step = work.tiles.count * TILE_SUMS;
+    const int step = work.tiles.count * TILE_SUMS;
     float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
-    for (int n = 0; n < splits; n++, from += step) {
+    for (int n = 0; n < work.splits; n++, from += step) {
         const float4 some = *(const float4*)from;
         all.x += some.x, all.y += some.y, all.z += some.z, all.w += some.w;
     }

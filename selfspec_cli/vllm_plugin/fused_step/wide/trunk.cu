@@ -294,17 +294,18 @@ __device__ __forceinline__ void compute(const Arguments& a, const Block& block, 
             }
             const Work work = work_of(phase, hidden_from_compiler(block.number));
             if (work.tiles.count > 0) {
+                const Role role = role_of(lane, work);
                 Sums sums;
                 barrier_wait(block.ready, ready_parity);
                 ready_parity ^= 1;
                 STAMP(a, layer, phase * 3);
                 if (phase == QKV_PHASE || phase == GATE_UP_PHASE) norm_factors(a, lane, factors);
-                product(weights, inputs, lane, work, sums);
+                product(weights, inputs, lane, work, role, sums);
                 STAMP(a, layer, phase * 3 + 1);
 #pragma unroll 1
                 for (int pass = 0; pass * 16 < a.tokens; pass++) {
                     sync_multipliers();  // copies of activations, and sums of the pass before, have been read
-                    store_sums(area, pass, lane, work, sums);
+                    store_sums(area, pass, lane, work, role, sums);
                     sync_multipliers();
                     use_sums(a, lane, shared, area, work, phase, layer, pass);
                 }

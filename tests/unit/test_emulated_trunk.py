@@ -4,19 +4,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import programs
 import pytest
 import torch
 from scripts import importable
-from torch import Tensor
+from torch import Tensor, nn
 
+from selfspec_cli.vllm_plugin import vllm_names
 from selfspec_cli.vllm_plugin.fused_step import launch as few_launch
 from selfspec_cli.vllm_plugin.fused_step import layout as few_layout
+from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide import launch as many_launch
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as many_layout
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 ROOT = Path(__file__).resolve().parents[2]
 with importable(ROOT / "experiments/kernels") as find:
@@ -171,3 +175,75 @@ FAULTS = {
 def test_a_fault_is_found(fault):
     one = many(QWEN, 6, 16, [*LENGTHS, *LENGTHS])
     assert any(one.run(seed, [FAULTS[fault]]) != 0 or not one.error() < CLOSE["many"] for seed in range(1, 4))
+
+
+# ---- as the engine calls it ------------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """In place of `launch.Kernel`."""
+
+    spilled = 0
+
+    def __init__(self, build: Any, device: torch.device, folder: Path) -> None:
+        self.build, self.library, self.memory = build, emulated.compiled(build), build.memory(device)
+
+    def __call__(self, arguments: Any) -> None:
+        for name, tensor in self.memory.items():
+            setattr(arguments, name, tensor.data_ptr())
+        emulated.launch(self.library, self.build, arguments, 1)
+
+
+def linear(layer: dict[str, Any], name: str) -> Any:
+    copy: Any = CopiedWeight.__new__(CopiedWeight)
+    nn.Module.__init__(copy)
+    for part, tensor in layer["copies"][name].items():
+        copy.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+    return SimpleNamespace(copy_of_weight=copy, bias=layer["bias"] if name == "qkv" else None)
+
+
+def decoder(model: Any) -> Any:
+    """What a step reads of vLLM's decoder with such weights."""
+    shape, layers = model.shape, []
+    for number, layer in enumerate(model.layers):
+        norms = [SimpleNamespace(weight=weight, variance_epsilon=shape.epsilon) for weight in layer["norms"]]
+        attention = SimpleNamespace(
+            qkv_proj=linear(layer, "qkv"),
+            o_proj=linear(layer, "o"),
+            attn=SimpleNamespace(layer_name=f"layers.{number}"),
+            rotary_emb=SimpleNamespace(cos_sin_cache=model.rope),
+            head_dim=shape.dim,
+            num_heads=shape.query_heads,
+            num_kv_heads=shape.heads,
+            scaling=shape.dim**-0.5,
+        )
+        mlp = SimpleNamespace(gate_up_proj=linear(layer, "gate_up"), down_proj=linear(layer, "down"))
+        layers.append(
+            SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norms[0], post_attention_layernorm=norms[1])
+        )
+    weights = {"norm": model.final_norm, "embed_tokens": model.embedding}
+    parts = {name: SimpleNamespace(weight=weight) for name, weight in weights.items()}
+    return SimpleNamespace(layers=layers, end_layer=len(layers), **parts)
+
+
+def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
+    model = trunk_model.Model(QWEN, device="cpu")
+    step = trunk_model.Step(model, [*LENGTHS, 9])
+    properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(few_launch, "Kernel", Emulated)
+    metadata = SimpleNamespace(max_query_len=1, seq_lens=step.lengths, block_table=step.table)
+    names = [f"layers.{number}" for number in range(QWEN.layers)]
+    caches = {name: SimpleNamespace(kv_cache=cache) for name, cache in zip(names, step.caches, strict=True)}
+    context = SimpleNamespace(no_compile_layers=caches, attn_metadata=dict.fromkeys(names, metadata))
+    attention = (metadata, None, step.caches[0], step.slots)
+    monkeypatch.setattr(vllm_names, "get_attention_context", lambda _: attention, raising=False)
+    monkeypatch.setattr(vllm_names, "get_forward_context", lambda: context, raising=False)
+    fused = FusedStep(decoder(model), 16, CPU, requests=64)
+    wanted, _ = trunk_model.reference(step, trunk_model.MANY_TOKENS)
+    out = fused(len(step.lengths), SimpleNamespace(input_ids=step.ids, positions=step.positions))
+    live = step.lengths > 0
+    assert out is not None and trunk_model.error(out[live], wanted[live]) < CLOSE["many"]
+    assert fused.tokens == (16,)
+    assert FusedStep(decoder(model), 16, CPU, requests=8).most == 8

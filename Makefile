@@ -4,7 +4,7 @@
 # make test   install, lint, and run the tests; ends with how long each part took, what was skipped, and why
 # make nightly  what is only worth running at night and before a release (CONTRIBUTING.md)
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; tests/mutation/README.md)
-# make programs  install what some tests need beside Python, where apt and npm are at hand: Chromium, axe-core, Prometheus, zsh, fish
+# make programs  install what some tests need beside Python, where apt and npm are at hand: Chromium, axe-core, Prometheus, g++, zsh, fish
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
 # make lint   ruff, the direction of imports, mypy
 # make fresh  the wheel in three fresh environments: sizes, times, the README's commands, and a vLLM of an unknown version

@@ -47,6 +47,7 @@ PROGRAMS = {
     "chromedriver": _debian("chromium-driver", lambda: shutil.which("chromedriver") is not None),
     "prometheus": _debian("prometheus", lambda: shutil.which("prometheus") is not None),
     "promtool": _debian("prometheus", lambda: shutil.which("promtool") is not None),
+    "g++": _debian("g++", lambda: shutil.which("g++") is not None),
     "zsh": _debian("zsh", lambda: shutil.which("zsh") is not None),
     "fish": _debian("fish", lambda: shutil.which("fish") is not None),
     "axe-core": Program(

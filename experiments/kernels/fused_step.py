@@ -24,137 +24,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from trunk_model import FEW_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill, numbers_of, reference, tensors_of
 
-from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
-from selfspec_cli.vllm_plugin.attention.one_query import LOG2_E, attend
+from selfspec_cli.vllm_plugin.attention.one_query import attend
 from selfspec_cli.vllm_plugin.fused_step.drafting import EVENLY, MOST
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built, pointer
-from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
+from selfspec_cli.vllm_plugin.fused_step.layout import Stream, planned
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
-SHAPES = {
-    "qwen2.5_1.5b": Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True),
-    "qwen2.5_0.5b": Shape(24, 896, 4864, 14, 2, 64, 16, 1e-6, bias=True),
-    "qwen3_0.6b": Shape(28, 1024, 3072, 16, 8, 128, 16, 1e-6, head_norms=True),
-    "llama3_8b": Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5, rope_float=True),
-}
-VOCABULARY, POSITIONS = 1000, 32768
 PATIENCE: list[str] = []
 """How often the kernel asks for what another block should have written, before it ends with an error."""
-
-
-class Model:
-    """Random weights of a shape, their copies, and caches for `tokens` requests of up to `room` tokens."""
-
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.shape = shape
-        rows = {"qkv": shape.qkv, "o": shape.hidden, "gate_up": 2 * shape.intermediate, "down": shape.hidden}
-        self.layers: list[dict[str, Any]] = []
-        for _ in range(shape.layers):
-            copies = {}
-            for name, groups in shape.groups.items():
-                columns = groups * 64
-                weight = torch.randn(rows[name], columns, device="cuda") * columns**-0.5
-                copies[name] = WEIGHTS.quantise(weight * (0.5 if name in ("o", "down") else 1.0))
-            norms = (1 + 0.1 * torch.randn(2, shape.hidden, device="cuda")).bfloat16()
-            self.layers.append(
-                {
-                    "copies": copies,
-                    "norms": norms,
-                    "bias": torch.randn(shape.qkv, device="cuda").bfloat16() if shape.bias else None,
-                    "head_norms": (1 + 0.1 * torch.randn(2, shape.dim, device="cuda")).bfloat16(),
-                }
-            )
-        self.embedding = torch.randn(VOCABULARY, shape.hidden, device="cuda").bfloat16()
-        self.final_norm = (1 + 0.1 * torch.randn(shape.hidden, device="cuda")).bfloat16()
-        inverse = 1e6 ** (-torch.arange(0, shape.dim, 2, device="cuda").float() / shape.dim)
-        angles = torch.arange(POSITIONS + 64, device="cuda").float()[:, None] * inverse
-        rope = torch.cat([angles.cos(), angles.sin()], 1)
-        self.rope = rope if shape.rope_float else rope.bfloat16()
-
-
-class Step:
-    """Inputs of a draft step: `lengths` tokens of each request with the new one, 0 for a closed one."""
-
-    def __init__(self, model: Model, lengths: list[int], room: int | None = None) -> None:
-        shape, n = model.shape, len(lengths)
-        self.model, self.lengths = model, torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        pages = -(-(room or max(*lengths, 1)) // shape.page)
-        order = torch.randperm(n * pages, device="cuda")
-        self.table = order.view(n, pages).int()
-        self.caches = [
-            torch.randn(n * pages, shape.heads, shape.page, 2 * shape.dim, device="cuda").bfloat16()
-            for _ in range(shape.layers)
-        ]
-        self.ids = torch.randint(VOCABULARY, (n,), device="cuda", dtype=torch.int32)
-        self.positions = (self.lengths.long() - 1).clamp(min=0)
-        at = self.positions // shape.page
-        self.slots = self.table.gather(1, at[:, None])[:, 0].long() * shape.page + self.positions % shape.page
-        self.slots[self.lengths == 0] = -1
-        self.out = torch.empty(n, shape.hidden, device="cuda", dtype=torch.bfloat16)
-
-
-# ---- in PyTorch -----------------------------------------------------------------------------------------------------
-
-
-def rounded(x: Tensor, on: bool) -> Tensor:
-    """Signed bytes times a factor for 32 columns, as the kernel has tokens."""
-    if not on:
-        return x
-    parts = x.unflatten(1, (-1, 32))
-    factor = parts.abs().amax(2, keepdim=True) / 127
-    return (torch.where(factor > 0, parts / factor, 0).round() * factor).flatten(1)
-
-
-def reference(step: Step, rounds: bool) -> tuple[Tensor, list[Tensor]]:
-    """The step in float32 on the copies' weights, and what it would write to each cache, [n, heads, 2 * dim]."""
-    model, shape = step.model, step.model.shape
-    n, dim, heads, groups = len(step.lengths), shape.dim, shape.heads, shape.query_heads // shape.heads
-    short = (lambda x: x.bfloat16().float()) if rounds else (lambda x: x)
-
-    def times(x: Tensor, layer: dict[str, Any], name: str) -> Tensor:
-        return rounded(x, rounds) @ WEIGHTS.dequantise(layer["copies"][name], torch.float32).t()
-
-    def normed(x: Tensor, layer: dict[str, Any], which: int, name: str) -> Tensor:
-        x = short(x)
-        factor = (x.square().mean(1, keepdim=True) + shape.epsilon).rsqrt()
-        return times(x * layer["norms"][which].float(), layer, name) * factor
-
-    x, written = model.embedding[step.ids.long()].float(), []
-    cosine, sine = model.rope[step.positions].float().chunk(2, dim=1)
-    for layer, cache in zip(model.layers, step.caches, strict=True):
-        qkv = normed(x, layer, 0, "qkv")
-        if shape.bias:
-            qkv = qkv + layer["bias"].float()
-        parts = short(qkv).split([shape.query_heads * dim, heads * dim, heads * dim], dim=1)
-        q, k, v = (part.view(n, -1, dim) for part in parts)
-        if shape.head_norms:
-            q, k = (
-                one * (one.square().mean(2, keepdim=True) + shape.epsilon).rsqrt() * weight.float()
-                for one, weight in ((q, layer["head_norms"][0]), (k, layer["head_norms"][1]))
-            )
-        q, k = (short(_turned(one, cosine[:, None], sine[:, None])) for one in (q, k))
-        written.append(torch.cat([k, v], 2))
-        attended = torch.zeros(n, heads, groups, dim, device="cuda")
-        for r, length in enumerate(step.lengths.tolist()):
-            if length:
-                pages = cache[step.table[r].long()].transpose(1, 2).flatten(0, 1)[: length - 1].float()
-                keys = torch.cat([pages, torch.cat([k[r], v[r]], 1)[None]])  # [length, heads, 2 * dim]
-                scores = torch.einsum("hgd,lhd->hgl", q[r].view(heads, groups, dim), keys[..., :dim]) * dim**-0.5
-                attended[r] = torch.einsum("hgl,lhd->hgd", scores.softmax(2), keys[..., dim:])
-        x = x + times(short(attended.flatten(1)), layer, "o")
-        gate, up = normed(x, layer, 1, "gate_up").chunk(2, dim=1)
-        x = x + times(short(torch.nn.functional.silu(gate) * up), layer, "down")
-    x = short(x)
-    return x * (x.square().mean(1, keepdim=True) + shape.epsilon).rsqrt() * model.final_norm.float(), written
-
-
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=2)
-    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], 2)
 
 
 # ---- one kernel -----------------------------------------------------------------------------------------------------
@@ -170,46 +51,23 @@ class Fused:
         build = built(shape, plan, tokens, properties.shared_memory_per_block_optin)
         self.kernel = Kernel(build, device, None, PATIENCE)
         self.stream = Stream(shape, plan, device)
-        for number, layer in enumerate(model.layers):
-            copies = {**layer["copies"], "gate_up": gate_and_up(layer["copies"]["gate_up"])}
-            self.stream.put(number, {name: records(copy) for name, copy in copies.items()})
-        self.plan = plan.tensor().to(device)
-        self.norms = torch.stack([layer["norms"] for layer in model.layers])
-        self.bias = torch.stack([layer["bias"] for layer in model.layers]) if shape.bias else None
-        self.head_norms = torch.stack([layer["head_norms"] for layer in model.layers])
+        fill(self.stream, model)
+        self.weights = {
+            "stream": self.stream.records,
+            "offsets": self.stream.offsets,
+            "plan": plan.tensor().to(device),
+        }
 
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
-        model, cache = step.model, step.caches[0]
-        self.caches = torch.tensor([one.data_ptr() for one in step.caches], device="cuda")
-        tensors = {
-            "stream": self.stream.records,
-            "offsets": self.stream.offsets,
-            "plan": self.plan,
-            "norms": self.norms,
-            "bias": self.bias,
-            "head_norms": self.head_norms,
-            "final_norm": model.final_norm,
-            "embedding": model.embedding,
-            "rope": model.rope,
-            "caches": self.caches,
-            "ids": step.ids,
-            "positions": step.positions,
-            "lengths": step.lengths,
-            "slots": step.slots,
-            "table": step.table,
-            "out": step.out,
-        }
-        arguments = Arguments(
-            **{name: pointer(tensor) for name, tensor in tensors.items()},
-            cache_block=cache.stride(0),
-            cache_head=cache.stride(1),
-            cache_token=cache.stride(2),
-            cache_value=model.shape.dim,
-            table_row=step.table.stride(0),
-            scale=model.shape.dim**-0.5 * LOG2_E,
-        )
-        return lambda: self.kernel(arguments)
+        tensors = {**self.weights, **tensors_of(step)}
+        pointers = {name: pointer(tensor) for name, tensor in tensors.items()}
+        arguments = Arguments(**pointers, **numbers_of(step))
+
+        def run(_: object = tensors) -> None:  # which lives as long as the call
+            self.kernel(arguments)
+
+        return run
 
 
 # ---- the kernels that it replaces -----------------------------------------------------------------------------------
@@ -256,16 +114,11 @@ def separate(step: Step) -> Tensor:
 # ---- checks and times -----------------------------------------------------------------------------------------------
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative, by norms."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
-
-
 def check(model: Model, fused: Fused, lengths: list[int], beside: bool) -> dict[str, Any]:
     """One step of the kernel, run three times and then in a loop inside a CUDA graph, against PyTorch."""
     step, live = Step(model, lengths), [n for n, length in enumerate(lengths) if length]
-    wanted, written = reference(step, rounds=True)
-    plain, _ = reference(step, rounds=False)
+    wanted, written = reference(step, FEW_TOKENS)
+    plain, _ = reference(step, UNROUNDED)
     before = [cache.clone() for cache in step.caches]
     run = fused.bind(step)
     outs = []

@@ -20,7 +20,7 @@ decoder.py        where the decoder layers of a loaded model are, and whether th
 trunk.py          the draft: a view of the target with some of its layers; shared weights, no copy unless asked for
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
 fused_step/       all decoder layers of a draft step as one kernel: models.py says of which models, drafting.py runs it,
-                  layout.py lays out its weights, launch.py compiles it
+                  layout.py lays out its weights, launch.py compiles it; wide/ is another one for 9 to 64 tokens
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
                   experts.py those of experts; fp8.py and lowbit.py the kernels for some of them,

@@ -316,7 +316,8 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
     step.shape, step._device = shape, torch.device("cpu")
     step.plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
     step.stream = drafting.stream_of(layers, shape, step.plan, step._device)
-    step._tensors = {**drafting.stacked(layers), "stream": step.stream.records}
+    step.wide = drafting.wide_stream_of(layers, shape, 132, step._device)
+    step._tensors = {**drafting.stacked(layers), "stream": step.stream.records, "wide": step.wide.records}
     addresses = {name: tensor.data_ptr() for name, tensor in step._tensors.items() if tensor is not None}
     before = {name: tensor.clone() for name, tensor in step._tensors.items() if tensor is not None}
     for layer in layers:
@@ -327,10 +328,11 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
     step.renew(trunk)
     fresh = drafting.stream_of(layers, shape, step.plan, step._device)
     assert torch.equal(step._tensors["stream"], fresh.records)
+    assert torch.equal(step.wide.records, drafting.wide_stream_of(layers, shape, 132, step._device).records)
     for name, address in addresses.items():
         assert step._tensors[name].data_ptr() == address
         assert not torch.equal(step._tensors[name], before[name]), name
-    assert set(addresses) == {"norms", "bias", "stream"}
+    assert set(addresses) == {"norms", "bias", "stream", "wide"}
 
 
 # ---- engines whose other kernels read another layout too -------------------------------------------------------------

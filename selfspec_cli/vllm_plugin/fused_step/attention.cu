@@ -1,10 +1,4 @@
 // ---- attention of one block ------------------------------------------------------------------------------------
-struct Keys {
-    uint4 key[DIM / 32];       // of key `row`, a quarter
-    uint4 value[DIM / 64][2];  // of keys 2 * pair and 2 * pair + 1, an eighth of every 64 dimensions
-    int valid;                 // keys
-};
-
 // What a block attends to: one request, one head of keys, one split. The same in every layer.
 struct Unit {
     long long slot;                  // where the new token's key goes, in elements of a layer's cache; -1: nowhere
@@ -54,96 +48,7 @@ __device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments&
     const Tiles tiles = tiles_of(lane, unit);
     for (int tile = tiles.tile; tile < tiles.all; tile += tiles.step) {
         long long place = tile == tiles.tile ? first : offset_of(lane, a, unit, tile);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(cache + place));
-    }
-}
-
-// Eight cached keys. Lane (row, pair) reads a quarter of key `row`, which is at `place`, and DPL dimensions of all values.
-__device__ __forceinline__ void read_keys(
-    Keys& keys, const Lane& lane, const Arguments& a, const u16* cache, long long place, int valid
-) {
-    keys.valid = min(8, valid);
-    const u16* key = cache + place + (lane.id & 3) * 8;
-#pragma unroll
-    for (int n = 0; n < DIM / 32; n++) keys.key[n] = *(const uint4*)(key + n * 32);
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const u16* value = cache + __shfl_sync(FULL, place, (lane.id & 3) * 8 + k * 4) + a.cache_value + lane.row * 8;
-#pragma unroll
-        for (int n = 0; n < DIM / 64; n++) keys.value[n][k] = *(const uint4*)(value + n * 64);
-    }
-}
-
-struct Attended {
-    // Values added up: tile e has dimension 8 * row + e, and that + 64, of heads 2 * pair and 2 * pair + 1; with 64
-    // dimensions, 8 * row + 2e and 8 * row + 2e + 1.
-    float sums[DIM / 16][4], best, weight;  // best, weight: of head `row`
-};
-
-__device__ __forceinline__ u32 word_of(const uint4& four, int n) {
-    return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w;
-}
-
-__device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, const uint4* query, const Lane& lane, float scale) {
-    float chains[2][4] = {};
-#pragma unroll
-    for (int n = 0; n < DIM / 32; n++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 a0 = half ? query[n].z : query[n].x, a2 = half ? query[n].w : query[n].y;
-            u32 b0 = half ? keys.key[n].z : keys.key[n].x, b1 = half ? keys.key[n].w : keys.key[n].y;
-            float* c = chains[half];
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
-        }
-    }
-    int key = (lane.id & 3) * 2;
-    float first = key < keys.valid ? (chains[0][0] + chains[1][0]) * scale : -INFINITY;
-    float second = key + 1 < keys.valid ? (chains[0][1] + chains[1][1]) * scale : -INFINITY;
-    float best = fmaxf(first, second);
-    best = fmaxf(best, __shfl_xor_sync(FULL, best, 1));
-    best = fmaxf(fmaxf(best, __shfl_xor_sync(FULL, best, 2)), found.best);
-    float before = exp2_fast(found.best - best);
-    first = exp2_fast(first - best), second = exp2_fast(second - best);
-    float total = first + second;
-    total += __shfl_xor_sync(FULL, total, 1);
-    total += __shfl_xor_sync(FULL, total, 2);
-    found.weight = found.weight * before + total, found.best = best;
-    const u32 shares = pack(first, second);
-    const float old = __shfl_sync(FULL, before, key * 4), other = __shfl_sync(FULL, before, key * 4 + 4);
-#pragma unroll
-    for (int e = 0; e < DIM / 16; e++) {
-        float* c = found.sums[e];
-        c[0] *= old, c[1] *= other, c[2] *= old, c[3] *= other;
-        u32 a[2];
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const int part = DIM == 128 ? n : 0, which = DIM == 128 ? e : 2 * e + n;
-            a[n] = __byte_perm(word_of(keys.value[part][0], which / 2), word_of(keys.value[part][1], which / 2),
-                               which & 1 ? 0x7632 : 0x5410);
-        }
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(shares));
-    }
-}
-
-// The sums of a warp, [GROUP_HEADS][DIM].
-__device__ __forceinline__ void store_attended(const Attended& found, const Lane& lane, float* to) {
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        int head = (lane.id & 3) * 2 + n;
-        if (head < GROUP_HEADS) {
-#pragma unroll
-            for (int part = 0; part < DIM / 64; part++) {
-                float x[8];
-#pragma unroll
-                for (int e = 0; e < 8; e++) x[e] = DIM == 128 ? found.sums[e][part * 2 + n] : found.sums[e / 2][e % 2 * 2 + n];
-                float4* place = (float4*)(to + head * DIM + part * 64 + lane.row * 8);
-                place[0] = make_float4(x[0], x[1], x[2], x[3]), place[1] = make_float4(x[4], x[5], x[6], x[7]);
-            }
-        }
+        prefetch(cache + place);
     }
 }
 
@@ -229,7 +134,7 @@ __device__ __forceinline__ void attend(
             }
             keys.valid = 1;
         }
-        attend_to(found, keys, query, lane, a.scale);
+        attend_to(found, keys, query, lane, a.scale, [] {});
         if (cached) tile += tiles.step;
         if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, unit, tile), length - 1 - tile * 8);
     }

@@ -15,15 +15,7 @@
 // phase) ROWS (most tiles of the residual in a block) SHARED_AREA (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most
 // splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
 //
-// The parts, in order: exchange.cu, weights.cu, tokens.cu, parts.cu, attention.cu, trunk.cu.
-
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#endif
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+// The parts, in order: ptx.cu, exchange.cu, weights.cu, tokens.cu, parts.cu, keys.cu, attention.cu, trunk.cu.
 
 #define QKV ((QH + 2 * KVH) * DIM)
 #define HEADS_OUT (QH * DIM)
@@ -37,7 +29,6 @@ typedef unsigned short u16;
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MOST_GROUPS ((MAX2(MAX2(GROUPS_H, GROUPS_O), GROUPS_I) + WARPS - 1) / WARPS)
 #define SPLITS (MAX2(1, NB / (NT * KVH)) < 64 ? MAX2(1, NB / (NT * KVH)) : 64)
-#define FULL 0xffffffffu
 #define LOG2E 1.4426950408889634f
 
 // ---- columns of a product ---------------------------------------------------------------------------------------
@@ -111,72 +102,34 @@ struct Arguments {
     float scale;               // of the scores, times log2(e)
 };
 
-// With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
-#ifdef PATIENCE
-#define TRY(n) if (++n > PATIENCE) __trap()
-#else
-#define TRY(n)
-#endif
-
-// ---- small things ----------------------------------------------------------------------------------------------
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ float plain(u16 value) { return __uint_as_float(u32(value) << 16); }
-__device__ __forceinline__ u32 pack(float first, float second) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-__device__ __forceinline__ float half_to_float(u32 bits) {
-    float value;
-    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits));
-    return value;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// The same number, of which the compiler knows nothing: what follows from it is not computed before the loop over layers,
-// where it would need a register in all phases.
-__device__ __forceinline__ int hidden_from_compiler(int number) {
-    asm volatile("" : "+r"(number));
-    return number;
-}
-__device__ __forceinline__ u32 address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
-
+// ---- words with a flag ------------------------------------------------------------------------------------------
 struct Pair {
     u32 a, flag_a, b, flag_b;
     __device__ __forceinline__ bool ready(u32 flag) const { return flag_a == flag && flag_b == flag; }
 };
 __device__ __forceinline__ Pair load_pair(const u64* place) {
     u64 a, b;
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(place) : "memory");
+    load_relaxed(place, a, b);
     return {u32(a), u32(a >> 32), u32(b), u32(b >> 32)};
 }
-__device__ __forceinline__ u64 load_word(const u64* place) {
-    u64 a;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(place) : "memory");
-    return a;
-}
 __device__ __forceinline__ u32 wait_word(const u64* place, u32 flag) {
-    u64 word = load_word(place);
+    u64 word = load_relaxed(place);
     [[maybe_unused]] u32 tries = 0;
     while (u32(word >> 32) != flag) {
         TRY(tries);
-        word = load_word(place);
+        word = load_relaxed(place);
     }
     return u32(word);
 }
 __device__ __forceinline__ void wait_words(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
-    u64 word = load_word(place), another = load_word(other);
+    u64 word = load_relaxed(place), another = load_relaxed(other);
     [[maybe_unused]] u32 tries = 0;
     while (u32(word >> 32) != flag || u32(another >> 32) != flag) {
         TRY(tries);
-        word = load_word(place), another = load_word(other);
+        word = load_relaxed(place), another = load_relaxed(other);
     }
     one = u32(word), two = u32(another);
 }
 __device__ __forceinline__ void store_flagged(u64* place, u32 value, u32 flag) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"(u64(flag) << 32 | value) : "memory");
+    store_relaxed(place, u64(flag) << 32 | value);
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Sha
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
-PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "trunk.cu")
+PARTS = ("ptx.cu", "exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "keys.cu", "attention.cu", "trunk.cu")
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
@@ -33,6 +33,24 @@ class Build:
     tokens: int
     at_once: int
     slots: int
+
+    name: ClassVar[bytes] = NAME
+    parts: ClassVar[tuple[str, ...]] = PARTS
+
+    @property
+    def grid(self) -> int:
+        """Blocks of a launch."""
+        return len(self.plan.blocks)
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.plan.warps * 32
+
+    def memory(self, device: torch.device) -> dict[str, Tensor]:
+        """Tensors of the kernel's own, by the names of its arguments."""
+        words = torch.zeros(self.words, dtype=torch.int64, device=device)
+        return {"words": words, "launches": torch.ones(1, dtype=torch.int32, device=device)}
 
     @property
     def splits(self) -> int:
@@ -179,6 +197,23 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class Source(Protocol):
+    """What is compiled and launched: a `Build` of this kernel, or of the one for more tokens (wide/layout.py)."""
+
+    name: ClassVar[bytes]
+    parts: ClassVar[tuple[str, ...]]  # files of one source, in the package of this module
+
+    @property
+    def options(self) -> list[str]: ...
+    @property
+    def grid(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    def memory(self, device: torch.device) -> dict[str, Tensor]: ...
+
+
 class Kernel:
     """A build on one device. folder: where compiled code is kept, if anywhere; a start that finds it compiles nothing.
 
@@ -186,41 +221,40 @@ class Kernel:
     """
 
     def __init__(
-        self, build: Build, device: torch.device, folder: Path | None = None, more_options: Sequence[str] = ()
+        self, build: Source, device: torch.device, folder: Path | None = None, more_options: Sequence[str] = ()
     ) -> None:
         from cuda.bindings import driver
 
         self.build = build
-        code = _compiled(device, [*build.options, *more_options], folder)
+        code = _compiled(device, build.parts, [*build.options, *more_options], folder)
         torch.cuda.current_stream(device).synchronize()  # a context must exist before a module is loaded into it
         self._module = check(driver.cuModuleLoadData(code))
-        self._function = check(driver.cuModuleGetFunction(self._module, NAME))
+        self._function = check(driver.cuModuleGetFunction(self._module, build.name))
         attributes = driver.CUfunction_attribute
         most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, most, build.shared_bytes))
         local = attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         self.spilled = int(check(driver.cuFuncGetAttribute(local, self._function)))  # bytes of a thread; costs dearly
-        self.words = torch.zeros(build.words, dtype=torch.int64, device=device)
-        self.launches = torch.ones(1, dtype=torch.int32, device=device)
+        self.memory = build.memory(device)
 
-    def __call__(self, arguments: Arguments) -> None:
+    def __call__(self, arguments: ctypes.Structure) -> None:
         """Launch it on the current stream. All blocks must run at a time, so it is a cooperative launch."""
         from cuda.bindings import driver
 
-        arguments.words, arguments.launches = self.words.data_ptr(), self.launches.data_ptr()
+        for name, tensor in self.memory.items():
+            setattr(arguments, name, tensor.data_ptr())
         values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        grid, threads = len(self.build.plan.blocks), self.build.plan.warps * 32
         stream, shared = torch.cuda.current_stream().cuda_stream, self.build.shared_bytes
-        sizes = (grid, 1, 1, threads, 1, 1, shared, stream)
+        sizes = (self.build.grid, 1, 1, self.build.threads, 1, 1, shared, stream)
         check(driver.cuLaunchCooperativeKernel(self._function, *sizes, ctypes.addressof(values)))
 
 
-def _compiled(device: torch.device, options: Sequence[str], folder: Path | None) -> bytes:
-    """Machine code for a device, from `folder` or by NVRTC."""
+def _compiled(device: torch.device, parts: Sequence[str], options: Sequence[str], folder: Path | None) -> bytes:
+    """Machine code of a source's parts for a device, from `folder` or by NVRTC."""
     from cuda.bindings import nvrtc
 
     folder_of_parts = files("selfspec_cli.vllm_plugin.fused_step")
-    source = b"".join((folder_of_parts / part).read_bytes() for part in PARTS)
+    source = b"".join((folder_of_parts / part).read_bytes() for part in parts)
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device", *options]
     version = check(nvrtc.nvrtcVersion())

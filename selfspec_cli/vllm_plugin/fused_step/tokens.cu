@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_quantized(const Lane& lane, const Arguments
 #pragma unroll
             for (int n = 0; n < FACTORS; n++) {
                 factor[t][n] = u64(flag) << 32;
-                if (some && n * 32 + lane.id < groups * 2) factor[t][n] = load_word(factors + t * (INTER / 32) + n * 32);
+                if (some && n * 32 + lane.id < groups * 2) factor[t][n] = load_relaxed(factors + t * (INTER / 32) + n * 32);
             }
         }
         bool all = false;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void load_quantized(const Lane& lane, const Arguments
 #pragma unroll
                 for (int n = 0; n < FACTORS; n++)
                     if (u32(factor[t][n] >> 32) != flag)
-                        factor[t][n] = load_word(factors + t * (INTER / 32) + n * 32), all = false;
+                        factor[t][n] = load_relaxed(factors + t * (INTER / 32) + n * 32), all = false;
             }
         }
         __syncwarp();

@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_gated(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __grid_constant__ Arguments a) {
-    extern __shared__ __align__(1024) char shared[];
+    SHARED_MEMORY(shared);
     const u32 block = blockIdx.x, thread = threadIdx.x;
     Lane lane;
     lane.warp = thread / 32, lane.id = thread % 32, lane.row = lane.id / 4, lane.unit = (lane.id & 3) < UNITS ? (lane.id & 3) : 0;

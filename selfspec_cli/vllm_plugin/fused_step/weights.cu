@@ -12,10 +12,8 @@ struct Ring {
             u32 bytes = sizes[coming];
             if (id == 0) {
                 u32 barrier = barriers + to * 8;
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-                asm volatile(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                    ::"r"(address(slots + to * CHUNK)), "l"(next), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+                barrier_arrive_and_expect(barrier, bytes);
+                copy_async(address(slots + to * CHUNK), next, bytes, barrier, policy);
             }
             next += bytes, left--;
             if (++coming == chunks) coming = 0;
@@ -23,14 +21,11 @@ struct Ring {
     }
     __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 id) {
         next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
-        slot = parity = coming = 0;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        slot = parity = coming = 0, policy = read_once();
         if (id == 0) {
 #pragma unroll 1
-            for (u32 n = 0; n < SLOTS; n++)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + n * 8) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            for (u32 n = 0; n < SLOTS; n++) barrier_init(barriers + n * 8, 1);
+            fence_barriers();
         }
         __syncwarp();
 #pragma unroll 1
@@ -38,9 +33,7 @@ struct Ring {
     }
     // Where the next chunk is. It is there when this returns.
     __device__ __forceinline__ const char* chunk() {
-        asm volatile(
-            "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
-            "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
+        barrier_wait(barriers + slot * 8, parity);
         return slots + slot * CHUNK;
     }
     __device__ __forceinline__ void used(u32 id) {
@@ -49,12 +42,6 @@ struct Ring {
         if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
 };
-
-__device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
-}
 
 struct Lane {
     u32 warp, id, row, unit;  // row: of a tile; unit: tokens whose sums the lane has

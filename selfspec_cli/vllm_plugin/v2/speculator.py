@@ -22,7 +22,7 @@ from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
-from selfspec_cli.vllm_plugin.fused_step.drafting import MOST, fused_step
+from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.rope import DraftPositions
@@ -388,7 +388,7 @@ class EarlyExitSpeculator(DraftLoop):
         self._warm = True
         began = time.perf_counter()
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
-        by_fused = 0 if self.fused_step is None else MOST
+        by_fused = 0 if self.fused_step is None else self.fused_step.most
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         logits, requests = self.head.copied, self.max_num_reqs
         # Ends before the first graph is captured, which no other thread may disturb.

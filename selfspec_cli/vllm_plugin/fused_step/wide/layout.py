@@ -1,0 +1,347 @@
+"""How the kernel for many tokens shares out its work and lays out weights (memory.cu explains it). Needs torch alone.
+
+Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. Every block has the records of all
+layers in one stream, in the order in which it multiplies them: for each of the four products, group after group, the
+tiles of its rows.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
+
+SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
+WIDTHS = (16, 32, 48, 64)  # tokens that a kernel is compiled for, at most
+WARPS = (12, 8)  # of a block that multiply; eight have more registers each, twelve wait less for each other
+EIGHT_LOSES = 1.1  # how much longer eight warps take over as many records, assumed
+TILES = {(16, 12): 7, (32, 12): 4, (48, 12): 2, (64, 12): 2, (16, 8): 12, (32, 8): 8, (48, 8): 6, (64, 8): 4}
+"""Most tiles of a warp at a time, for tokens and warps: more need more registers."""
+SLABS = (8, 4, 3, 2, 1)  # groups of columns of a copy of activations; the first with which the rings have room
+FEWEST_BYTES = 95_000  # of the ring of weights, where it can have them: more than is on the way from memory at a time
+MOST_SUMS = 60  # tiles times warps that share a tile's columns, whose sums lie in shared memory at a time
+SUM_BYTES = 16 * 20 * 4  # of a tile's sums for 16 tokens
+ROUND_US = 0.15  # assumed, to plan by: 12 warps multiply a record each
+BYTES_PER_US, BYTES_PER_US_OF_ALL = 60_000, 5_500_000  # assumed, too: from L2 into one block, and into all
+MIDDLE = 32  # tokens to plan for what is the same for all builds
+STAMPS = (
+    *(f"{phase}_{point}" for phase in PHASES for point in ("ready", "multiplied", "stored")),
+    *("attention_begun", "attention_ready", "attention_stored", "finish_ready", "finish_stored"),
+)
+"""Points of a layer whose time -DSTAMPS keeps, in memory.cu's order."""
+
+
+def part_of(count: int, part: int, parts: int) -> range:
+    """The part-th of `parts` equal shares of `count` things."""
+    return range(count * part // parts, count * (part + 1) // parts)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the kernel is compiled with. tokens: most of a step, a multiple of 16.
+
+    rows: groups of warps that share the tiles of qkv, o, gate_up, down; the warps of a group share the columns.
+    qkv_blocks, o_blocks: blocks that have rows of qkv, from the first on, and of o, from the last on. down_rows,
+    down_slices: parts of the rows and of the columns of down. slab: groups of columns of a copy of
+    activations.
+    """
+
+    shape: Shape
+    tokens: int
+    warps: int
+    blocks: int
+    rows: tuple[int, int, int, int]
+    qkv_blocks: int
+    o_blocks: int
+    down_rows: int
+    down_slices: int
+    slab: int
+    weight_slots: int = 0
+    input_slots: int = 0
+
+    name: ClassVar[bytes] = b"draft_trunk_wide"
+    parts: ClassVar[tuple[str, ...]] = (
+        "ptx.cu",
+        "wide/memory.cu",
+        "keys.cu",
+        "wide/product.cu",
+        "wide/attention.cu",
+        "wide/trunk.cu",
+    )
+
+    def work(self, phase: str, block: int) -> tuple[range, range]:
+        """A block's tiles of rows and groups of columns of a product."""
+        tiles, groups = self.shape.tiles[phase], self.shape.groups[phase]
+        if phase != "down":
+            index, parts = {
+                "qkv": (block, self.qkv_blocks),
+                "o": (self.blocks - 1 - block, self.o_blocks),
+                "gate_up": (block, self.blocks),
+            }[phase]
+            return part_of(tiles, index, parts) if index < parts else range(0), range(groups)
+        piece = block // self.down_rows
+        if piece >= self.down_slices:
+            return range(0), range(0)
+        return part_of(tiles, block % self.down_rows, self.down_rows), part_of(groups, piece, self.down_slices)
+
+    def most_tiles(self, phase: str) -> int:
+        """Most tiles of a block."""
+        parts = {"qkv": self.qkv_blocks, "o": self.o_blocks, "gate_up": self.blocks, "down": self.down_rows}
+        return -(-self.shape.tiles[phase] // parts[phase])
+
+    def most_groups(self, phase: str) -> int:
+        """Most groups of columns of a block."""
+        return -(-self.shape.groups[phase] // (self.down_slices if phase == "down" else 1))
+
+    @property
+    def tiles_of_warp(self) -> int:
+        """Most tiles of a warp at a time."""
+        return max(-(-self.most_tiles(phase) // rows) for phase, rows in zip(PHASES, self.rows, strict=True))
+
+    @property
+    def records(self) -> int:
+        """Records that a slot of the ring of weights has room for."""
+        return self.slab * max(map(self.most_tiles, PHASES))
+
+    @property
+    def items(self) -> int:
+        """Most items of attention of a block."""
+        return -(-self.tokens * self.shape.heads // self.blocks)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and a warpgroup that copies."""
+        return self.warps * 32 + 128
+
+    @property
+    def grid(self) -> int:
+        """Blocks of a launch."""
+        return self.blocks
+
+    @property
+    def input_slot(self) -> int:
+        """Bytes of a slot of the ring of activations."""
+        return self.slab * self.tokens * 128
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the sums that warps add up in shared memory, of a product or of attention."""
+        products = (
+            self.warps // rows * self.most_tiles(phase) * SUM_BYTES
+            for phase, rows in zip(PHASES, self.rows, strict=True)
+        )
+        heads = self.shape.query_heads // self.shape.heads
+        return max(*products, self.warps * heads * (self.shape.dim + 2) * 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block; memory.cu lays it out."""
+        shape, owned, biased = self.shape, self.most_tiles("o"), self.most_tiles("qkv")
+        area = _round_up(max(self.sums, self.input_slots * self.input_slot), 128)
+        residual = owned * self.tokens * 64 + self.tokens * 4
+        small = (2 * shape.layers + 1) * owned * 32 + shape.bias * shape.layers * biased * 32
+        attention = self.items * (shape.dim * 4 + 48) + 16 * (shape.dim + 8) + 4 * shape.dim
+        barriers = (2 * self.weight_slots + 2 * self.input_slots + 1 + 6 + 1) * 8
+        return self.weight_slots * self.records * RECORD + area + residual + small + attention + barriers
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory through which blocks pass results to each other; memory.cu lays it out."""
+        shape, n = self.shape, self.tokens
+        attended = shape.query_heads * shape.dim
+        counters = _round_up(6 * 128 + n * shape.heads * 4, 128)
+        values = n * 2 * (shape.hidden + shape.qkv + attended + shape.intermediate)
+        squares, sums = n * shape.tiles["o"] * 4, self.down_slices * n * shape.hidden * 4
+        items = self.blocks * self.items * (shape.query_heads // shape.heads)
+        return counters + values + squares + sums + items * (shape.dim + 2) * 4
+
+    @property
+    def options(self) -> list[str]:
+        """Options of the compiler."""
+        shape = self.shape
+        values = {
+            "LAYERS": shape.layers,
+            "HIDDEN": shape.hidden,
+            "INTER": shape.intermediate,
+            "QH": shape.query_heads,
+            "KVH": shape.heads,
+            "DIM": shape.dim,
+            "PAGE": shape.page,
+            "BIAS": int(shape.bias),
+            "QKNORM": int(shape.head_norms),
+            "ROPE_FLOAT": int(shape.rope_float),
+            "EPSILON": f"{shape.epsilon!r}f",
+            "TOKENS": self.tokens,
+            "NB": self.blocks,
+            "WARPS": self.warps,
+            **{f"ROWS_{phase.upper()}": rows for phase, rows in zip(PHASES, self.rows, strict=True)},
+            "QKV_BLOCKS": self.qkv_blocks,
+            "O_BLOCKS": self.o_blocks,
+            "DOWN_ROWS": self.down_rows,
+            "DOWN_SLICES": self.down_slices,
+            "TILES": self.tiles_of_warp,
+            "SLAB": self.slab,
+            "RECORDS": self.records,
+            "WEIGHT_SLOTS": self.weight_slots,
+            "INPUT_SLOTS": self.input_slots,
+            "ITEMS": self.items,
+            "SHARED": self.shared_bytes,
+            "MEMORY": self.memory_bytes,
+        }
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+    def memory(self, device: torch.device) -> dict[str, Tensor]:
+        """Tensors of the kernel's own, by the names of its arguments."""
+        return {"memory": torch.zeros(self.memory_bytes, dtype=torch.uint8, device=device)}
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def built(
+    shape: Shape,
+    blocks: int,
+    tokens: int,
+    shared: int = SHARED,
+    warps: int | None = None,
+    gathered: bool = True,
+    slab: int | None = None,
+) -> Build:
+    """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors.
+
+    warps: one of WARPS, in place of those with which the slowest warp should take least time. gathered: rows of qkv and
+    o go to as few blocks as should not be slower. slab: one of SLABS, at most; without it 8 for 16 tokens, whose groups
+    are soon multiplied, and 4 for more. Raises ValueError if a block's tiles or the rings have no room.
+    """
+    plans: list[tuple[float, Build]] = []
+    reason = ValueError()
+    gather = _blocks_of_rows if gathered else lambda shape, phase, blocks: blocks
+    parts = (gather(shape, "qkv", blocks), gather(shape, "o", blocks), *_parts_of_down(shape, blocks))
+    for count in WARPS if warps is None else (warps,):
+        try:
+            plans.append(_planned(Build(shape, tokens, count, blocks, (1, 1, 1, 1), *parts, 1)))
+        except ValueError as error:
+            reason = error
+    if not plans:
+        raise reason
+    _, plan = min(plans, key=lambda one: one[0])
+    most = slab or (8 if tokens == 16 else 4)
+    for slab in (one for one in SLABS if one <= most):
+        # Activations have three slots, or as many as the sums need that lie there later; weights have the rest.
+        some = replace(plan, slab=slab)
+        for slots in range(max(3, some.sums // some.input_slot), 1, -1):
+            room = shared - replace(some, input_slots=slots).shared_bytes
+            weights = room // (some.records * RECORD + 16)
+            if weights >= 3 and (weights * some.records * RECORD >= FEWEST_BYTES or slab == SLABS[-1]):
+                return replace(some, input_slots=slots, weight_slots=min(weights, 64))
+    raise ValueError(f"{shared} bytes of shared memory have no room for weights and activations of {tokens} tokens")
+
+
+def _planned(plan: Build) -> tuple[float, Build]:
+    """With row groups, and how long the slowest warps of the products take, as a number to compare."""
+    work = [(plan.most_tiles(phase), plan.most_groups(phase)) for phase in PHASES]
+    qkv, o, gate_up, down = (_row_groups(*one, plan.warps, TILES[plan.tokens, plan.warps]) for one in work)
+    rows = (qkv, o, gate_up, down)
+    rounds = sum(_rounds(*one, groups, plan.warps) for one, groups in zip(work, rows, strict=True))
+    return rounds * plan.warps * (EIGHT_LOSES if plan.warps == 8 else 1.0), replace(plan, rows=rows)
+
+
+def _rounds(tiles: int, groups: int, row_groups: int, warps: int) -> int:
+    """Records of the warp that multiplies most."""
+    return -(-tiles // row_groups) * -(-groups // (warps // row_groups))
+
+
+def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
+    """Groups of warps that share a block's tiles: the number with which the slowest warp multiplies fewest records.
+
+    most: tiles of a warp.
+    """
+    possible = [
+        n for n in range(1, warps + 1) if warps % n == 0 and -(-tiles // n) <= most and warps // n * tiles <= MOST_SUMS
+    ]
+    if not possible:
+        raise ValueError(f"a block has {tiles} tiles of rows, and no more than {most} of a warp have registers")
+    return min(possible, key=lambda n: (_rounds(tiles, groups, n, warps), n))
+
+
+def _blocks_of_rows(shape: Shape, phase: str, blocks: int) -> int:
+    """Blocks that share the rows of qkv or o: activations come while records are multiplied, and the slower counts.
+
+    The same for all numbers of tokens, by what is best for MIDDLE.
+    """
+
+    def cost(tiles: int) -> tuple[float, int]:
+        some, groups = -(-shape.tiles[phase] // tiles), shape.groups[phase]
+        read = MIDDLE * groups * 128
+        copy_us = max(read / BYTES_PER_US, read * some / BYTES_PER_US_OF_ALL)
+        return max(copy_us, tiles * groups / WARPS[0] * ROUND_US), tiles
+
+    fewest = -(-shape.tiles[phase] // blocks)
+    _, tiles = min(map(cost, range(fewest, min(shape.tiles[phase], 8 * fewest) + 1)))
+    return -(-shape.tiles[phase] // tiles)
+
+
+def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
+    """Parts of the rows and of the columns of down with which builds for all numbers of tokens should take least time.
+
+    They are the same for all, because weights are laid out by them.
+    """
+
+    def cost(rows: int) -> tuple[float, int, int]:
+        slices, all_us = min(blocks // rows, shape.groups["down"]), 0.0
+        tiles, groups = -(-shape.tiles["down"] // rows), -(-shape.groups["down"] // slices)
+        if tiles > 1.25 * -(-shape.tiles["gate_up"] // blocks):  # slots are as large as the largest slab of weights
+            return math.inf, rows, slices
+        owned = -(-shape.tiles["o"] // _blocks_of_rows(shape, "o", blocks))
+        for tokens in WIDTHS:
+            moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
+            all_us += moved / BYTES_PER_US + min(products_us(tiles, groups, tokens, warps) for warps in WARPS)
+        return all_us, rows, slices
+
+    def products_us(tiles: int, groups: int, tokens: int, warps: int) -> float:
+        try:
+            row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
+        except ValueError:
+            return math.inf
+        return _rounds(tiles, groups, row_groups, warps) * ROUND_US * warps / 12
+
+    _, rows, slices = min(map(cost, range(1, min(blocks, shape.tiles["down"]) + 1)))
+    return rows, slices
+
+
+class Stream:
+    """All blocks' records. `put` layer after layer what `records` makes of the four weights."""
+
+    def __init__(self, build: Build, device: torch.device) -> None:
+        shape, base = build.shape, 0
+        first: dict[str, int] = {}
+        for name in PHASES:
+            first[name], base = base, base + shape.groups[name] * shape.tiles[name]
+
+        def numbers(block: int) -> Iterable[Tensor]:
+            for name in PHASES:
+                tiles, groups = build.work(name, block)
+                columns = torch.arange(groups.start, groups.stop)[:, None]
+                yield (
+                    first[name] + torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name] + columns
+                ).flatten()
+
+        sources = [torch.cat(list(numbers(block))) for block in range(build.blocks)]
+        counts = torch.tensor([len(one) for one in sources])
+        starts = (torch.cumsum(counts, 0) - counts) * shape.layers
+        self.offsets = (starts * RECORD).to(device)
+        self._source = torch.cat(sources).to(device)
+        inside = [start + torch.arange(count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+        self._places = torch.cat(inside).to(device)
+        self._step = torch.repeat_interleave(counts, counts).to(device)
+        self.records = torch.zeros(int(counts.sum()) * shape.layers, RECORD, dtype=torch.uint8, device=device)
+
+    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
+        """weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
+        all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
+        self.records[self._places + layer * self._step] = all_records[self._source]

@@ -1,0 +1,249 @@
+"""The kernels for a whole trunk, run on a CPU (tests/emulated/cuda.h) and compared with PyTorch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import programs
+import pytest
+import torch
+from scripts import importable
+from torch import Tensor, nn
+
+from selfspec_cli.vllm_plugin import vllm_names
+from selfspec_cli.vllm_plugin.fused_step import launch as few_launch
+from selfspec_cli.vllm_plugin.fused_step import layout as few_layout
+from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
+from selfspec_cli.vllm_plugin.fused_step.layout import Shape
+from selfspec_cli.vllm_plugin.fused_step.wide import launch as many_launch
+from selfspec_cli.vllm_plugin.fused_step.wide import layout as many_layout
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
+
+ROOT = Path(__file__).resolve().parents[2]
+with importable(ROOT / "experiments/kernels") as find:
+    trunk_model: Any = find("trunk_model")
+with importable(ROOT / "tests/emulated") as find:
+    emulated: Any = find("trunk")
+
+pytestmark = [programs.needs("g++"), pytest.mark.slow]
+
+CPU = torch.device("cpu")
+CLOSE = {"few": 0.01, "many": 0.005}
+"""Relative error by norms. One sum that is rounded the other way changes what follows; signed bytes twice as much."""
+QWEN = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True)
+QWEN3 = Shape(2, 128, 256, 2, 1, 128, 16, 1e-6, head_norms=True)
+OWN_HEADS = Shape(2, 256, 448, 4, 4, 64, 16, 1e-5, rope_float=True)
+EIGHT_OF_ONE = Shape(2, 192, 320, 8, 1, 64, 32, 1e-5)
+BOTH = Shape(2, 256, 512, 4, 2, 128, 16, 1e-6, bias=True, head_norms=True)
+LENGTHS = [1, 7, 8, 100, 300, 0, 17, 50]
+
+
+@dataclass
+class Case:
+    """A step of random weights, what PyTorch makes of it, and the kernel for it with its arguments."""
+
+    kind: str
+    step: Any
+    build: Any
+    arguments: Any
+    tensors: dict[str, Tensor | None]  # whose addresses the arguments have
+    wanted: Tensor
+    written: list[Tensor]
+    before: list[Tensor]
+
+    def run(self, seed: int, changes: Sequence[tuple[str, str]] = ()) -> int:
+        """One launch in a process of its own; its exit code."""
+        library = emulated.compiled(self.build, tuple(changes))
+        self.step.out.fill_(float("nan"))
+        child = os.fork()
+        if child == 0:
+            emulated.launch(library, self.build, self.arguments, seed)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def error(self) -> float:
+        """Of the outputs of open requests, by norms."""
+        live = self.step.lengths > 0
+        return trunk_model.error(self.step.out[live], self.wanted[live])
+
+    def check(self) -> None:
+        """Outputs, the keys and values that the step adds, and that it writes nowhere else."""
+        assert self.error() < CLOSE[self.kind]
+        page = self.step.model.shape.page
+        for cache, old, new in zip(self.step.caches, self.before, self.written, strict=True):
+            kept = cache.clone()
+            for n, slot in enumerate(self.step.slots.tolist()):
+                if slot >= 0:
+                    place = (slot // page, slice(None), slot % page)
+                    assert trunk_model.error(cache[place], new[n]) < CLOSE[self.kind]
+                    kept[place] = old[place]
+            assert torch.equal(kept, old)
+
+
+def case(kind: str, shape: Shape, build: Any, stream: Any, lengths: list[int], structure: Any, **more: Any) -> Case:
+    model = trunk_model.Model(shape, device="cpu")
+    step = trunk_model.Step(model, lengths)
+    trunk_model.fill(stream, model)
+    memory = build.memory(CPU)
+    for tensor in (step.out, *step.caches, *memory.values()):
+        tensor.share_memory_()
+    wanted, written = trunk_model.reference(step, getattr(trunk_model, f"{kind.upper()}_TOKENS"))
+    tensors = {**trunk_model.tensors_of(step), **memory, "stream": stream.records, "offsets": stream.offsets}
+    numbers = {**trunk_model.numbers_of(step), **{name: value for name, value in more.items() if type(value) is int}}
+    tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
+    arguments = structure(**{name: few_launch.pointer(tensor) for name, tensor in tensors.items()}, **numbers)
+    before = [cache.clone() for cache in step.caches]
+    return Case(kind, step, build, arguments, tensors, wanted, written, before)
+
+
+def many(shape: Shape, blocks: int, most: int, lengths: list[int], warps: int | None = None) -> Case:
+    """The kernel for 9 to 64 tokens."""
+    build = many_layout.built(shape, blocks, most, warps=warps)
+    stream = many_layout.Stream(build, CPU)
+    return case("many", shape, build, stream, lengths, many_launch.Arguments, tokens=len(lengths))
+
+
+def few(shape: Shape, blocks: int, lengths: list[int]) -> Case:
+    """The kernel for 1 to 8 tokens, with four warps, since the shapes here are small."""
+    plan = few_layout.planned(shape, blocks, 4, 0.5)
+    build = few_launch.built(shape, plan, len(lengths), many_layout.SHARED)
+    stream = few_layout.Stream(shape, plan, CPU)
+    return case("few", shape, build, stream, lengths, few_launch.Arguments, plan=plan.tensor())
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "most", "lengths", "warps"),
+    [
+        (QWEN, 4, 16, [*LENGTHS, 3], 12),
+        (QWEN, 7, 32, [*LENGTHS, *LENGTHS], None),
+        (QWEN, 4, 16, [*LENGTHS, *LENGTHS], 8),
+        (QWEN3, 3, 16, [300, 100, 0, 8, 7, 1, 1, 1, 0, 20, 40], 12),
+        (EIGHT_OF_ONE, 8, 16, [300, 1, 7, 8, 600, 0, 17, 50, 9], 12),  # keys of two requests are split
+        (OWN_HEADS, 5, 32, [*LENGTHS, *LENGTHS, *LENGTHS[1:]], 8),
+        (EIGHT_OF_ONE, 8, 32, LENGTHS * 4, 12),
+        (EIGHT_OF_ONE, 8, 48, LENGTHS * 5, 8),
+        (BOTH, 6, 64, LENGTHS * 8, 8),
+        (BOTH, 6, 64, LENGTHS * 2, 12),
+    ],
+)
+def test_many_tokens_give_what_pytorch_gives_in_any_order_of_threads(shape, blocks, most, lengths, warps):
+    one = many(shape, blocks, most, lengths, warps)
+    outs = []
+    for seed in range(3):  # the second and third launch find counters that have grown
+        assert one.run(seed) == 0
+        outs.append(one.step.out.clone())
+    one.check()
+    live = one.step.lengths > 0
+    assert all(torch.equal(out[live], outs[0][live]) for out in outs)  # sums have a fixed order
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "lengths"),
+    [(QWEN, 4, [300, 7]), (BOTH, 6, [100, 0, 8]), (OWN_HEADS, 4, [17]), (QWEN, 16, [1, 5, 17, 0, 130, 40])],
+)
+def test_few_tokens_give_what_pytorch_gives(shape, blocks, lengths):
+    one = few(shape, blocks, lengths)
+    for seed in range(2):
+        assert one.run(seed) == 0
+    one.check()
+
+
+FAULTS = {
+    "activations are copied at once": ("        wait_for(a, bases, before, layer + 1);\n", ""),
+    "qkv is not waited for": ("if (threadIdx.x == 0) wait_for(a, block.bases, QKV_PHASE, layer + 1);", ""),
+    "sums of down are not waited for": ("if (threadIdx.x == 0) wait_for(a, block.bases, DOWN_PHASE, layer + 1);", ""),
+    "the last norm does not wait": ("if (threadIdx.x == 0) wait_for(a, block.bases, FINISH_PHASE, LAYERS + 1);", ""),
+    "a slot is read before it is full": ("barrier_wait(full + slot * 8, parity);", ""),
+    "a slot is filled before it is empty": ("barrier_wait(empty + slot * 8, parity ^ 1);", ""),
+    "sums overwrite activations": (
+        "sync_multipliers();  // copies of activations, and sums of the pass before, have been read",
+        "",
+    ),
+    "a phase ends before all have stored": (
+        "    sync_multipliers();\n    if (threadIdx.x == 0) add_release",
+        "    if (threadIdx.x == 0) add_release",
+    ),
+    "splits are added up by the first": ("== u32(item.splits - 1);", "== 0;"),
+    "columns in another order": ("0x43084308u, offset", "0x43004300u, offset"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault):
+    one = many(QWEN, 6, 16, [*LENGTHS, *LENGTHS])
+    assert any(one.run(seed, [FAULTS[fault]]) != 0 or not one.error() < CLOSE["many"] for seed in range(1, 4))
+
+
+# ---- as the engine calls it ------------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """In place of `launch.Kernel`."""
+
+    spilled = 0
+
+    def __init__(self, build: Any, device: torch.device, folder: Path) -> None:
+        self.build, self.library, self.memory = build, emulated.compiled(build), build.memory(device)
+
+    def __call__(self, arguments: Any) -> None:
+        for name, tensor in self.memory.items():
+            setattr(arguments, name, tensor.data_ptr())
+        emulated.launch(self.library, self.build, arguments, 1)
+
+
+def linear(layer: dict[str, Any], name: str) -> Any:
+    copy: Any = CopiedWeight.__new__(CopiedWeight)
+    nn.Module.__init__(copy)
+    for part, tensor in layer["copies"][name].items():
+        copy.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+    return SimpleNamespace(copy_of_weight=copy, bias=layer["bias"] if name == "qkv" else None)
+
+
+def decoder(model: Any) -> Any:
+    """What a step reads of vLLM's decoder with such weights."""
+    shape, layers = model.shape, []
+    for number, layer in enumerate(model.layers):
+        norms = [SimpleNamespace(weight=weight, variance_epsilon=shape.epsilon) for weight in layer["norms"]]
+        attention = SimpleNamespace(
+            qkv_proj=linear(layer, "qkv"),
+            o_proj=linear(layer, "o"),
+            attn=SimpleNamespace(layer_name=f"layers.{number}"),
+            rotary_emb=SimpleNamespace(cos_sin_cache=model.rope),
+            head_dim=shape.dim,
+            num_heads=shape.query_heads,
+            num_kv_heads=shape.heads,
+            scaling=shape.dim**-0.5,
+        )
+        mlp = SimpleNamespace(gate_up_proj=linear(layer, "gate_up"), down_proj=linear(layer, "down"))
+        layers.append(
+            SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norms[0], post_attention_layernorm=norms[1])
+        )
+    weights = {"norm": model.final_norm, "embed_tokens": model.embedding}
+    parts = {name: SimpleNamespace(weight=weight) for name, weight in weights.items()}
+    return SimpleNamespace(layers=layers, end_layer=len(layers), **parts)
+
+
+def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
+    model = trunk_model.Model(QWEN, device="cpu")
+    step = trunk_model.Step(model, [*LENGTHS, 9])
+    properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(few_launch, "Kernel", Emulated)
+    metadata = SimpleNamespace(max_query_len=1, seq_lens=step.lengths, block_table=step.table)
+    names = [f"layers.{number}" for number in range(QWEN.layers)]
+    caches = {name: SimpleNamespace(kv_cache=cache) for name, cache in zip(names, step.caches, strict=True)}
+    context = SimpleNamespace(no_compile_layers=caches, attn_metadata=dict.fromkeys(names, metadata))
+    attention = (metadata, None, step.caches[0], step.slots)
+    monkeypatch.setattr(vllm_names, "get_attention_context", lambda _: attention, raising=False)
+    monkeypatch.setattr(vllm_names, "get_forward_context", lambda: context, raising=False)
+    fused = FusedStep(decoder(model), 16, CPU, requests=64)
+    wanted, _ = trunk_model.reference(step, trunk_model.MANY_TOKENS)
+    out = fused(len(step.lengths), SimpleNamespace(input_ids=step.ids, positions=step.positions))
+    live = step.lengths > 0
+    assert out is not None and trunk_model.error(out[live], wanted[live]) < CLOSE["many"]
+    assert fused.tokens == (16,)
+    assert FusedStep(decoder(model), 16, CPU, requests=8).most == 8

@@ -12,13 +12,11 @@ the device. --tiny runs one small step on eight blocks, for compute-sanitizer.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from trunk_model import MANY_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill
 from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
-from selfspec_cli.vllm_plugin.fused_step.wide.layout import SLABS, STAMPS, WARPS, WIDTHS, Stream, built
+from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 TINY = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True, head_norms=True)
@@ -50,13 +48,11 @@ class Wide:
         warps: int | None,
         options: list[str],
         blocks: int | None = None,
-        gathered: bool = True,
-        slab: int | None = None,
     ) -> None:
         device = torch.device("cuda")
         properties: Any = torch.cuda.get_device_properties(device)
         blocks = blocks or properties.multi_processor_count
-        self.build = built(model.shape, blocks, most, properties.shared_memory_per_block_optin, warps, gathered, slab)
+        self.build = built(model.shape, blocks, most, properties.shared_memory_per_block_optin, warps)
         began = time.perf_counter()
         self.kernel = Kernel(self.build, device, None, options)
         self.compiled_s = round(time.perf_counter() - began, 2)
@@ -81,8 +77,6 @@ class Wide:
         build = self.build
         plan = {
             "rows": build.rows,
-            "qkv": build.qkv_blocks,
-            "o": build.o_blocks,
             "down": (build.down_rows, build.down_slices),
             "tiles": build.tiles_of_warp,
         }
@@ -160,12 +154,12 @@ def checks(shape: Shape, tokens: int, warps: int | None) -> list[dict[str, Any]]
     ]
 
 
-def times(model: Model, step: Step, tokens: int, stamps: bool, **plan: Any) -> dict[str, Any]:
-    """Of all layers. plan: of `Wide`."""
-    wide = Wide(model, tokens, options=[], **plan)
+def times(model: Model, step: Step, tokens: int, stamps: bool, warps: int | None) -> dict[str, Any]:
+    """Of all layers."""
+    wide = Wide(model, tokens, warps, [])
     row = {"wide_us": timed(wide.bind(step)), **wide.facts()}
     if stamps:
-        stamped = Wide(model, tokens, options=["-DSTAMPS"], **plan)
+        stamped = Wide(model, tokens, warps, ["-DSTAMPS"])
         row |= {"stamped_us": timed(stamped.bind(step)), "phases_us": phases_of(stamped.stamps)}
     return row
 
@@ -183,15 +177,13 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64], choices=WIDTHS)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
     parser.add_argument("--warps", nargs="+", type=int, choices=WARPS, help="in place of the planned number")
-    parser.add_argument("--slabs", nargs="+", type=int, choices=SLABS, help="in place of the planned size")
-    parser.add_argument("--all-blocks", action="store_true", help="rows of qkv and o over all blocks, not over few")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--stamps", action="store_true", help="where the time of a layer goes")
     parser.add_argument("--tiny", action="store_true", help="one small step alone")
     arguments = parser.parse_args()
     if arguments.tiny:
-        tiny([PATIENCE])
+        tiny([PATIENCE, "-DARRIVING=32"])
         return
     none_arrived(torch.device("cuda"))
     rows: list[dict[str, Any]] = []
@@ -220,9 +212,8 @@ def main() -> None:
             for context in arguments.contexts:
                 step = Step(model, [context] * tokens)
                 about = {"shape": name, "tokens": tokens, "context": context}
-                for count, slab in itertools.product(warps, arguments.slabs or [None]):
-                    plan = {"warps": count, "slab": slab, "gathered": not arguments.all_blocks}
-                    attempt(about, partial(times, model, step, tokens, arguments.stamps, **plan))
+                for count in warps:
+                    attempt(about, times, model, step, tokens, arguments.stamps, count)
                 if tokens <= MOST_SEPARATE and not shape.head_norms and not arguments.no_separate:
                     attempt(about, separate_times, step)
                 del step

@@ -300,7 +300,9 @@ class Case:
         # tokens than the greatest graph.
         compiled = is_compiled(self) and not several_ranks
         graphs = self.joined > 0 or self.requests in ("pictures", "crowd") or not compiled
-        one_kernel = bool(self.fused) or not self.model.endswith("+wide")
+        # Engines for more requests than eight also have a kernel for more tokens.
+        fewest = 8 if self.engine.get("max_num_seqs", 0) > 8 else 0
+        one_kernel = max(self.fused, default=0) > fewest or not self.model.endswith("+wide")
         free = self.free_accepted > 0 or "free_drafts" not in self.spec
         refused = self.accepted < self.drafted or self.engine.get("load_format") == "dummy"
         return self.accepted > 0 and refused and free and orders and graphs and one_kernel and not self.different
@@ -356,7 +358,7 @@ def cases(**engine: Any) -> Iterator[Case]:
 
 
 def one_kernel(**engine: Any) -> Iterator[Case]:
-    """Draft steps of up to four tokens as one kernel, beside steps of more tokens that are not."""
+    """Draft steps as one kernel: one for up to 8 tokens, one for up to 64; steps of more tokens are not."""
     if engine.get("tensor_parallel_size", 1) > 1:
         return
     copies = {"draft_weights": "int4"}
@@ -366,7 +368,7 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
         yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec=copies)
         yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
         yield Case(model, LAYERS, 4, engine={**engine}, spec={**copies, "gate": "maxp", "tau": 0.2})
-        for more in ({}, COMPILED):  # copies in two layouts: how many tokens a step has chooses among three kernels
+        for more in ({}, COMPILED):  # how many tokens a step has chooses among the kernels and their layouts
             many = {**engine, **more, **MANY}
             for requests in ("plain", "crowd"):
                 yield Case(model, LAYERS, 4, requests, engine=many, spec=copies)

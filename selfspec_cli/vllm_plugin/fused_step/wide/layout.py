@@ -26,8 +26,7 @@ FEWEST_BYTES = 95_000  # of the ring of weights, where it can have them: more th
 MOST_SUMS = 60  # tiles times warps that share a tile's columns, whose sums lie in shared memory at a time
 SUM_BYTES = 16 * 20 * 4  # of a tile's sums for 16 tokens
 ROUND_US = 0.15  # assumed, to plan by: 12 warps multiply a record each
-BYTES_PER_US, BYTES_PER_US_OF_ALL = 60_000, 5_500_000  # assumed, too: from L2 into one block, and into all
-MIDDLE = 32  # tokens to plan for what is the same for all builds
+BYTES_PER_US = 60_000  # assumed, too: from L2 into one block
 STAMPS = (
     *(f"{phase}_{point}" for phase in PHASES for point in ("ready", "multiplied", "stored")),
     *("attention_begun", "attention_ready", "attention_stored", "finish_ready", "finish_stored"),
@@ -45,8 +44,7 @@ class Build:
     """What the kernel is compiled with. tokens: most of a step, a multiple of 16.
 
     rows: groups of warps that share the tiles of qkv, o, gate_up, down; the warps of a group share the columns.
-    qkv_blocks, o_blocks: blocks that have rows of qkv, from the first on, and of o, from the last on. down_rows,
-    down_slices: parts of the rows and of the columns of down. slab: groups of columns of a copy of
+    down_rows, down_slices: parts of the rows and of the columns of down. slab: groups of columns of a copy of
     activations.
     """
 
@@ -55,8 +53,6 @@ class Build:
     warps: int
     blocks: int
     rows: tuple[int, int, int, int]
-    qkv_blocks: int
-    o_blocks: int
     down_rows: int
     down_slices: int
     slab: int
@@ -77,12 +73,8 @@ class Build:
         """A block's tiles of rows and groups of columns of a product."""
         tiles, groups = self.shape.tiles[phase], self.shape.groups[phase]
         if phase != "down":
-            index, parts = {
-                "qkv": (block, self.qkv_blocks),
-                "o": (self.blocks - 1 - block, self.o_blocks),
-                "gate_up": (block, self.blocks),
-            }[phase]
-            return part_of(tiles, index, parts) if index < parts else range(0), range(groups)
+            # Blocks that have fewest rows of qkv have most of o.
+            return part_of(tiles, self.blocks - 1 - block if phase == "o" else block, self.blocks), range(groups)
         piece = block // self.down_rows
         if piece >= self.down_slices:
             return range(0), range(0)
@@ -90,8 +82,7 @@ class Build:
 
     def most_tiles(self, phase: str) -> int:
         """Most tiles of a block."""
-        parts = {"qkv": self.qkv_blocks, "o": self.o_blocks, "gate_up": self.blocks, "down": self.down_rows}
-        return -(-self.shape.tiles[phase] // parts[phase])
+        return -(-self.shape.tiles[phase] // (self.down_rows if phase == "down" else self.blocks))
 
     def most_groups(self, phase: str) -> int:
         """Most groups of columns of a block."""
@@ -179,8 +170,6 @@ class Build:
             "NB": self.blocks,
             "WARPS": self.warps,
             **{f"ROWS_{phase.upper()}": rows for phase, rows in zip(PHASES, self.rows, strict=True)},
-            "QKV_BLOCKS": self.qkv_blocks,
-            "O_BLOCKS": self.o_blocks,
             "DOWN_ROWS": self.down_rows,
             "DOWN_SLICES": self.down_slices,
             "TILES": self.tiles_of_warp,
@@ -209,19 +198,15 @@ def built(
     tokens: int,
     shared: int = SHARED,
     warps: int | None = None,
-    gathered: bool = True,
-    slab: int | None = None,
 ) -> Build:
     """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors.
 
-    warps: one of WARPS, in place of those with which the slowest warp should take least time. gathered: rows of qkv and
-    o go to as few blocks as should not be slower. slab: one of SLABS, at most; without it 8 for 16 tokens, whose groups
-    are soon multiplied, and 4 for more. Raises ValueError if a block's tiles or the rings have no room.
+    warps: one of WARPS, in place of those with which the slowest warp should take least time. Raises ValueError if a
+    block's tiles or the rings have no room.
     """
     plans: list[tuple[float, Build]] = []
     reason = ValueError()
-    gather = _blocks_of_rows if gathered else lambda shape, phase, blocks: blocks
-    parts = (gather(shape, "qkv", blocks), gather(shape, "o", blocks), *_parts_of_down(shape, blocks))
+    parts = _parts_of_down(shape, blocks)
     for count in WARPS if warps is None else (warps,):
         try:
             plans.append(_planned(Build(shape, tokens, count, blocks, (1, 1, 1, 1), *parts, 1)))
@@ -230,8 +215,7 @@ def built(
     if not plans:
         raise reason
     _, plan = min(plans, key=lambda one: one[0])
-    most = slab or (8 if tokens == 16 else 4)
-    for slab in (one for one in SLABS if one <= most):
+    for slab in SLABS:
         # Activations have three slots, or as many as the sums need that lie there later; weights have the rest.
         some = replace(plan, slab=slab)
         for slots in range(max(3, some.sums // some.input_slot), 1, -1):
@@ -269,23 +253,6 @@ def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
     return min(possible, key=lambda n: (_rounds(tiles, groups, n, warps), n))
 
 
-def _blocks_of_rows(shape: Shape, phase: str, blocks: int) -> int:
-    """Blocks that share the rows of qkv or o: activations come while records are multiplied, and the slower counts.
-
-    The same for all numbers of tokens, by what is best for MIDDLE.
-    """
-
-    def cost(tiles: int) -> tuple[float, int]:
-        some, groups = -(-shape.tiles[phase] // tiles), shape.groups[phase]
-        read = MIDDLE * groups * 128
-        copy_us = max(read / BYTES_PER_US, read * some / BYTES_PER_US_OF_ALL)
-        return max(copy_us, tiles * groups / WARPS[0] * ROUND_US), tiles
-
-    fewest = -(-shape.tiles[phase] // blocks)
-    _, tiles = min(map(cost, range(fewest, min(shape.tiles[phase], 8 * fewest) + 1)))
-    return -(-shape.tiles[phase] // tiles)
-
-
 def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
     """Parts of the rows and of the columns of down with which builds for all numbers of tokens should take least time.
 
@@ -297,7 +264,7 @@ def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
         tiles, groups = -(-shape.tiles["down"] // rows), -(-shape.groups["down"] // slices)
         if tiles > 1.25 * -(-shape.tiles["gate_up"] // blocks):  # slots are as large as the largest slab of weights
             return math.inf, rows, slices
-        owned = -(-shape.tiles["o"] // _blocks_of_rows(shape, "o", blocks))
+        owned = -(-shape.tiles["o"] // blocks)
         for tokens in WIDTHS:
             moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
             all_us += moved / BYTES_PER_US + min(products_us(tiles, groups, tokens, warps) for warps in WARPS)

@@ -10,8 +10,7 @@
 // 2. Activations are stored once, by the phase that computes them, as bf16 in the order in which lanes multiply them
 //    (`place_in_fragments`). So a block gets a run of columns of all tokens by one asynchronous copy, without a
 //    conversion. A norm's factor is applied after the product, as a factor of each token.
-// 3. qkv, o and gate_up split their rows over blocks; qkv and o over as few as are not slower, because every block that has
-//    rows reads the activations of all columns. `down` splits rows and columns (DOWN_ROWS x DOWN_SLICES), so a
+// 3. qkv, o and gate_up split their rows over all blocks. `down` splits rows and columns (DOWN_ROWS x DOWN_SLICES), so a
 //    block reads a slice of the intermediate, and stores partial sums in float. `finish` adds the slices up: a block
 //    owns the residual of 16 columns, in float in its shared memory, from the first layer to the last.
 // 4. Weights are int4 with a scale for each 64 columns, in the records of 544 bytes of ../layout.py. A block's records
@@ -28,10 +27,10 @@
 //                                    1.5 B shape, 16 / 32 / 64 tokens    8B shape, 16 / 32 tokens
 //   weights from memory, MB          24.9                                115.9
 //   keys and values, MB              8.4 / 16.7 / 33.5                   33.5 / 67.0
-//   activations from L2, MB          15 / 31 / 62                        46 / 92
+//   activations from L2, MB          21 / 42 / 84                        59 / 119
 //   partial sums of down, MB         1.1 / 2.2 / 4.3 in and out          2.1 / 4.2 in and out
-//   records of the slowest warp      36 / 36 / 42 of 12 warps            166 of 12 / 232 of 8
-//   its products on tensor cores     288 / 576 / 1,344                   1,328 / 3,712
+//   records of the slowest warp      32 / 32 / 38 of 12 warps            147 of 12 / 208 of 8
+//   its products on tensor cores     256 / 512 / 1,216                   1,176 / 3,328
 //   hops                             6                                   6
 //
 // Memory gives 4.3 TB/s: 5.8 us for a layer's weights of the 1.5 B shape, 27 us for the 8B shape's, and they are read
@@ -43,9 +42,9 @@
 //
 // Constants by -D, all from layout.py's Build: LAYERS HIDDEN INTER QH KVH DIM (query heads, KV heads, dimensions) PAGE
 // BIAS QKNORM ROPE_FLOAT EPSILON of the model; TOKENS (most of a step, a multiple of 16) NB (blocks) WARPS (that multiply)
-// ROWS_QKV ROWS_O ROWS_GATE_UP ROWS_DOWN (row groups of warps) QKV_BLOCKS O_BLOCKS (that have rows) DOWN_ROWS DOWN_SLICES
-// TILES (most of a warp) SLAB (groups of columns of a copy of activations) RECORDS (of a slot of weights, at most)
-// WEIGHT_SLOTS INPUT_SLOTS ITEMS (of attention, of a block, at most), and SHARED and MEMORY, which layout.py counted too.
+// ROWS_QKV ROWS_O ROWS_GATE_UP ROWS_DOWN (row groups of warps) DOWN_ROWS DOWN_SLICES TILES (most of a warp) SLAB (groups
+// of columns of a copy of activations) RECORDS (of a slot of weights, at most) WEIGHT_SLOTS INPUT_SLOTS ITEMS (of
+// attention, of a block, at most), and SHARED and MEMORY, which layout.py counted too.
 //
 // The parts, in order: ../ptx.cu, memory.cu, ../keys.cu, product.cu, attention.cu, trunk.cu.
 
@@ -68,8 +67,8 @@ static_assert(WARPS == 12 || WARPS == 8, "registers for other numbers of warps")
 #define TILES_QKV (QKV / 16)
 #define TILES_HIDDEN (HIDDEN / 16)
 #define TILES_GATE_UP (2 * INTER / 16)
-#define OWNED COUNT_OF(TILES_HIDDEN, O_BLOCKS)  // most tiles of the residual in a block
-#define BIASED COUNT_OF(TILES_QKV, QKV_BLOCKS)  // most tiles of qkv in a block
+#define OWNED COUNT_OF(TILES_HIDDEN, NB)  // most tiles of the residual in a block
+#define BIASED COUNT_OF(TILES_QKV, NB)  // most tiles of qkv in a block
 #define SUM_ROW 20                         // floats from a token's 16 sums to the next one's: no two lanes in one bank
 #define TILE_SUMS (16 * SUM_ROW)           // floats of a tile's sums for 16 tokens
 #define GROUP_BYTES (TOKENS * 128)         // of 64 columns of all tokens
@@ -194,6 +193,10 @@ __device__ __forceinline__ void end_phase(const Arguments& a, int phase) {
 }
 
 // ---- rings of slots in shared memory ---------------------------------------------------------------------------
+// Lanes of a warp that say that it has read a slot. One is enough. With -DARRIVING=32 racecheck can follow every lane.
+#ifndef ARRIVING
+#define ARRIVING 1
+#endif
 // One warp fills slots in order, the warps that multiply empty them. Each side has its own copy of this.
 template <int SLOTS, int BYTES>
 struct Ring {
@@ -204,7 +207,7 @@ struct Ring {
     __device__ __forceinline__ Ring(char* where, u32 barriers)
         : slots(where), full(barriers), empty(barriers + SLOTS * 8), slot(0), parity(0) {}
     __device__ __forceinline__ void init() const {
-        for (u32 n = 0; n < SLOTS; n++) barrier_init(full + n * 8, 1), barrier_init(empty + n * 8, WARPS);
+        for (u32 n = 0; n < SLOTS; n++) barrier_init(full + n * 8, 1), barrier_init(empty + n * 8, WARPS * ARRIVING);
     }
     // Where `bytes` bytes are to be copied; the slot's barrier expects them.
     __device__ __forceinline__ u32 fill(u32 bytes, u32& barrier) {
@@ -223,7 +226,7 @@ struct Ring {
     // The warp has read it.
     __device__ __forceinline__ void release(u32 id) {
         __syncwarp();
-        if (id == 0) barrier_arrive(empty + slot * 8);
+        if (id < ARRIVING) barrier_arrive(empty + slot * 8);
         next();
     }
 
@@ -245,11 +248,6 @@ __device__ __forceinline__ Share share_of(int all, int part, int parts) {
     return {first, all * (part + 1) / parts - first};
 }
 
-// The same where only the first `parts` of all blocks have one.
-__device__ __forceinline__ Share first_of(int all, int part, int parts) {
-    return part < parts ? share_of(all, part, parts) : Share{0, 0};
-}
-
 // A block's part of a product: tiles of 16 rows times groups of 64 columns.
 struct Work {
     Share tiles, groups;
@@ -258,8 +256,8 @@ struct Work {
 };
 __device__ __forceinline__ Work work_of(int phase, int block) {
     switch (phase) {
-        case QKV_PHASE: return {first_of(TILES_QKV, block, QKV_BLOCKS), {0, HIDDEN / 64}, ROWS_QKV, WARPS / ROWS_QKV, 0};
-        case O_PHASE: return {first_of(TILES_HIDDEN, NB - 1 - block, O_BLOCKS), {0, HEADS_OUT / 64}, ROWS_O, WARPS / ROWS_O, 0};
+        case QKV_PHASE: return {share_of(TILES_QKV, block, NB), {0, HIDDEN / 64}, ROWS_QKV, WARPS / ROWS_QKV, 0};
+        case O_PHASE: return {share_of(TILES_HIDDEN, NB - 1 - block, NB), {0, HEADS_OUT / 64}, ROWS_O, WARPS / ROWS_O, 0};
         case GATE_UP_PHASE:
             return {share_of(TILES_GATE_UP, block, NB), {0, HIDDEN / 64}, ROWS_GATE_UP, WARPS / ROWS_GATE_UP, 0};
     }

@@ -24,7 +24,8 @@ LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 BYTES_PER_COPIED_WEIGHT = 1.06
 """Of 4-bit copies on an engine for many requests, with the second layout that its wide steps read (results/LOG.md)."""
 SHARE_OF_CACHE = 0.3
-"""Of the memory that the weights leave, what copies may take: the KV cache gets the rest."""
+"""Of the memory left beside the weights, what copies may take: the rest is for the KV cache or, where its size was set
+apart, for activations, graphs and other engines."""
 SHARE_OF_DRAWN = 0.03
 """Of all memory, what the distributions of drawn drafts may take."""
 
@@ -33,8 +34,9 @@ SHARE_OF_DRAWN = 0.03
 class Target:
     """What the choice depends on. weights: of the target and the machine. bits: that the target's weights have. layers:
     how many it has. exit_layer: that the checkpoint says it was trained for, as `early_exit_layer` in its config.json.
-    parameters: that copies would be made of. left, memory: bytes that the weights leave free, and of the device; None:
-    not known, as on a CPU. logits: of a step of all requests: requests times vocabulary.
+    parameters: that copies would be made of. left: bytes that vLLM may use beside the weights, or, with a KV cache of a
+    given size, that the device has beside both. memory: bytes of the device. Both are None where there is no GPU.
+    logits: of a step of all requests: requests times vocabulary.
     """
 
     weights: WeightFacts
@@ -72,7 +74,7 @@ def _draft(target: Target) -> tuple[dict[str, Any], str]:
     if target.left is not None and copies > SHARE_OF_CACHE * target.left:
         return lookup[0], (
             f"4-bit copies take some {copies / 2**30:.1f} GiB, more than {SHARE_OF_CACHE:.0%} of the "
-            f"{max(target.left, 0) / 2**30:.1f} GiB that the weights leave, {lookup[1]}"
+            f"{max(target.left, 0) / 2**30:.1f} GiB left beside the weights, {lookup[1]}"
         )
     reasons = {name: DRAFT_WEIGHTS[name].reason_against(target.weights) for name in ("int4", "int8")}
     for name, reason in reasons.items():

@@ -29,7 +29,10 @@ def target_of(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) ->
     if current_platform.is_cuda():
         memory = float(current_platform.get_device_total_memory())
         weights = parameters * bits / 8 + 4 * vocabulary * model.get_hidden_size() / ranks
-        left = memory * float(args.gpu_memory_utilization or 0.9) - weights
+        # With a cache of this size vLLM looks at no share of the memory, and copies take nothing from the cache.
+        cache = args.kv_cache_memory_bytes
+        usable = memory * float(args.gpu_memory_utilization or 0.9) if cache is None else memory - cache
+        left = usable - weights
     own = getattr(config, EXIT_LAYER, None)
     exit_layer = own if isinstance(own, int) and not isinstance(own, bool) and own > 0 else None
     requests = args.max_num_seqs or 256

@@ -49,6 +49,8 @@ def test_the_memory_that_the_weights_leave_of_what_vllm_may_use(facts):
     found = facts(memory=10**6, engine={"gpu_memory_utilization": 0.5})
     assert found.memory == 10**6
     assert found.left == 0.5 * 10**6 - 2 * found.parameters - 4 * 64 * 32
+    sized = facts(memory=10**6, engine={"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 10**5})
+    assert sized.left == 10**6 - 10**5 - 2 * found.parameters - 4 * 64 * 32
     two = facts(memory=10**6, ranks=2, engine={"gpu_memory_utilization": 0.5})
     assert two.parameters == found.parameters / 2 and two.left > found.left
 

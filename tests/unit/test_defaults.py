@@ -54,7 +54,7 @@ def test_weights_of_four_bits_have_no_cheaper_copies(quantization):
 def test_copies_that_leave_too_little_for_the_cache_are_not_made():
     added, why = chosen(replace(GPU, left=4 * GIB))
     assert added["layer_skip"] == 1 and "draft_weights" not in added
-    assert why.startswith("4-bit copies take some 1.3 GiB, more than 30% of the 4.0 GiB that the weights leave")
+    assert why.startswith("4-bit copies take some 1.3 GiB, more than 30% of the 4.0 GiB left beside the weights")
     assert chosen(replace(GPU, left=4.4 * GIB))[0]["draft_weights"] == "int4"
     assert "more than 30% of the 0.0 GiB" in chosen(replace(GPU, left=-1.0))[1]
 

@@ -8,10 +8,12 @@ Both sides are estimates: T by number of requests, context and width, s by posit
 is another kind of step, with times of its own: its graphs are others, and on a busy server most steps are of that kind.
 What the prompts' tokens themselves take is left out, because an answer has the same prompt at any width.
 
-Most choices compare the means, and hold for a few steps. Every fourth compares values that are drawn from what is known
-(W. R. Thompson, "On the likelihood that one unknown probability exceeds another", Biometrika 1933). What has not been
-seen for a while is known less, so widths that may have become better are tried again, seldom, and one that is far
-behind hardly ever.
+Most choices compare the means, and hold for a few steps. While drafts are the best, every fourth compares values that
+are drawn from what is known (W. R. Thompson, "On the likelihood that one unknown probability exceeds another",
+Biometrika 1933). What has not been seen for a while is known less, so widths that may have become better are tried
+again, seldom, and one that is far behind hardly ever. Plain steps are what nothing may be slower than, so they are seen
+first at each batch size, and tried again while drafts are the best, whatever is expected of them. While they are the
+best, drafts are tried. Both trials may lose a small share of the time, which bounds them.
 
 Inside a step the device makes another draft step while the tokens that it is expected to bring are worth its time at
 the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens. The speed is the
@@ -41,7 +43,7 @@ LARGEST_VERIFY = 768
 SHORT_CONTEXT = 8192
 """Tokens of context of a whole batch below which attention takes no time of its own; beyond, each doubling does."""
 
-DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 8, 2
+DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 16, 2
 """Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's; the last for what was
 never seen."""
 PLAUSIBLE = 0.85
@@ -65,8 +67,9 @@ MEMORY = 500.0
 """Verified drafts of requests after which what was seen before counts for 1/e."""
 SURPRISE, LEFT_AFTER_SURPRISE = 4.0, 0.1
 """Standard deviations by which verdicts contradict what was seen before, of which so much is left then."""
-TRIAL_SHARE = 0.003
-"""Of all time, what may be lost by trying drafts again while plain steps are the best choice."""
+TRIAL_SHARE, COMPARED_SHARE = 0.003, 0.001
+"""Of all time, what may be lost by trying drafts again while plain steps are the best choice, and plain steps while
+drafts are."""
 TRIAL_DRAFTS = 64
 """Verified first drafts that are enough for a trial: large batches need no DRAFTING_HELD steps."""
 FIRST_RATE, FIRST_TRIALS = 0.8, 4.0
@@ -119,36 +122,51 @@ def _at(known: Mapping[int, float], requests: int) -> float:
 @dataclass
 class Acceptance:
     """How often the draft at each position stood, of those that were judged: they were drafted, and all before them
-    stood. stood, failed: [k]; seen: when, in seconds."""
+    stood. stood, failed: [k]; seen: when, in seconds. usual: what first drafts accepted, however long ago, and of how
+    many that is known; it is taken of positions that were not judged lately."""
 
     k: int
     stood: list[float] = field(default_factory=list)
     failed: list[float] = field(default_factory=list)
-    seen: float = 0.0
+    seen: float = -math.inf
+    usual: tuple[float, float] = FIRST_RATE, FIRST_TRIALS
 
     def __post_init__(self) -> None:
         self.stood, self.failed = [0.0] * self.k, [0.0] * self.k
 
-    def add(self, judged: Sequence[int], stood: Sequence[int], now: float) -> bool:
+    def add(self, judged: Sequence[int], stood: Sequence[int], now: float, requests: int = 0) -> bool:
         """Drafts were verified; whether they contradict what was known. judged, stood: of each position from the first
-        on."""
-        surprise = self._contradicted(judged[0], stood[0], now)
+        on. requests: that might have drafted; where most did not, as some copied their drafts from the text, others
+        were judged than usual, which is no change of the traffic."""
+        surprise = 2 * judged[0] >= requests and self._contradicted(judged[0], stood[0], now)
         share = MEMORY / (MEMORY + judged[0]) * self._still(now) * (LEFT_AFTER_SURPRISE if surprise else 1.0)
         self.seen = now
+        self._learn_usual(judged[0], stood[0])
         for position in range(self.k):
             self.stood[position] = self.stood[position] * share + stood[position]
             self.failed[position] = self.failed[position] * share + judged[position] - stood[position]
         return surprise
 
+    def guess(self, accepted: float, width: int, requests: int) -> None:
+        """What a step brought, until there are verdicts, which come some steps later: its first drafts may be in vain.
+        accepted: in the mean of its requests, of `width` drafts."""
+        if self.seen == -math.inf:
+            self._learn_usual((accepted + (accepted < width)) * requests, accepted * requests)
+
     def survival(self, now: float, draw: random.Random | None = None) -> list[float]:
         """s_1 ... s_k: drawn from what is known, or its means. A position that was not judged takes after the one
         before it."""
-        share, before, rates = self._still(now), FIRST_RATE, []
+        share, before, rates = self._still(now), self.usual[0], []
         for stood, failed in zip(self.stood, self.failed, strict=True):
             good, bad = stood * share + FIRST_TRIALS * before, failed * share + FIRST_TRIALS * (1 - before)
             before = min(good / (good + bad), 0.995)
             rates.append(before if draw is None else draw.betavariate(max(good, 0.01), max(bad, 0.01)))
         return list(accumulate(rates, mul))
+
+    def _learn_usual(self, judged: float, stood: float) -> None:
+        rate, drafts = self.usual
+        drafts *= MEMORY / (MEMORY + judged)
+        self.usual = (rate * drafts + stood) / (drafts + judged), drafts + judged
 
     def _contradicted(self, judged: int, stood: int, now: float) -> bool:
         """Whether so many first drafts that stood are a surprise, as after a change of traffic."""
@@ -179,9 +197,12 @@ class Seen:
         """Take in a time; one that is far off is brought nearer, for a host has hiccups. token: seconds that a token of
         a prompt takes."""
         self.weight = min(self.known(now), MOST_SEEN - 1)
-        if self.weight >= 3:
+        if self.weight >= 1:
             usual = max(self.seconds + token * (prompt - self.prompt), self.seconds / 2)
-            seconds = min(max(seconds, usual / 1.5), usual * 1.5)
+            if seconds < usual / 1.5:  # what was known was a hiccup, or is past
+                self.weight = self.weight / 2 if self.weight >= 4 else 0.0
+            if self.weight:
+                seconds = min(max(seconds, usual / 1.5), usual * 1.5)
         self.weight, self.when = self.weight + 1, now
         self.seconds += (seconds - self.seconds) / self.weight
         self.prompt += (prompt - self.prompt) / self.weight
@@ -247,13 +268,13 @@ class Outlook:
     """What a width is expected to take and to bring.
 
     seconds: of a step, without what prompts' tokens take. deviation: how uncertain that is, relative. share: see
-    `Brought.share`. tried: whether its kind of step was seen.
+    `Brought.share`. when: its kind of step was last seen, in seconds; -inf: never.
     """
 
     seconds: float
     deviation: float
     share: float
-    tried: bool
+    when: float
 
     def drawn(self, draw: random.Random) -> float:
         """A time as likely as what is known makes it."""
@@ -298,10 +319,12 @@ class LengthRule:
         self._pace: dict[int, Pace] = {}  # by batch size
         self._tokens: dict[tuple[int, int], float] = {}  # expected of a request in a step, by batch size and width
         self._prompts = [0.0, 0.0]  # sums of which the time of a token of a prompt is the ratio
-        self._held: dict[tuple[int, int], tuple[Choice, int]] = {}  # by batch size and limit, with steps that are left
+        # By batch size and limit, with the steps that are left, and when it is too old.
+        self._held: dict[tuple[int, int], tuple[Choice, int, float]] = {}
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
         self._brought: list[list[tuple[Brought, int, float, int]]] = [[], []]  # before the last verdicts, and since
-        self._drafted = 0.0  # when a width above 0 was last chosen, in seconds: its verdicts come later
+        # When a width above 0 was last chosen, whose verdicts come later, and plain steps were last tried, in seconds.
+        self._drafted = self._compared = clock()
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
         """For the step of a batch that begins. context: tokens of all requests together, or a function that counts
@@ -309,13 +332,13 @@ class LengthRule:
         load = batch_size(requests)
         most = min(self.widths[0] if limit is None else limit, max(LARGEST_VERIFY // load - 1, 0))
         held = self._held.get((load, most))
-        if held is not None and held[1]:
-            self._held[load, most] = held[0], held[1] - 1
+        if held is not None and held[1] and self.clock() < held[2]:
+            self._held[load, most] = held[0], held[1] - 1, held[2]
             return held[0]
         tokens = context() if callable(context) else context
         self._buckets[load] = context_bucket(tokens)
         choice, steps = self._chosen(load, tokens, most)
-        self._held[load, most] = choice, steps - 1
+        self._held[load, most] = choice, steps - 1, self.clock() + 2 * steps * choice.seconds
         return choice
 
     def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0, accepted: float = 0.0) -> None:
@@ -350,6 +373,7 @@ class LengthRule:
         if width:
             kind = self._yields.setdefault((*self._place(requests), width), Brought())
             self._brought[-1].append((kind, width, accepted, requests))
+            self.acceptance.guess(accepted, width, requests)
 
     def judged(self, judged: Sequence[int], stood: Sequence[int]) -> None:
         """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them.
@@ -358,7 +382,8 @@ class LengthRule:
         learnt under another acceptance says nothing of drafts that end early. Steps in which nothing was drafted have
         no verdicts, but they brought nothing, which has to be learnt too.
         """
-        if judged[0] and self.acceptance.add(judged, stood, self.clock()):
+        requests = sum(requests for *_, requests in self._brought[0])
+        if judged[0] and self.acceptance.add(judged, stood, self.clock(), requests):
             self._yields.clear()
             self._brought = [[], []]
             return
@@ -382,19 +407,28 @@ class LengthRule:
         width = best = max(means, key=means.__getitem__)
         trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         self.choices += 1
-        unseen = [one for one, kind in kinds.items() if not kind.tried and means[one] >= PLAUSIBLE * means[best]]
-        drafts = max((one for one in kinds if one), key=means.__getitem__, default=0)
-        loss = trial_steps * kinds[drafts].seconds * (1 - means[drafts] / means[best])
+        # What plain steps take is seen, not predicted: drafting takes the host longer.
+        unseen = [
+            one
+            for one, kind in kinds.items()
+            if kind.when == -math.inf and (not one or means[one] >= PLAUSIBLE * means[best])
+        ]
+        other = 0 if best else max((one for one in kinds if one), key=means.__getitem__, default=0)
+        loss = (trial_steps if other else LEAST_HELD) * kinds[other].seconds * (1 - means[other] / means[best])
+        tried = self._drafted if other else max(self._compared, kinds[0].when)
         if unseen:
-            width = max(unseen, key=means.__getitem__)
-        elif not best and (now - self._drafted) * TRIAL_SHARE > loss:
-            width = drafts
-        elif self.choices % TRIED_EVERY == 0:
+            width = max(unseen, key=means.__getitem__) if min(unseen) else 0
+        elif (now - tried) * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
+            width = other
+        elif best and self.choices % TRIED_EVERY == 0:
             drawn = self.acceptance.survival(now, self._random)
             speeds = {one: _tokens(drawn, one, kind.share) / kind.drawn(self._random) for one, kind in kinds.items()}
             width = max(speeds, key=speeds.__getitem__)
         self.trials += width != best
-        self._drafted = now if width else self._drafted
+        if width:
+            self._drafted = now
+        elif best:
+            self._compared = now
         plain = kinds[min(kinds)].seconds
         step = self.times.draft_step(load, context)
         step *= 1.0 if self.times.measured else plain / self.times.verify_pass(load, 0)
@@ -403,10 +437,10 @@ class LengthRule:
         # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
         value = speed * load * step if best or not width else 0.0
         choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds)
-        if not width:
-            return choice, PLAIN_HELD
         if width in unseen:
-            return choice, LEAST_HELD
+            return choice, LEAST_HELD if width else DRAFTING_HELD
+        if not width:
+            return choice, LEAST_HELD if best else PLAIN_HELD
         return choice, DRAFTING_HELD if width == best else trial_steps
 
     def _outlook(self, load: int, context: float, width: int, survival: Sequence[float], now: float) -> Outlook:
@@ -421,7 +455,8 @@ class LengthRule:
             expected = part * self._seconds(load, context, width, prompts) if part else 0.0
             seconds += expected
             spread += expected * SPREAD / math.sqrt(1 + 2 * (0.0 if seen is None else seen.known(now)))
-        return Outlook(seconds, spread / seconds, share, (load, bucket, width, mixed > 0.5) in self._seen)
+        usual = self._seen.get((load, bucket, width, mixed > 0.5))
+        return Outlook(seconds, spread / seconds, share, -math.inf if usual is None else usual.when)
 
     def _seconds(self, load: int, context: float, width: int, prompts: bool) -> float:
         """What a kind of step takes, without the tokens of prompts. What was never seen is predicted from the nearest

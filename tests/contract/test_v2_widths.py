@@ -179,7 +179,7 @@ def test_a_wish_that_came_past_the_check_counts_for_nothing(caplog):
 def test_without_acceptance_nothing_is_planned():
     plan, requests = planner(gate="auto"), running(a=10, b=10)
     planned = refuse(plan, requests)
-    assert planned[0] > 0
+    assert any(planned[:50])
     assert planned[50:].count(0) > 0.9 * len(planned[50:])
     assert plan.steps[0] == planned.count(0) and plan.landed()["steps_of_width"] == dict(plan.steps)
 

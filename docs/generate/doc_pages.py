@@ -20,6 +20,7 @@ from figure_tables import (
     by_arm,
     by_load,
     first_drafts,
+    first_layer,
     fixed_lengths,
     hosts,
     one_line,
@@ -145,6 +146,7 @@ def installs() -> str:
 WRITTEN = (
     ("README.md", "one_line", one_line),
     ("docs/load.md", "one_line_served", one_line_served),
+    ("docs/load.md", "first_layer", first_layer),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),

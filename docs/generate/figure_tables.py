@@ -133,28 +133,28 @@ def served_coder() -> str:
 
 
 FILE = "gpu/one_line_h200.json"
-WORDS = {"coding": "coding tasks", "chat again": "chat questions"}
+WORDS = {"coding": "coding tasks", "chat": "chat questions"}
 PLAIN, RULE, SERVED = "plain", "rule", "one line"
 
 
 def one_line() -> str:
-    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup, each kind of
-    prompts by the last run that had it."""
+    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup, for the numbers of
+    clients that all kinds of prompts have."""
     loops = closed_loops()
-    clients = sorted({count for of_clients in loops.values() for count in of_clients})
+    clients = sorted(set.intersection(*map(set, loops.values())))
     rows = []
     for name, of_clients in loops.items():
         for words, write in (
             (f"{name}: plain vLLM, tok/s in all", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
             ("selfspec over plain", _speedup),
         ):
-            rows.append((words, *(write(of_clients[n]) if n in of_clients else "" for n in clients)))
+            rows.append((words, *(write(of_clients[n]) for n in clients)))
     return table(("clients", *map(str, clients)), rows)
 
 
 def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
     """Return what each arm measured, by the name of the prompts and the number of clients."""
-    levels = [level for level in _served_levels() if level["level"].startswith("closed")]
+    levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
     return {
         name: {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
         for prompts, name in WORDS.items()
@@ -163,7 +163,7 @@ def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
 
 def served() -> str:
     """Write a row per level of the served measurement: speeds of all arms, and the one line's latency over plain's."""
-    levels = _served_levels()
+    levels = data_of(FILE)["served"]["levels"]
     fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
     latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []
@@ -180,6 +180,19 @@ def served() -> str:
         )
     header = ("prompts, load", "plain vLLM", "the one line", *fixed, "over plain")
     return table((*header, "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"), rows)
+
+
+def first_layer() -> str:
+    """Write a row per cell in which the first layer drafted: each arm's tokens a second, and the rule's share."""
+    cells = data_of(FILE)["first_layer"]["cells"]
+    arms = [row["arm"] for row in cells[0]["rows"]]
+    rows = []
+    for cell in cells:
+        speeds = {row["arm"]: row["tok_s"] for row in cell["rows"]}
+        share = f"{speeds[RULE] / speeds[PLAIN]:.2f}"
+        rows.append((f"{cell['prompts']}, {cell['batch']}", *(f"{speeds[arm]:,.0f}" for arm in arms), share))
+    header = ("prompts, requests at once", *(arm.replace(RULE, "the one line") for arm in arms))
+    return table((*header, "the one line over plain"), rows)
 
 
 def fixed_lengths() -> str:
@@ -200,12 +213,6 @@ def fixed_lengths() -> str:
         )
     header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths)
     return table((*header, "of the best fixed", "outputs as plain", "plain as itself"), rows)
-
-
-def _served_levels() -> list[dict[str, Any]]:
-    """Return the levels of both served runs; the later one, on another host, has prompts of another name."""
-    again = [level | {"prompts": f"{level['prompts']} again"} for level in data_of(FILE)["served_again"]["levels"]]
-    return [*data_of(FILE)["served"]["levels"], *again]
 
 
 def _clients(level: dict[str, Any]) -> int:

@@ -22,8 +22,8 @@ VIEW_KEYS = tuple(key for name in ("layer", "vocab", *own_settings()) for key in
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
 BYTES_PER_COPIED_WEIGHT = 1.6
-"""Of 4-bit copies on an engine for many requests, in three layouts: as they were made, and as each of the two kernels for
-a whole draft step reads them (vllm_plugin/fused_step/)."""
+"""Of 4-bit copies on an engine for many requests, in three layouts: as they were made, and as each of the two kernels
+for a whole draft step reads them (vllm_plugin/fused_step/)."""
 SHARE_OF_CACHE = 0.3
 """Of the memory that the weights leave, what copies may take: the KV cache gets the rest."""
 SHARE_OF_DRAWN = 0.03

@@ -15,9 +15,9 @@ HEAD = """
 ### Architectures
 
 Decoder-only architectures of vLLM's registry as tiny models of random weights on a CPU
-(`tests/engine/architectures.py`): {asked} of {known} were asked, {made} of them can be made with transformers, and a plain
-vLLM runs {ran} of these. With {works} of the {ran} early exit works: greedy output is the plain engine's, drafts were made
-and some were accepted.
+(`tests/engine/architectures.py`): {asked} of {known} were asked, {made} of them can be made with transformers, and a
+plain vLLM runs {ran} of these. With {works} of the {ran} early exit works: greedy output is the plain engine's, drafts
+were made and some were accepted.
 
 | what happens | with |
 |---|---|

@@ -15,7 +15,7 @@ from pathlib import Path
 from figure_cells import ROOT, at, names, table
 from figure_points import patterns, point_folders, points_section, sections
 from figure_quality import conversations, milestones, quality_tables
-from figure_readme import rivals, rivals_tables, served, settings
+from figure_readme import rivals, rivals_tables, settings
 from figure_tables import (
     by_arm,
     by_load,
@@ -24,9 +24,8 @@ from figure_tables import (
     fixed_lengths,
     hosts,
     one_line,
-    served_coder,
+    served,
 )
-from figure_tables import served as one_line_served
 from picture_one_line import picture
 
 from selfspec_cli.record.columns import TABLES, header, meanings
@@ -102,12 +101,11 @@ def columns() -> str:
 
 WRITTEN = (
     ("README.md", "one_line", one_line),
-    ("docs/load.md", "one_line_served", one_line_served),
+    ("docs/load.md", "one_line_served", served),
     ("docs/load.md", "first_layer", first_layer),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),
-    ("docs/load.md", "served", served),
     ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
     ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
@@ -117,7 +115,6 @@ WRITTEN = (
     ("docs/measurements.md", "long", lambda: by_load("gpu/qwen_1.5b_h200/long")),
     ("docs/measurements.md", "blocks", lambda: by_load("gpu/qwen_1.5b_h200/blocks")),
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
-    ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),
     ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
     ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),

@@ -147,7 +147,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "mixture of experts",
         "sliding windows",
         "greedy decoding",
-        "CPU",
+        "an engine on a CPU",
         "prefix caching, chunked prefill",
         "shared (the target's own)",
     ),

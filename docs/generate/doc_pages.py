@@ -14,10 +14,9 @@ from pathlib import Path
 
 from figure_cells import ROOT, at, data_of, names, table
 from figure_points import patterns, point_folders, points_section, sections
-from figure_quality import conversations, in_short, milestones, quality_tables
+from figure_quality import in_short, milestones, quality_tables
 from figure_readme import rivals, rivals_tables, served, settings
 from figure_tables import (
-    by_arm,
     by_load,
     first_drafts,
     first_layer,
@@ -48,6 +47,7 @@ This page is made from `results/published/` by `docs/generate/` whenever the sit
 ELSEWHERE = (
     "*/runs/*",
     "quality/*",
+    "sprint/conversations/*",
     "serving/*",
     "install/*",
     "gpu/qwen_1.5b_h200/by_context.json",
@@ -151,20 +151,12 @@ WRITTEN = (
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),
     ("docs/load.md", "served", served),
-    ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
-    ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
-    ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
     ("docs/measurements.md", "hosts", hosts),
-    ("docs/measurements.md", "edits", lambda: by_load("gpu/qwen_1.5b_tuned_h100/edits")),
     ("docs/measurements.md", "long", lambda: by_load("gpu/qwen_1.5b_h200/long")),
-    ("docs/measurements.md", "blocks", lambda: by_load("gpu/qwen_1.5b_h200/blocks")),
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
     ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),
-    ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
-    ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),
-    ("docs/measurements.md", "conversations", conversations),
     ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/which_models.md", "first_drafts", first_drafts),
     ("docs/reference.md", "columns", columns),

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from figure_cells import data_of, number, percent, points_of, ratio, rows_of, table
+from figure_cells import data_of, number, points_of, ratio, rows_of, table
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report.rows import label
 
 
-def by_load(*folders: str) -> str:
-    """Tokens a second and speedups of folders with several loads.
+def by_load(folder: str) -> str:
+    """Tokens a second and speedups of a folder with several loads.
 
     Raises:
         ValueError: two points would share a cell.
     """
     cells: dict[str, dict[tuple[int | None, int | None], str]] = {}
-    for row in _rows(folders):
+    for row in map(tables.row, points_of(folder)):
         load = (row.input_len, row.batch)
         if load in cells.setdefault(_arm(row), {}):
-            raise ValueError(f"{folders}: two points are {_arm(row)} at {load}")
+            raise ValueError(f"{folder}: two points are {_arm(row)} at {load}")
         cells[_arm(row)][load] = _speed(row)
     loads = sorted({load for line in cells.values() for load in line}, key=lambda load: (load[0] or 0, load[1] or 0))
     short = loads[0][0]
@@ -32,25 +32,6 @@ def by_load(*folders: str) -> str:
     return table(
         ("arm, tok/s (speedup)", *header), [(arm, *(line.get(load) for load in loads)) for arm, line in cells.items()]
     )
-
-
-def by_arm(*folders: str) -> str:
-    """Speed, accept rate and equality of folders with one load."""
-    rows = [
-        (
-            _arm(row),
-            _speed(row),
-            percent(row.accept_rate),
-            number(row.mean_accepted_len),
-            None if row.identical is None else f"{row.identical} of {row.outputs}",
-        )
-        for row in _rows(folders)
-    ]
-    return table(("arm", "tok/s (speedup)", "accept rate", "tokens a verify step", "identical outputs"), rows)
-
-
-def _rows(folders: tuple[str, ...]) -> list[Record]:
-    return [tables.row(point) for name in folders for point in points_of(name)]
 
 
 def _arm(row: Record) -> str:
@@ -71,7 +52,7 @@ SERVED_CODER = "gpu/qwen_1.5b_h200/served.json"
 
 
 def hosts() -> str:
-    """Write plain decoding and drafts on both hosts: tokens a second, and the times of a step and a round."""
+    """Write plain decoding and drafts on both hosts, in tokens a second."""
     by_host = {host: _by_load(folder) for host, folder in HOSTS.items()}
     rows = []
     for load in by_host["H200"]:
@@ -79,7 +60,7 @@ def hosts() -> str:
             workload, batch = load
             pairs = [by_host[host][load] for host in HOSTS]
             rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
-    parts = ("plain tok/s", "drafts tok/s", "speedup", "plain step, ms", "round, ms")
+    parts = ("plain tok/s", "drafts tok/s", "speedup")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
 
 
@@ -95,7 +76,7 @@ def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, R
 
 def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
     speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
-    return *speeds, ratio(drafts.speedup), f"{plain.tpot_ms:.2f}", f"{drafts.itl_ms:.2f}"
+    return *speeds, ratio(drafts.speedup)
 
 
 def served_coder() -> str:
@@ -231,16 +212,11 @@ def _speedup(arms: dict[str, Any]) -> str:
 
 COPIES = {
     "8 bits": "int8",
-    "6 bits": "int6",
     "e4m3 (8 bits)": "fp8",
-    "5 bits": "int5",
     "4 bits": "int4",
-    "6 bits, rounded with data": "int6 weights-int6",
-    "5 bits, rounded with data": "int5 weights-int5",
-    "the same, correction of rank 32": "int5 weights-int5-r32",
     "4 bits, rounded with data": "int4 weights-int4",
-    "the same, with a correction of rank 32": "int4 weights-int4-r32",
 }
+"""Kinds of draft weights that an engine takes, as the files call them; the files have others as well."""
 MODELS = {
     "SmolLM2-135M": ("smollm2_views", "smollm2_fitted"),
     "reference model": ("reference_views",),

@@ -207,10 +207,10 @@ def _speedup(arms: dict[str, Any]) -> str:
     return f"**{ratio(ours['tok_s'] / plain['tok_s'])}** ({each[0]:.2f}, {each[-1]:.2f})"
 
 
-# ---- Acceptance of copies of all layers as the table of docs/which_models.md
+# ---- Acceptance of draft weights of all layers, the table of docs/which_models.md
 
 
-COPIES = {
+DRAFT_WEIGHTS = {
     "8 bits": "int8",
     "e4m3 (8 bits)": "fp8",
     "4 bits": "int4",
@@ -220,12 +220,11 @@ COPIES = {
 MODELS = {
     "SmolLM2-135M": ("smollm2_views", "smollm2_fitted"),
     "reference model": ("reference_views",),
-    "its control": ("plain_views",),
 }
 
 
 def first_drafts() -> str:
-    """Shares of first drafts that are accepted, by kind of copies, model and way to draft."""
+    """Shares of first drafts that are accepted, by kind of draft weights, model and way to draft."""
     known = {
         (model, row["view"], float(row["temperature"]), row["drafts"]): row["given_before"]
         for model, files in MODELS.items()
@@ -240,7 +239,7 @@ def first_drafts() -> str:
     }
     header = [f"{model}, {way}" for model in MODELS for way in ways]
     lines = []
-    for words, view in COPIES.items():
+    for words, view in DRAFT_WEIGHTS.items():
         cells = [known.get((model, view, *way)) for model in MODELS for way in ways.values()]
         lines.append((words, *(None if cell is None else f"{float(cell):.3f}" for cell in cells)))
-    return table(("copies of all layers", *header), lines)
+    return table(("draft weights of all layers", *header), lines)

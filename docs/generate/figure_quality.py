@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from figure_cells import at, number, percent, points_of, ratio, table
+from figure_cells import at, percent, points_of, ratio, table
 
 from selfspec_cli.record import folder, quality, tables
 from selfspec_cli.record.columns import Record
@@ -139,38 +139,6 @@ def milestones(place: str = POINTS) -> str:
         "ΔPPL of library code",
     )
     return table(header, sorted(rows, key=lambda row: row[0]))
-
-
-def in_short() -> str:
-    """One line for each step of the plan, without speeds: other programs ran beside these points."""
-    steps = (
-        ("plain decoding", "m0", {}),
-        ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
-        ("the same with a least-squares head", "m2", {"arm": "skip"}),
-        ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
-        ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
-        ("drafts, tuned", "m5", {"arm": "layer_skip"}),
-    )
-    rows = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
-    lines = []
-    for name, milestone, wanted in steps:
-        matching = [row for of, row in rows if of == milestone and wanted.items() <= vars(row).items()]
-        if not matching:
-            continue
-        (row,) = matching
-        verified = row.arm == "layer_skip"
-        delta = "0" if verified else "" if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
-        same = f"{row.identical} of {row.outputs}" if row.outputs else None
-        lines.append((name, label(row), delta, percent(row.accept_rate), number(row.mean_accepted_len), same))
-    header = (
-        "step",
-        "arm",
-        "ΔPPL",
-        "accept rate",
-        "tokens a pass of the full model",
-        "outputs that are plain decoding's",
-    )
-    return table(header, lines)
 
 
 def _by_bytes(row: Record, read: Mapping[str, float], layer: int) -> float | None:

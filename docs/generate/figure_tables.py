@@ -43,12 +43,11 @@ def _speed(row: Record) -> str:
     return f"{number(row.tok_s_median, 3)}{over}"
 
 
-# ---- Tables of one setting on two hosts and as a server: how much of a speedup the host decides
+# ---- A table of one setting on two hosts: how much of a speedup the host decides
 
 
 HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
 """Folders of greedy drafts with one table of lengths, by the card of the host; common workloads are shown."""
-SERVED_CODER = "gpu/qwen_1.5b_h200/served.json"
 
 
 def hosts() -> str:
@@ -77,37 +76,6 @@ def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, R
 def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
     speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
     return *speeds, ratio(drafts.speedup)
-
-
-def served_coder() -> str:
-    """Write every level of the coder's load test, early exit over plain vLLM."""
-    run = data_of(SERVED_CODER)
-    rows = []
-    for level, over in run["compared"].items():
-        sides = [run["rows"][level][side] for side in ("plain", "early exit")]
-        rows.append(
-            (
-                level.removeprefix("closed "),
-                *(number(side["tok_s"], 3) for side in sides),
-                ratio(over["throughput"]),
-                ratio(over["wanted"]),
-                *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
-                *(f"{side['server_cpu']['python']:.2f}" for side in sides),
-            )
-        )
-    header = (
-        "clients",
-        "plain tok/s",
-        "drafts tok/s",
-        "throughput",
-        "wanted",
-        "p99 TPOT over plain",
-        "p99 TTFT over plain",
-        "the same, settled",
-        "API server, of a core: plain",
-        "drafts",
-    )
-    return table(header, rows)
 
 
 # ---- Tables of the one line: `{"method": "selfspec"}` next to plain vLLM and to fixed draft lengths, served and on
@@ -177,23 +145,14 @@ def first_layer() -> str:
 
 
 def fixed_lengths() -> str:
-    """Write a row per cell of the measurement on engines: the one line and each fixed length next to plain decoding."""
-    cells = data_of(FILE)["cells"]
-    lengths = list(dict.fromkeys(row["arm"] for cell in cells for row in cell["rows"] if row["arm"].startswith("k=")))
-    rows = []
-    for cell in cells:
-        speeds, same = {row["arm"]: row["tok_s"] for row in cell["rows"]}, cell["same_as_plain"]
-        rows.append(
-            (
-                f"{cell['prompts']}, {cell['batch']}",
-                *(f"{speeds[arm]:,.0f}" for arm in (PLAIN, RULE, *lengths)),
-                f"{speeds[RULE] / max(speeds[arm] for arm in lengths):.2f}",
-                f"{same[RULE]} of {same[PLAIN]}",
-                f"{cell['plain_as_itself']} of {same[PLAIN]}",
-            )
-        )
-    header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths)
-    return table((*header, "of the best fixed", "outputs as plain", "plain as itself"), rows)
+    """Write how many of the one line's outputs on engines equal plain vLLM's, by kind of prompts and requests at once."""
+    cells = {(cell["prompts"], cell["batch"]): cell["same_as_plain"] for cell in data_of(FILE)["cells"]}
+    batches = sorted({batch for _, batch in cells})
+    rows = [
+        (prompts, *(f"{same[RULE]} of {same[PLAIN]}" if (same := cells.get((prompts, n))) else None for n in batches))
+        for prompts in WORDS
+    ]
+    return table(("prompts, requests at once", *map(str, batches)), rows)
 
 
 def _clients(level: dict[str, Any]) -> int:

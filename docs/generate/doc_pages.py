@@ -14,10 +14,9 @@ from pathlib import Path
 
 from figure_cells import ROOT, at, names, table
 from figure_points import patterns, point_folders, points_section, sections
-from figure_quality import conversations, milestones, quality_tables
+from figure_quality import milestones, quality_tables
 from figure_readme import rivals, rivals_tables, settings
 from figure_tables import (
-    by_arm,
     by_load,
     first_drafts,
     first_layer,
@@ -47,6 +46,7 @@ This page is made from `results/published/` by `docs/generate/` whenever the sit
 ELSEWHERE = (
     "*/runs/*",
     "quality/*",
+    "sprint/conversations/*",
     "serving/*",
     "install/*",
     "gpu/qwen_1.5b_h200/by_context.json",
@@ -106,19 +106,11 @@ WRITTEN = (
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),
-    ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
-    ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
-    ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
     ("docs/measurements.md", "hosts", hosts),
-    ("docs/measurements.md", "edits", lambda: by_load("gpu/qwen_1.5b_tuned_h100/edits")),
     ("docs/measurements.md", "long", lambda: by_load("gpu/qwen_1.5b_h200/long")),
-    ("docs/measurements.md", "blocks", lambda: by_load("gpu/qwen_1.5b_h200/blocks")),
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
     ("docs/measurements.md", "milestones", milestones),
-    ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
-    ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),
-    ("docs/measurements.md", "conversations", conversations),
     ("docs/which_models.md", "first_drafts", first_drafts),
     ("docs/reference.md", "columns", columns),
 )

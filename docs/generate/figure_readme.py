@@ -16,7 +16,7 @@ from selfspec_cli.record.point import OK, Point
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
 
-LOADS = (1, 4, 8, 16, 32, 128)
+LOADS = (1, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from figure_cells import data_of, number, percent, points_of, ratio, rows_of, table
+from figure_cells import data_of, number, points_of, ratio, rows_of, table
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report.rows import label
 
 
-def by_load(*folders: str) -> str:
-    """Tokens a second and speedups of folders with several loads.
+def by_load(folder: str) -> str:
+    """Tokens a second and speedups of a folder with several loads.
 
     Raises:
         ValueError: two points would share a cell.
     """
     cells: dict[str, dict[tuple[int | None, int | None], str]] = {}
-    for row in _rows(folders):
+    for row in map(tables.row, points_of(folder)):
         load = (row.input_len, row.batch)
         if load in cells.setdefault(_arm(row), {}):
-            raise ValueError(f"{folders}: two points are {_arm(row)} at {load}")
+            raise ValueError(f"{folder}: two points are {_arm(row)} at {load}")
         cells[_arm(row)][load] = _speed(row)
     loads = sorted({load for line in cells.values() for load in line}, key=lambda load: (load[0] or 0, load[1] or 0))
     short = loads[0][0]
@@ -32,25 +32,6 @@ def by_load(*folders: str) -> str:
     return table(
         ("arm, tok/s (speedup)", *header), [(arm, *(line.get(load) for load in loads)) for arm, line in cells.items()]
     )
-
-
-def by_arm(*folders: str) -> str:
-    """Speed, accept rate and equality of folders with one load."""
-    rows = [
-        (
-            _arm(row),
-            _speed(row),
-            percent(row.accept_rate),
-            number(row.mean_accepted_len),
-            None if row.identical is None else f"{row.identical} of {row.outputs}",
-        )
-        for row in _rows(folders)
-    ]
-    return table(("arm", "tok/s (speedup)", "accept rate", "tokens a verify step", "identical outputs"), rows)
-
-
-def _rows(folders: tuple[str, ...]) -> list[Record]:
-    return [tables.row(point) for name in folders for point in points_of(name)]
 
 
 def _arm(row: Record) -> str:
@@ -70,7 +51,7 @@ HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
 
 
 def hosts() -> str:
-    """Write plain decoding and drafts on both hosts: tokens a second, and the times of a step and a round."""
+    """Write plain decoding and drafts on both hosts, in tokens a second."""
     by_host = {host: _by_load(folder) for host, folder in HOSTS.items()}
     rows = []
     for load in by_host["H200"]:
@@ -78,7 +59,7 @@ def hosts() -> str:
             workload, batch = load
             pairs = [by_host[host][load] for host in HOSTS]
             rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
-    parts = ("plain tok/s", "drafts tok/s", "speedup", "plain step, ms", "round, ms")
+    parts = ("plain tok/s", "drafts tok/s", "speedup")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
 
 
@@ -94,7 +75,7 @@ def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, R
 
 def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
     speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
-    return *speeds, ratio(drafts.speedup), f"{plain.tpot_ms:.2f}", f"{drafts.itl_ms:.2f}"
+    return *speeds, ratio(drafts.speedup)
 
 
 # ---- Tables of the one line: `{"method": "selfspec"}` next to plain vLLM and to fixed draft lengths, served and on
@@ -185,30 +166,24 @@ def _speedup(arms: dict[str, Any]) -> str:
     return f"**{ratio(ours['tok_s'] / plain['tok_s'])}** ({each[0]:.2f}, {each[-1]:.2f})"
 
 
-# ---- Acceptance of copies of all layers as the table of docs/which_models.md
+# ---- Acceptance of draft weights of all layers, the table of docs/which_models.md
 
 
-COPIES = {
+DRAFT_WEIGHTS = {
     "8 bits": "int8",
-    "6 bits": "int6",
     "e4m3 (8 bits)": "fp8",
-    "5 bits": "int5",
     "4 bits": "int4",
-    "6 bits, rounded with data": "int6 weights-int6",
-    "5 bits, rounded with data": "int5 weights-int5",
-    "the same, correction of rank 32": "int5 weights-int5-r32",
     "4 bits, rounded with data": "int4 weights-int4",
-    "the same, with a correction of rank 32": "int4 weights-int4-r32",
 }
+"""Kinds of draft weights that an engine takes, as the files call them; the files have others as well."""
 MODELS = {
     "SmolLM2-135M": ("smollm2_views", "smollm2_fitted"),
     "reference model": ("reference_views",),
-    "its control": ("plain_views",),
 }
 
 
 def first_drafts() -> str:
-    """Shares of first drafts that are accepted, by kind of copies, model and way to draft."""
+    """Shares of first drafts that are accepted, by kind of draft weights, model and way to draft."""
     known = {
         (model, row["view"], float(row["temperature"]), row["drafts"]): row["given_before"]
         for model, files in MODELS.items()
@@ -223,7 +198,7 @@ def first_drafts() -> str:
     }
     header = [f"{model}, {way}" for model in MODELS for way in ways]
     lines = []
-    for words, view in COPIES.items():
+    for words, view in DRAFT_WEIGHTS.items():
         cells = [known.get((model, view, *way)) for model in MODELS for way in ways.values()]
         lines.append((words, *(None if cell is None else f"{float(cell):.3f}" for cell in cells)))
-    return table(("copies of all layers", *header), lines)
+    return table(("draft weights of all layers", *header), lines)

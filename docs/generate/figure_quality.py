@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from figure_cells import at, number, percent, points_of, ratio, table
+from figure_cells import at, percent, points_of, ratio, table
 
 from selfspec_cli.record import folder, quality, tables
 from selfspec_cli.record.columns import Record
@@ -15,10 +15,13 @@ from selfspec_cli.record.targets import Target, experiments_of, targets_of
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.table import wish
 
-MODELS = {
-    "reference": "The embedded model, which was trained for early exit",
-    "smollm2": "SmolLM2-135M-Instruct, an ordinary chat model that drafts with 8-bit copies of all its layers",
+FOLDERS = {
+    "quality/reference": "The embedded model, which was trained for early exit",
+    "quality/smollm2": "SmolLM2-135M-Instruct, an ordinary chat model that drafts with 8-bit copies of all its layers",
+    "sprint/conversations": "The embedded model on conversations like ShareGPT's, and ARC and HellaSwag over local files "
+    "of the same form (`experiments/local_tasks.py` makes both, because no hub could be reached)",
 }
+"""Folders of quality, and what they are about."""
 COLUMNS = (
     "arm",
     "tok/s",
@@ -38,10 +41,10 @@ TABLES = (
 
 
 def quality_tables() -> str:
-    """For each model what an arm reached, and what perplexity; the columns of one table are too many for a page."""
+    """For each folder what an arm reached, and what perplexity; the columns of one table are too many for a page."""
     parts = []
-    for name, about in MODELS.items():
-        rows = [dict(zip(COLUMNS, line, strict=True)) for line in cells(at(f"quality/{name}"))]
+    for name, about in FOLDERS.items():
+        rows = [dict(zip(COLUMNS, line, strict=True)) for line in cells(at(name))]
         parts.append(f"### {about}")
         parts += [table(columns, [tuple(row[column] for column in columns) for row in rows]) for columns in TABLES]
     return "\n\n".join(parts)
@@ -97,11 +100,14 @@ def _value(columns: dict[str, Any], name: str, form: str) -> str:
 # ---- The milestones of the first sprint: what its plan expected, and what was found
 
 
-POINTS, TEXTS = "sprint/milestones", "sprint/conversations"
+POINTS = "sprint/milestones"
 
 
 def milestones(place: str = POINTS) -> str:
-    """Every point of a folder by its milestone, beside the target of its experiment."""
+    """Write the arms of which the plan expected something, and the tuned one, each with the target of its experiment.
+
+    A speedup is the one that accepted tokens and bytes imply, because other programs ran beside these points.
+    """
     points = [point for point in points_of(place) if point.ok]
     targets = targets_of(points)
     read, layer = next(
@@ -110,20 +116,18 @@ def milestones(place: str = POINTS) -> str:
     rows: list[tuple[Any, ...]] = []
     for point in points:
         row = tables.row(point)
-        (name,) = experiments_of(point)
-        delta = None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}"
-        same = None if row.arm != "layer_skip" else f"{row.identical} of {row.outputs}"
+        (experiment,) = experiments_of(point)
+        milestone, expected = experiment.partition("_")[0], _wanted(experiment, row, targets)
+        if not expected and milestone != "m5":
+            continue
         rows.append(
             (
-                _milestone(name, row),
+                milestone,
                 label(row),
-                _wanted(name, row, targets),
+                expected,
                 ratio(_by_bytes(row, read, layer)),
-                ratio(row.speedup),
                 percent(row.accept_rate),
-                number(row.mean_accepted_len),
-                delta,
-                same,
+                None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}",
             )
         )
     header = (
@@ -131,55 +135,10 @@ def milestones(place: str = POINTS) -> str:
         "arm",
         "expected",
         "by bytes read",
-        "measured",
         "accept rate",
-        "tokens a verify step",
         "ΔPPL of library code",
-        "identical outputs",
     )
     return table(header, sorted(rows, key=lambda row: row[0]))
-
-
-def in_short() -> str:
-    """One line for each step of the plan, without speeds: other programs ran beside these points."""
-    steps = (
-        ("plain decoding", "m0", {}),
-        ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
-        ("the same with a least-squares head", "m2", {"arm": "skip"}),
-        ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
-        ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
-        ("drafts, tuned", "m5", {"arm": "layer_skip"}),
-    )
-    rows = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
-    lines = []
-    for name, milestone, wanted in steps:
-        matching = [row for of, row in rows if of == milestone and wanted.items() <= vars(row).items()]
-        if not matching:
-            continue
-        (row,) = matching
-        verified = row.arm == "layer_skip"
-        delta = "0" if verified else "" if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
-        same = f"{row.identical} of {row.outputs}" if row.outputs else None
-        lines.append((name, label(row), delta, percent(row.accept_rate), number(row.mean_accepted_len), same))
-    header = (
-        "step",
-        "arm",
-        "ΔPPL",
-        "accept rate",
-        "tokens a pass of the full model",
-        "outputs that are plain decoding's",
-    )
-    return table(header, lines)
-
-
-def _milestone(experiment: str, row: Record) -> str:
-    """m0 to m5: as the experiment is called, or by the arm where one experiment has all of them (m_qwen)."""
-    number = experiment.partition("_")[0]
-    return (
-        number
-        if number != "m"
-        else {"baseline": "m0", "skip": "m1"}.get(row.arm) or {"maxp": "m3"}.get(row.gate or "", "m4")
-    )
 
 
 def _by_bytes(row: Record, read: Mapping[str, float], layer: int) -> float | None:
@@ -201,9 +160,3 @@ def _wanted(experiment: str, row: Record, targets: list[Target]) -> str:
     """What the plan wanted of an arm. A speed is wanted as a speedup, and of the baseline nothing can be."""
     matching = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
     return ", ".join(wish(name, low, high) for one in matching for name, (low, high) in one.values.items())
-
-
-def conversations() -> str:
-    """Perplexity on conversations, and ARC and HellaSwag over local files."""
-    header = ("arm", "PPL of conversations", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled", "same greedy", "scores")
-    return table(header, [(line[0], *line[3:9]) for line in cells(at(TEXTS))])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from figure_cells import at, data_of, points_of, ratio, table
+from figure_cells import at, points_of, ratio, table
 
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import AcceptRow, Record
@@ -16,28 +16,7 @@ from selfspec_cli.record.point import OK, Point
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
 
-LOADS = (1, 4, 8, 16, 32, 128)
-SERVED = (
-    "load_h200",
-    "load_h200_swapped",
-    "load_h200_alone",
-    "load_h200_late",
-    "load_h200_again",
-    "load_h200_full_graphs",
-    "load_h200_128",
-    "load_h200_rust",
-    "load_h200_rust_measured",
-    "load_h200_rust_long",
-    "load_h200_python_long",
-    "load_h200_trimmed",
-    "load_h200_two_api_servers",
-)
-"""Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
-RUNS = {
-    "load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
-    "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)",
-}
-"""Load runs that have a row of their own, each on one server with one setting."""
+LOADS = (1, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -108,35 +87,6 @@ def one_setting(point: Point) -> dict[str, Any]:
         for name, value in point.arm.items()
         if name not in ("batch", "repeats", "seed", "output_len") and value is not None
     }
-
-
-def served() -> str:
-    """Write throughputs of a server over plain vLLM's in closed loops: two runs, and the range of all."""
-    runs = {name: data_of(f"serving/{name}.json") for name in SERVED}
-    levels = [level for level in runs[SERVED[0]]["compared"] if level.startswith("closed ")]
-    clients = sorted(int(level.removeprefix("closed ")) for level in levels)
-    rows = [
-        (about, *(ratio(_reached(runs[name], f"closed {count}")) for count in clients)) for name, about in RUNS.items()
-    ]
-    reached = [[one for run in runs.values() if (one := _reached(run, f"closed {count}"))] for count in clients]
-    rows.append(
-        (
-            f"all {len(runs)} runs, other hosts and versions: the lowest and the highest",
-            *(f"{ratio(min(ratios))} to {ratio(max(ratios))}" for ratios in reached),
-        )
-    )
-    text = """Served over HTTP on H200s, the widened model on 8-bit integers, 128 tokens out, clients that ask again at once:
-
-"""
-    return text + table(("clients", *map(str, clients)), rows)
-
-
-def _reached(run: dict[str, Any], level: str) -> float | None:
-    """Return throughput over plain vLLM's; the median of several turns."""
-    turns, once = run.get("over_turns", {}).get(level), run["compared"].get(level)
-    if turns:
-        return float(turns["throughput"]["median"])
-    return float(once["throughput"]) if once else None
 
 
 # ---- Tables of vLLM's other methods, from the points of results folders: every measured setting of every method

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from figure_cells import data_of, number, percent, points_of, ratio, rows_of, table
+from figure_cells import data_of, number, points_of, ratio, rows_of, table
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report.rows import label
 
 
-def by_load(*folders: str) -> str:
-    """Tokens a second and speedups of folders with several loads.
+def by_load(folder: str) -> str:
+    """Tokens a second and speedups of a folder with several loads.
 
     Raises:
         ValueError: two points would share a cell.
     """
     cells: dict[str, dict[tuple[int | None, int | None], str]] = {}
-    for row in _rows(folders):
+    for row in map(tables.row, points_of(folder)):
         load = (row.input_len, row.batch)
         if load in cells.setdefault(_arm(row), {}):
-            raise ValueError(f"{folders}: two points are {_arm(row)} at {load}")
+            raise ValueError(f"{folder}: two points are {_arm(row)} at {load}")
         cells[_arm(row)][load] = _speed(row)
     loads = sorted({load for line in cells.values() for load in line}, key=lambda load: (load[0] or 0, load[1] or 0))
     short = loads[0][0]
@@ -34,25 +34,6 @@ def by_load(*folders: str) -> str:
     )
 
 
-def by_arm(*folders: str) -> str:
-    """Speed, accept rate and equality of folders with one load."""
-    rows = [
-        (
-            _arm(row),
-            _speed(row),
-            percent(row.accept_rate),
-            number(row.mean_accepted_len),
-            None if row.identical is None else f"{row.identical} of {row.outputs}",
-        )
-        for row in _rows(folders)
-    ]
-    return table(("arm", "tok/s (speedup)", "accept rate", "tokens a verify step", "identical outputs"), rows)
-
-
-def _rows(folders: tuple[str, ...]) -> list[Record]:
-    return [tables.row(point) for name in folders for point in points_of(name)]
-
-
 def _arm(row: Record) -> str:
     return label(replace(row, acceptance_length=None))
 
@@ -62,16 +43,15 @@ def _speed(row: Record) -> str:
     return f"{number(row.tok_s_median, 3)}{over}"
 
 
-# ---- Tables of one setting on two hosts and as a server: how much of a speedup the host decides
+# ---- A table of one setting on two hosts: how much of a speedup the host decides
 
 
 HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
 """Folders of greedy drafts with one table of lengths, by the card of the host; common workloads are shown."""
-SERVED_CODER = "gpu/qwen_1.5b_h200/served.json"
 
 
 def hosts() -> str:
-    """Write plain decoding and drafts on both hosts: tokens a second, and the times of a step and a round."""
+    """Write plain decoding and drafts on both hosts, in tokens a second."""
     by_host = {host: _by_load(folder) for host, folder in HOSTS.items()}
     rows = []
     for load in by_host["H200"]:
@@ -79,7 +59,7 @@ def hosts() -> str:
             workload, batch = load
             pairs = [by_host[host][load] for host in HOSTS]
             rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
-    parts = ("plain tok/s", "drafts tok/s", "speedup", "plain step, ms", "round, ms")
+    parts = ("plain tok/s", "drafts tok/s", "speedup")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
 
 
@@ -95,66 +75,35 @@ def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, R
 
 def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
     speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
-    return *speeds, ratio(drafts.speedup), f"{plain.tpot_ms:.2f}", f"{drafts.itl_ms:.2f}"
-
-
-def served_coder() -> str:
-    """Write every level of the coder's load test, early exit over plain vLLM."""
-    run = data_of(SERVED_CODER)
-    rows = []
-    for level, over in run["compared"].items():
-        sides = [run["rows"][level][side] for side in ("plain", "early exit")]
-        rows.append(
-            (
-                level.removeprefix("closed "),
-                *(number(side["tok_s"], 3) for side in sides),
-                ratio(over["throughput"]),
-                ratio(over["wanted"]),
-                *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
-                *(f"{side['server_cpu']['python']:.2f}" for side in sides),
-            )
-        )
-    header = (
-        "clients",
-        "plain tok/s",
-        "drafts tok/s",
-        "throughput",
-        "wanted",
-        "p99 TPOT over plain",
-        "p99 TTFT over plain",
-        "the same, settled",
-        "API server, of a core: plain",
-        "drafts",
-    )
-    return table(header, rows)
+    return *speeds, ratio(drafts.speedup)
 
 
 # ---- Tables of the one line: `{"method": "selfspec"}` next to plain vLLM and to fixed draft lengths, served and on
 
 
 FILE = "gpu/one_line_h200.json"
-WORDS = {"coding": "coding tasks", "chat again": "chat questions"}
+WORDS = {"coding": "coding tasks", "chat": "chat questions"}
 PLAIN, RULE, SERVED = "plain", "rule", "one line"
 
 
 def one_line() -> str:
-    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup, each kind of
-    prompts by the last run that had it."""
+    """Write the README's table: plain vLLM's tokens a second by clients, and the one line's speedup, for the numbers of
+    clients that all kinds of prompts have."""
     loops = closed_loops()
-    clients = sorted({count for of_clients in loops.values() for count in of_clients})
+    clients = sorted(set.intersection(*map(set, loops.values())))
     rows = []
     for name, of_clients in loops.items():
         for words, write in (
             (f"{name}: plain vLLM, tok/s in all", lambda row: f"{row[PLAIN]['tok_s']:,.0f}"),
             ("selfspec over plain", _speedup),
         ):
-            rows.append((words, *(write(of_clients[n]) if n in of_clients else "" for n in clients)))
+            rows.append((words, *(write(of_clients[n]) for n in clients)))
     return table(("clients", *map(str, clients)), rows)
 
 
 def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
     """Return what each arm measured, by the name of the prompts and the number of clients."""
-    levels = [level for level in _served_levels() if level["level"].startswith("closed")]
+    levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
     return {
         name: {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
         for prompts, name in WORDS.items()
@@ -163,7 +112,7 @@ def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
 
 def served() -> str:
     """Write a row per level of the served measurement: speeds of all arms, and the one line's latency over plain's."""
-    levels = _served_levels()
+    levels = data_of(FILE)["served"]["levels"]
     fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
     latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []
@@ -182,30 +131,28 @@ def served() -> str:
     return table((*header, "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"), rows)
 
 
-def fixed_lengths() -> str:
-    """Write a row per cell of the measurement on engines: the one line and each fixed length next to plain decoding."""
-    cells = data_of(FILE)["cells"]
-    lengths = list(dict.fromkeys(row["arm"] for cell in cells for row in cell["rows"] if row["arm"].startswith("k=")))
+def first_layer() -> str:
+    """Write a row per cell in which the first layer drafted: each arm's tokens a second, and the rule's share."""
+    cells = data_of(FILE)["first_layer"]["cells"]
+    arms = [row["arm"] for row in cells[0]["rows"]]
     rows = []
     for cell in cells:
-        speeds, same = {row["arm"]: row["tok_s"] for row in cell["rows"]}, cell["same_as_plain"]
-        rows.append(
-            (
-                f"{cell['prompts']}, {cell['batch']}",
-                *(f"{speeds[arm]:,.0f}" for arm in (PLAIN, RULE, *lengths)),
-                f"{speeds[RULE] / max(speeds[arm] for arm in lengths):.2f}",
-                f"{same[RULE]} of {same[PLAIN]}",
-                f"{cell['plain_as_itself']} of {same[PLAIN]}",
-            )
-        )
-    header = ("prompts, requests at once", "plain vLLM", "the one line", *lengths)
-    return table((*header, "of the best fixed", "outputs as plain", "plain as itself"), rows)
+        speeds = {row["arm"]: row["tok_s"] for row in cell["rows"]}
+        share = f"{speeds[RULE] / speeds[PLAIN]:.2f}"
+        rows.append((f"{cell['prompts']}, {cell['batch']}", *(f"{speeds[arm]:,.0f}" for arm in arms), share))
+    header = ("prompts, requests at once", *(arm.replace(RULE, "the one line") for arm in arms))
+    return table((*header, "the one line over plain"), rows)
 
 
-def _served_levels() -> list[dict[str, Any]]:
-    """Return the levels of both served runs; the later one, on another host, has prompts of another name."""
-    again = [level | {"prompts": f"{level['prompts']} again"} for level in data_of(FILE)["served_again"]["levels"]]
-    return [*data_of(FILE)["served"]["levels"], *again]
+def fixed_lengths() -> str:
+    """Write how many of the one line's outputs on engines equal plain vLLM's, by kind of prompts and requests at once."""
+    cells = {(cell["prompts"], cell["batch"]): cell["same_as_plain"] for cell in data_of(FILE)["cells"]}
+    batches = sorted({batch for _, batch in cells})
+    rows = [
+        (prompts, *(f"{same[RULE]} of {same[PLAIN]}" if (same := cells.get((prompts, n))) else None for n in batches))
+        for prompts in WORDS
+    ]
+    return table(("prompts, requests at once", *map(str, batches)), rows)
 
 
 def _clients(level: dict[str, Any]) -> int:
@@ -219,30 +166,24 @@ def _speedup(arms: dict[str, Any]) -> str:
     return f"**{ratio(ours['tok_s'] / plain['tok_s'])}** ({each[0]:.2f}, {each[-1]:.2f})"
 
 
-# ---- Acceptance of copies of all layers as the table of docs/which_models.md
+# ---- Acceptance of draft weights of all layers, the table of docs/which_models.md
 
 
-COPIES = {
+DRAFT_WEIGHTS = {
     "8 bits": "int8",
-    "6 bits": "int6",
     "e4m3 (8 bits)": "fp8",
-    "5 bits": "int5",
     "4 bits": "int4",
-    "6 bits, rounded with data": "int6 weights-int6",
-    "5 bits, rounded with data": "int5 weights-int5",
-    "the same, correction of rank 32": "int5 weights-int5-r32",
     "4 bits, rounded with data": "int4 weights-int4",
-    "the same, with a correction of rank 32": "int4 weights-int4-r32",
 }
+"""Kinds of draft weights that an engine takes, as the files call them; the files have others as well."""
 MODELS = {
     "SmolLM2-135M": ("smollm2_views", "smollm2_fitted"),
     "reference model": ("reference_views",),
-    "its control": ("plain_views",),
 }
 
 
 def first_drafts() -> str:
-    """Shares of first drafts that are accepted, by kind of copies, model and way to draft."""
+    """Shares of first drafts that are accepted, by kind of draft weights, model and way to draft."""
     known = {
         (model, row["view"], float(row["temperature"]), row["drafts"]): row["given_before"]
         for model, files in MODELS.items()
@@ -257,7 +198,7 @@ def first_drafts() -> str:
     }
     header = [f"{model}, {way}" for model in MODELS for way in ways]
     lines = []
-    for words, view in COPIES.items():
+    for words, view in DRAFT_WEIGHTS.items():
         cells = [known.get((model, view, *way)) for model in MODELS for way in ways.values()]
         lines.append((words, *(None if cell is None else f"{float(cell):.3f}" for cell in cells)))
-    return table(("copies of all layers", *header), lines)
+    return table(("draft weights of all layers", *header), lines)

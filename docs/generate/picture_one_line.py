@@ -1,27 +1,26 @@
-"""The README's picture: the one line's speedup over plain vLLM by clients, with the range of its repeats, others in grey."""
+"""The README's picture: the one line's speedup over plain vLLM by clients, with the range of its repeats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
 
 from figure_tables import PLAIN, SERVED, closed_loops
 
-WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM, NAMES = 860, 358, 44, 40, 34, 110, 40
-"""In pixels: of the picture, and of what is around its two panels; NAMES: right of a panel, for the names of its lines."""
+WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM = 860, 358, 44, 60, 34, 110
+"""In pixels: of the picture, and of what is around its two panels."""
 STYLE = """
 text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2933; }
 .title { font-weight: 600; font-size: 14px; } .small { fill: #55616e; }
 line { stroke-linecap: round; } .grid { stroke: #d9dfe5; } .plain { stroke: #1f2933; stroke-dasharray: 5 3; }
-.other { stroke: #84909c; stroke-width: 1.3; } .ours { stroke: #3b82c4; stroke-width: 2.5; }
-.dot { fill: #3b82c4; } .value { fill: #3b82c4; font-weight: 600; } .name { fill: #6c7781; font-size: 11px; }
-.value, .name { stroke: #ffffff; stroke-width: 3; paint-order: stroke; }
+.ours { stroke: #3b82c4; stroke-width: 2.5; }
+.dot { fill: #3b82c4; }
+.value { fill: #3b82c4; font-weight: 600; stroke: #ffffff; stroke-width: 3; paint-order: stroke; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6ebf0; } .small, .name { fill: #a3afbb; } .grid { stroke: #333d47; } .plain { stroke: #e6ebf0; }
-  .value { fill: #6aa9e4; } .value, .name { stroke: #0d1117; }
+  text { fill: #e6ebf0; } .small { fill: #a3afbb; } .grid { stroke: #333d47; } .plain { stroke: #e6ebf0; }
+  .value { fill: #6aa9e4; stroke: #0d1117; }
 }
 """
 Rows = dict[int, dict[str, Any]]
@@ -31,18 +30,17 @@ Rows = dict[int, dict[str, Any]]
 def picture() -> str:
     """Draw the closed loops of the served measurement, a panel for each kind of prompts, as SVG."""
     by_prompts: dict[str, Rows] = closed_loops()
-    clients = sorted({count for rows in by_prompts.values() for count in rows})
-    highest = max(max(_range(arms, arm)) for rows in by_prompts.values() for arms in rows.values() for arm in arms)
+    highest = max(max(_range(arms)) for rows in by_prompts.values() for arms in rows.values())
     top = math.ceil(2 * highest) / 2
     width = (WIDTH - LEFT - GAP * (len(by_prompts) - 1)) / len(by_prompts)
     shapes = [
         shape
         for place, (prompts, rows) in enumerate(by_prompts.items())
-        for shape in _panel(prompts, rows, clients, top, LEFT + place * (width + GAP), width - NAMES)
+        for shape in _panel(prompts, rows, top, LEFT + place * (width + GAP), width)
     ]
     about = (
         "Speedup over plain vLLM by clients: blue is selfspec, its line from the least to the greatest ratio of the "
-        "repeats; grey are other settings; dashes are plain vLLM"
+        "repeats; dashes are plain vLLM"
     )
     body = "\n".join([*shapes, *_legend()])
     return (
@@ -51,8 +49,9 @@ def picture() -> str:
     )
 
 
-def _panel(title: str, rows: Rows, clients: Sequence[int], top: float, left: float, width: float) -> list[str]:
+def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> list[str]:
     """The shapes of one panel. top: the greatest speedup of the axis. left, width: in pixels."""
+    clients = sorted(rows)
     step = width / len(clients)
     floor = HEIGHT - BOTTOM
 
@@ -69,67 +68,40 @@ def _panel(title: str, rows: Rows, clients: Sequence[int], top: float, left: flo
             _line((left, y(half / 2)), (left + width, y(half / 2)), kind),
             _text(left - 6, y(half / 2) + 4, f"{half / 2:g}x", "small", "end"),
         ]
-    for count in clients:
-        plain = f"{rows[count][PLAIN]['tok_s']:,.0f}" if count in rows else "–"
+    speedups = {count: float(rows[count][SERVED]["tok_s"] / rows[count][PLAIN]["tok_s"]) for count in clients}
+    shapes += [
+        _line((x(few), y(speedups[few])), (x(more), y(speedups[more])), "ours") for few, more in pairwise(clients)
+    ]
+    for count, value in speedups.items():
+        low, high = _range(rows[count])
+        at = x(count)
         shapes += [
-            _text(x(count), floor + 18, str(count), anchor="middle"),
-            _text(x(count), floor + 34, plain, "small", "middle"),
-        ]
-    others = dict.fromkeys(arm for arms in rows.values() for arm in arms if arm not in (PLAIN, SERVED))
-    drawn = {
-        arm: {count: (x(count), y(_speedup(arms, arm))) for count, arms in rows.items() if arm in arms}
-        for arm in (*others, SERVED)
-    }
-    for arm, points in drawn.items():
-        pairs = [(points[few], points[more]) for few, more in pairwise(clients) if few in points and more in points]
-        shapes += [
-            _line(*pair, "ours" if arm == SERVED else "other") for pair in pairs
-        ]  # a gap where none was measured
-    shapes += _names({arm: drawn[arm][max(drawn[arm])] for arm in others})
-    for count, arms in rows.items():
-        low, high = _range(arms, SERVED)
-        at, value = x(count), _speedup(arms, SERVED)
-        above = 2 * sum(_speedup(arms, arm) <= value for arm in others if arm in arms) >= len(others.keys() & arms)
-        shapes += [
+            _text(at, floor + 18, str(count), anchor="middle"),
+            _text(at, floor + 34, f"{rows[count][PLAIN]['tok_s']:,.0f}", "small", "middle"),
             _line((at, y(low)), (at, y(high)), "ours"),
             f'<circle class="dot" cx="{at:.1f}" cy="{y(value):.1f}" r="4"/>',
-            _text(at, y(high) - 6 if above else y(low) + 16, f"{value:.2f}x", "value", "middle"),
+            _text(at, y(high) - 6, f"{value:.2f}x", "value", "middle"),
         ]
-    return shapes
-
-
-def _names(ends: dict[str, tuple[float, float]]) -> list[str]:
-    """The names of lines right of their last points, 12 pixels apart where the points are closer."""
-    shapes, lowest = [], -math.inf
-    for arm, (across, down) in sorted(ends.items(), key=lambda end: end[1][1]):
-        lowest = max(down + 4, lowest + 12)
-        shapes.append(_text(across + 22, lowest, arm, "name"))
     return shapes
 
 
 def _legend() -> list[str]:
-    """Lines under the panels: what stands below the axis, what was measured, and the three kinds of lines."""
+    """Lines under the panels: what stands below the axis, what was measured, and the two kinds of lines."""
     line = HEIGHT - 14
-    measured = "A 1.5B coder of once rounded weights, H200. With faults that are repaired now (README)."
-    parts = [
+    measured = "A 1.5B coder of once rounded weights, one H200, 128 tokens an answer, three repeats (README)."
+    return [
         _text(LEFT, HEIGHT - 36, measured, "small"),
         _text(LEFT, HEIGHT - 54, "Below each axis: clients, and the tokens a second of plain vLLM in all.", "small"),
         _line((LEFT, line - 4), (LEFT + 24, line - 4), "ours"),
         _text(LEFT + 30, line, "selfspec, default (least to greatest of the repeats)"),
-        _line((LEFT + 370, line - 4), (LEFT + 394, line - 4), "other"),
-        _text(LEFT + 400, line, "other settings, k: fixed draft length"),
-        _line((LEFT + 640, line - 4), (LEFT + 664, line - 4), "plain"),
+        _line((LEFT + 370, line - 4), (LEFT + 394, line - 4), "plain"),
+        _text(LEFT + 400, line, "plain vLLM"),
     ]
-    return [*parts, _text(LEFT + 670, line, "plain vLLM")]
 
 
-def _speedup(arms: dict[str, Any], arm: str) -> float:
-    return float(arms[arm]["tok_s"] / arms[PLAIN]["tok_s"])
-
-
-def _range(arms: dict[str, Any], arm: str) -> tuple[float, float]:
+def _range(arms: dict[str, Any]) -> tuple[float, float]:
     """The least and the greatest ratio of the repeats, as in the README's table."""
-    each = [one / other for one, other in zip(arms[arm]["all"], arms[PLAIN]["all"], strict=True)]
+    each = [one / other for one, other in zip(arms[SERVED]["all"], arms[PLAIN]["all"], strict=True)]
     return min(each), max(each)
 
 

@@ -439,22 +439,20 @@ def write_table(document: dict[str, Any]) -> None:
     """Put what was measured where streams begin at random moments into the page, between its two markers."""
     rows = {(one["streams"], one["gateway"]): one for one in document["rows"] if one["begin"] == "spread"}
     rounds = min(one["rounds"] for one in rows.values())
-    head = ["streams", "direct: first token (ms)", *NAMES.values()]
+    head = ["streams", *NAMES.values()]
     lines = [
-        f"{document['cpus']} cores, load average {document['load_average']:.1f} at the end, its own included; {rounds} "
-        f"rounds at least, {document['tokens']} tokens an answer.",
+        f"{document['cpus']} cores, load average {document['load_average']:.1f}; at least {rounds} rounds, "
+        f"{document['tokens']} tokens an answer.",
         "",
         f"| {' | '.join(head)} |",
         "|---" * len(head) + "|",
     ]
     for streams in dict.fromkeys(streams for streams, _ in rows):
-        direct = rows[streams, "direct"]
-        cells = [f"{streams:,}", f"{direct['ttft_p50_ms']:.1f}, {direct['ttft_p99_ms']:.1f}"]
+        cells = [f"{streams:,}"]
         for name in NAMES:
             one = rows.get((streams, name))
             cells.append(
-                f"{one['added_p50_ms']:.1f}, {one['added_p99_ms']:.1f} · {one['share_of_direct']:.2f} · "
-                f"{one['cpu_ms_request']:.1f} · {one['memory_mib']:.0f}"
+                f"{one['added_p50_ms']:.1f}, {one['added_p99_ms']:.1f} · {one['cpu_ms_request']:.1f}"
                 if one
                 else "not measured"
             )

@@ -3,10 +3,11 @@
     python experiments/one_line/engines.py MODEL OUT.json --batches 1,4,16,32,64 --repeats 3
     python experiments/one_line/engines.py MODEL OUT.json --beside before=CHECKOUT "plain 0.33=SITE" 0.33=SITE
 
-Two engines live at once: plain vLLM, and `{"method": "selfspec"}`, which also runs the fixed lengths (the same copies,
-the rule switched off, a table of one entry). Each has a process for its steps and one that reads its tokens, as under
-`vllm serve`. While one generates, the other is idle. Each repeat asks the same questions; the arms take turns, in
-another order each time, and a row has the medians. Prompts are this project's own.
+Three engines live at once: plain vLLM, `{"method": "selfspec"}`, which keeps what it learns as a server does, and
+another one of those for the fixed lengths (the rule switched off, a table of one entry). Each has a process for its
+steps and one that reads its tokens, as under `vllm serve`. While one generates, the others are idle. Each repeat asks
+the same questions; the arms take turns, in another order each time, and a row has the medians. Prompts are this
+project's own.
 
 --beside adds engines that import from other folders, such as another checkout or another vLLM: a name and what comes
 first on their PYTHONPATH. They draft by the rule, unless their name begins with "plain".
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 FIXED = (0, 2, 3, 4, 6, 8, 12)
-RULE = "rule"
+RULE, PLAIN = "rule", "plain"
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -43,7 +44,7 @@ def serve(arguments: dict[str, Any]) -> None:
         return list(tokenizer.apply_chat_template([{"role": "user", "content": question}], **asked_for))
 
     def ask(job: dict[str, Any]) -> dict[str, Any]:
-        set_arm(llm, job.get("arm"))
+        set_length(llm, job.get("length"))
         prompts = [{"prompt_token_ids": ids} for ids in asked(job["prompts"], job["count"], 0, chat, 512)]
         prompts = (prompts * -(-job["batch"] // len(prompts)))[: max(job["batch"], job["count"])]
         params = SamplingParams(temperature=job.get("temperature", 0), max_tokens=job["tokens"], ignore_eos=True)
@@ -71,12 +72,11 @@ def steps(llm: Any) -> dict[int, int]:
     return {int(counter.labels["slots"]): int(counter.value) for counter in counters}
 
 
-def set_arm(llm: Any, arm: str | int | None) -> None:
-    """The rule, a fixed draft length on the same engine, or (None) an engine as it was started."""
-    if arm is None:
-        return
-    llm.collective_rpc("early_exit_set_gate", args=("auto" if arm == RULE else "none", None))
-    llm.collective_rpc("early_exit_set_length_table", args=(None if arm == RULE else f"1:{arm}",))
+def set_length(llm: Any, length: int | None) -> None:
+    """A fixed draft length; None: an engine as it was started."""
+    if length is not None:
+        llm.collective_rpc("early_exit_set_gate", args=("none", None))
+        llm.collective_rpc("early_exit_set_length_table", args=(f"1:{length}",))
 
 
 class Worker:
@@ -141,51 +141,56 @@ def main() -> None:
     common = {
         "model": args.model,
         "max_model_len": 4096,
-        "gpu_memory_utilization": 0.4,
+        "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         **json.loads(args.llm),
     }
-    logs = args.out.parent
-    spec = {"speculative_config": {"method": "selfspec"}}
-    workers = {RULE: Worker(common | spec, logs / "drafting.log"), "plain": Worker(common, logs / "plain.log")}
+    drafting, logs = common | {"speculative_config": {"method": "selfspec"}}, args.out.parent
+    fixed = [int(k) for k in args.fixed.split(",") if k]
+    engines = {PLAIN: (common, ""), RULE: (drafting, "")} | ({"fixed": (drafting, "")} if fixed else {})
     for name, path in (words.split("=", 1) for words in args.beside):
-        arguments = common if name.startswith("plain") else common | spec
-        workers[name] = Worker(arguments, logs / f"{name.replace(' ', '_')}.log", path)
+        engines[name] = (common if name.startswith(PLAIN) else drafting, path)
+    workers = {
+        name: Worker(arguments, logs / f"{name.replace(' ', '_')}.log", path)
+        for name, (arguments, path) in engines.items()
+    }
     document: dict[str, Any] = {"started": {name: worker.started() for name, worker in workers.items()}, "cells": []}
-    arms: list[tuple[str, Worker, Any]] = [("plain", workers["plain"], None), (RULE, workers[RULE], RULE)]
-    arms += [(f"k={k}", workers[RULE], int(k)) for k in args.fixed.split(",") if k]
-    arms += [(name, worker, None) for name, worker in workers.items() if name not in ("plain", RULE)]
+    arms: list[tuple[str, Worker, int | None]] = [
+        (name, worker, None) for name, worker in workers.items() if name != "fixed"
+    ]
+    arms += [(f"k={k}", workers["fixed"], k) for k in fixed]
     for batch in map(int, args.batches.split(",")):
         for prompts in args.prompts.split(","):
             if time.perf_counter() - began > args.seconds:
                 break
             job = {"prompts": prompts, "batch": batch, "count": args.count, "tokens": args.tokens}
-            for _, worker, arm in arms:  # once untimed: graphs that run for the first time, and the rule's first trials
-                worker.ask(job | {"arm": arm})
+            # Once untimed: graphs that run for the first time, and the rule's first trials.
+            for _, worker, length in arms:
+                worker.ask(job | {"length": length})
             answers: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in arms}
             for repeat in range(args.repeats):
                 turn = repeat * len(arms) // args.repeats
-                for name, worker, arm in arms[turn:] + arms[:turn]:
-                    answers[name].append(worker.ask(job | {"arm": arm}))
+                for name, worker, length in arms[turn:] + arms[:turn]:
+                    answers[name].append(worker.ask(job | {"length": length}))
             rows = [row(name, found) for name, found in answers.items()]
             same = {
-                name: sum(a == b for a, b in zip(found[0]["outputs"], answers["plain"][0]["outputs"], strict=True))
+                name: sum(a == b for a, b in zip(found[0]["outputs"], answers[PLAIN][0]["outputs"], strict=True))
                 for name, found in answers.items()
             }
-            again = sum(a == b for a, b in zip(*(one["outputs"] for one in answers["plain"][:2]), strict=True))
+            again = sum(a == b for a, b in zip(*(one["outputs"] for one in answers[PLAIN][:2]), strict=True))
             document["cells"].append(
                 {"batch": batch, "prompts": prompts, "rows": rows, "same_as_plain": same, "plain_as_itself": again}
             )
             args.out.write_text(json.dumps(document, indent=1))
             speed = {one["arm"]: one["tok_s"] for one in rows}
-            fixed = [(value, name) for name, value in speed.items() if name.startswith("k=")]
-            best = max(fixed or [(speed["plain"], "plain")])
+            of_fixed = [(value, name) for name, value in speed.items() if name.startswith("k=")]
+            best = max(of_fixed or [(speed[PLAIN], PLAIN)])
             print(
-                f"{batch:4d} {prompts:7s} plain {speed['plain']:8.0f}  rule {speed[RULE]:8.0f} "
-                f"{speed[RULE] / speed['plain']:.2f}x  best {best[1]} {best[0]:8.0f}, "
+                f"{batch:4d} {prompts:7s} plain {speed[PLAIN]:8.0f}  rule {speed[RULE]:8.0f} "
+                f"{speed[RULE] / speed[PLAIN]:.2f}x  best {best[1]} {best[0]:8.0f}, "
                 f"rule {speed[RULE] / best[0]:.2f} of it  {rows[1]['steps']}  "
-                f"same {same[RULE]} of {len(answers['plain'][0]['outputs'])} (plain again {again})",
+                f"same {same[RULE]} of {len(answers[PLAIN][0]['outputs'])} (plain again {again})",
                 flush=True,
             )
     print(document["started"], f"{time.perf_counter() - began:.0f} s", flush=True)

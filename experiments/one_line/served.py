@@ -1,12 +1,17 @@
 """The one line served over HTTP, next to plain vLLM on the same GPU, in turns: closed loops and Poisson arrivals.
 
     python experiments/one_line/served.py MODEL OUT.json --closed chat:1,8,32,64,128,256 coding:1,32,64 --fixed 0,4,8
+    python experiments/one_line/served.py MODEL OUT.json --closed --shares '' --changes chat:1 coding:64 edits:1 chat:32
 
 Two servers run at once, and one is idle while the other is asked. The server of the one line also runs the fixed draft
 lengths: the same copies with the rule switched off, through vLLM's development endpoint. A closed loop keeps its number
 of requests running. Poisson arrivals come at shares of the greatest throughput that plain vLLM reached in a closed
 loop. Every request streams 128 tokens of an answer to one of this project's own questions. Times are the client's: TTFT
 to the first part with text, TPOT over the rest of the answer. The arms take turns, in another order in each repeat.
+
+--changes asks for one kind of prompts with one number of clients after the other. For each it says what share of plain
+vLLM's tokens a second the one line had, after how many seconds it came within 5 % of the speed that it kept, and how
+long it was below 0.95 of plain vLLM's at a stretch.
 """
 
 import argparse
@@ -29,6 +34,7 @@ import aiohttp
 from selfspec_cli.texts.chat import chosen
 
 TOKENS, QUESTIONS = 128, 64
+BUCKET = 0.25  # seconds over which tokens are counted while traffic changes
 LOADING = 400.0  # seconds that a server may take to start
 WARM = 0.2  # share of a closed loop that is left out at its beginning
 PLAIN, RULE = "plain", "one line"
@@ -58,7 +64,7 @@ class Client:
     """Asks the servers. ports: of plain vLLM and of the one line. prompts: a kind of questions of texts/chat.py."""
 
     def __init__(self, session: aiohttp.ClientSession, ports: dict[str, int]) -> None:
-        self._session, self._ports = session, ports
+        self._session, self._ports, self._arm = session, ports, RULE
         self.take("chat")
 
     def take(self, prompts: str) -> None:
@@ -83,9 +89,11 @@ class Client:
         """Have a server draft by the rule, or with a fixed length ("k=4"); its port."""
         if arm == PLAIN:
             return self._ports[PLAIN]
-        fixed = arm.removeprefix("k=") if arm != RULE else None
-        await self._tell("early_exit_set_gate", "auto" if fixed is None else "none", None)
-        await self._tell("early_exit_set_length_table", None if fixed is None else f"1:{fixed}")
+        if arm != self._arm:  # a change makes the rule forget what it has learnt
+            fixed = arm.removeprefix("k=") if arm != RULE else None
+            await self._tell("early_exit_set_gate", "auto" if fixed is None else "none", None)
+            await self._tell("early_exit_set_length_table", None if fixed is None else f"1:{fixed}")
+            self._arm = arm
         return self._ports[RULE]
 
     async def _tell(self, method: str, *args: object) -> None:
@@ -100,9 +108,9 @@ class Client:
         found = re.findall(r'^vllm:selfspec_steps_by_draft_slots_total\{.*slots="(\d+)".*\} (\S+)$', text, re.M)
         return {int(slots): float(number) for slots, number in found}
 
-    async def ask(self, port: int, number: int) -> Request:
-        """One question, streamed."""
-        body = {
+    async def ask(self, port: int, number: int, came: list[tuple[float, int]] | None = None) -> Request:
+        """One question, streamed. came: gets when parts came, and how many tokens of the answer there were by then."""
+        body: dict[str, Any] = {
             "model": "model",
             "messages": [{"role": "user", "content": self._questions[number % QUESTIONS]}],
             "max_tokens": TOKENS,
@@ -110,6 +118,8 @@ class Client:
             "stream": True,
             "ignore_eos": True,
         }
+        if came is not None:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         sent, first, last = time.perf_counter(), 0.0, 0.0
         async with self._session.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
             answer.raise_for_status()
@@ -118,6 +128,8 @@ class Client:
                     last = time.perf_counter()
                     # The first part of an answer has its role and no text.
                     first = first or (0.0 if b'"content":""' in part and part.count(b"data: ") == 1 else last)
+                if came is not None and (counts := re.findall(rb'"completion_tokens":(\d+)', part)):
+                    came.append((time.perf_counter(), int(counts[-1])))
         return Request(sent, first or last, last)
 
     async def closed(self, port: int, clients: int, seconds: float) -> tuple[float, list[Request]]:
@@ -135,6 +147,34 @@ class Client:
         since = begin + WARM * seconds
         inside = sum(max(0.0, min(one.last, end) - max(one.sent, since)) / (one.last - one.sent) for one in ended)
         return TOKENS * inside / (end - since), ended
+
+    async def changing(self, port: int, phases: list[tuple[str, int]], seconds: float) -> list[list[float]]:
+        """Closed loops one after the other: tokens a second in each BUCKET of each phase. Answers run on into the next
+        phase, as those of real clients do."""
+        begin, tasks = time.perf_counter(), []
+        answers: list[list[tuple[float, int]]] = []
+
+        async def client(number: int, step: int, end: float) -> None:
+            while time.perf_counter() < end:
+                answers.append([])
+                await self.ask(port, number, answers[-1])
+                number += step
+
+        for at, (prompts, clients) in enumerate(phases):
+            self.take(prompts)
+            end = begin + (at + 1) * seconds
+            tasks += [asyncio.create_task(client(number, clients, end)) for number in range(clients)]
+            await asyncio.sleep(end - time.perf_counter())
+        await asyncio.gather(*tasks)
+        in_phase = round(seconds / BUCKET)
+        tokens = [0.0] * (len(phases) * in_phase)
+        for came in answers:
+            before = 0
+            for when, count in came:
+                if (bucket := int((when - begin) / BUCKET)) < len(tokens):
+                    tokens[bucket] += (count - before) / BUCKET
+                before = count
+        return [tokens[at * in_phase : (at + 1) * in_phase] for at in range(len(phases))]
 
     async def poisson(self, port: int, rate: float, seconds: float) -> tuple[float, list[Request]]:
         """Arrivals at `rate` a second, at the same moments for every arm: tokens a second, and the requests."""
@@ -163,6 +203,24 @@ def row(runs: list[tuple[float, list[Request]]], steps: dict[int, float]) -> dic
         result[f"{name}_p50_ms"] = round(1000 * statistics.median(values), 2)
         result[f"{name}_p99_ms"] = round(1000 * values[min(len(values) - 1, int(0.99 * len(values)))], 2)
     return result | ({"steps": steps} if steps else {})
+
+
+def change_row(plain: list[float], ours: list[float]) -> dict[str, Any]:
+    """How the one line took a change of traffic: tokens a second in each BUCKET of the phase after it, of both."""
+    usual, kept = (statistics.median(speeds[len(speeds) // 2 :]) for speeds in (plain, ours))
+    second = round(1 / BUCKET)
+    smooth = [statistics.mean(ours[at : at + second]) for at in range(len(ours) - second + 1)]
+    late = [at for at, speed in enumerate(smooth) if speed < 0.95 * kept and at < len(smooth) // 2]
+    longest = run = 0
+    for speed in ours:
+        run = run + 1 if speed < 0.95 * usual else 0
+        longest = max(longest, run)
+    return {
+        "plain": round(usual, 1),
+        "over_plain": round(kept / usual, 3),
+        "settled_s": (late[-1] + 1) * BUCKET if late else 0.0,
+        "longest_below_plain_s": longest * BUCKET,
+    }
 
 
 async def measure(
@@ -219,6 +277,13 @@ async def measure(
         for share in (float(share) for share in args.shares.split(",") if share):
             rate = share * best / TOKENS
             await level(f"poisson {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each))
+        phases = [(prompts, int(clients)) for prompts, clients in (words.split(":") for words in args.changes)]
+        for _ in range(args.repeats if phases else 0):
+            both = [await client.changing(await client.use(arm), phases, each) for arm in (PLAIN, RULE)]
+            rows = [change_row(plain, ours) for plain, ours in zip(*both, strict=True)]
+            document.setdefault("changes", []).append(dict(zip(args.changes, rows, strict=True)))
+            args.out.write_text(json.dumps(document, indent=1))
+            print(document["changes"][-1], flush=True)
     return document
 
 
@@ -226,9 +291,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--closed", nargs="+", default=["chat:1,8,32,64,128,256"], help="prompts, and their clients")
+    parser.add_argument("--closed", nargs="*", default=["chat:1,8,32,64,128,256"], help="prompts, and their clients")
     parser.add_argument("--fixed", default="0,4", help="fixed draft lengths as further arms of the closed loops")
     parser.add_argument("--shares", default="0.3,0.6,0.9")
+    parser.add_argument(
+        "--changes", nargs="*", default=[], help="prompts:clients, each for the seconds of --seconds-each"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds-each", type=float, default=5.0)
     parser.add_argument(

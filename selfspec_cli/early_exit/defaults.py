@@ -21,8 +21,9 @@ VIEW_KEYS = tuple(key for name in ("layer", "vocab", *own_settings()) for key in
 """Keys of a speculative_config that say what drafts. Where one is named, nothing of it is chosen."""
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
-BYTES_PER_COPIED_WEIGHT = 1.06
-"""Of 4-bit copies on an engine for many requests, with the second layout that its wide steps read (results/LOG.md)."""
+BYTES_PER_COPIED_WEIGHT = 1.6
+"""Of 4-bit copies on an engine for many requests, in three layouts: as they were made, and as each of the two kernels
+for a whole draft step reads them (vllm_plugin/fused_step/)."""
 SHARE_OF_CACHE = 0.3
 """Of the memory left beside the weights, what copies may take: the rest is for the KV cache or, where its size was set
 apart, for activations, graphs and other engines."""

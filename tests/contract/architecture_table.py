@@ -1,6 +1,7 @@
 """The table of architectures in docs/limits.md, from what `tests/engine/architectures.py` wrote."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,23 @@ RAN = ("works", "refused", "wrong", "fails")
 HEAD = """
 ### Architectures
 
-Each decoder-only architecture of vLLM's registry, as a tiny model of random weights on a CPU: {asked} of {known} were
-asked, {made} of them can be made with transformers, and a plain vLLM runs {ran} of these here. With {works} of the
-{ran} early exit works: greedy output is the plain engine's, drafts were made and some were accepted. `python
-tests/engine/architectures.py --out tests/engine/architectures.jsonl` asks all that were not asked yet.
+Decoder-only architectures of vLLM's registry as tiny models of random weights on a CPU
+(`tests/engine/architectures.py`): {asked} of {known} were asked, {made} of them can be made with transformers, and a
+plain vLLM runs {ran} of these. With {works} of the {ran} early exit works: greedy output is the plain engine's, drafts
+were made and some were accepted.
 
-| architecture | vLLM's class | its layers | accepted of drafted |
-|---|---|---|---|
-"""
-
-REST = """
-Those that do not work, or could not be tried:
-
-| architecture | what happens | why |
-|---|---|---|
+| what happens | with |
+|---|---|
 """
 
 WORDS = {
+    "works": "works",
     "refused": "refused",
     "wrong": "another output than the plain engine's",
     "fails": "fails",
-    "vllm": "a plain vLLM did not run this tiny model here",
+    "vllm": "a plain vLLM did not run the tiny model here",
+    "no model": "transformers made no tiny model",
+    "not asked": "not asked yet",
 }
 
 
@@ -50,22 +47,24 @@ def section(found: Sequence[dict[str, Any]]) -> str:
     ran = [one for one in asked if one["verdict"] in RAN]
     made = [one for one in asked if one["verdict"] != "no model"]
     counts = {"known": found, "asked": asked, "made": made, "ran": ran, "works": works}
+    rows: dict[str, list[str]] = {}
+    for one in sorted(found, key=lambda one: list(WORDS).index(one["verdict"])):
+        rows.setdefault(_what(one), []).append(one["name"])
     parts = [HEAD.format(**{name: len(ones) for name, ones in counts.items()})]
-    parts += [
-        f"| {one['name']} | {one['served_by']} | {one['layers']} | {one['accepted']} of {one['drafted']} |\n"
-        for one in works
-    ]
-    rest = [one for one in made if one["verdict"] != "works"]
-    parts += [REST, *(f"| {one['name']} | {WORDS[one['verdict']]} | {_why(one)} |\n" for one in rest)]
-    absent = ", ".join(one["name"] for one in asked if one["verdict"] == "no model")
-    parts.append(f"\nNo tiny model of these could be made with transformers: {absent}.\n")
-    later = ", ".join(one["name"] for one in found if one["verdict"] == "not asked")
-    return "".join([*parts, f"\nNot asked yet: {later}.\n" if later else ""])
+    return "".join([*parts, *(f"| {what} | {', '.join(names)} |\n" for what, names in rows.items())])
+
+
+def _what(one: dict[str, Any]) -> str:
+    """What happens with an architecture: on which of vLLM's models it works, and why we refuse it."""
+    text = WORDS[one["verdict"]]
+    if one["verdict"] == "works" and one["served_by"].startswith("Transformers"):
+        return f"{text}, on vLLM's Transformers backend"
+    return f"{text}: {_why(one)}" if one["verdict"] in ("refused", "fails") else text
 
 
 def _why(one: dict[str, Any]) -> str:
-    """The reason in one cell; of our refusals what comes before the advice, without the model's place."""
+    """The first part of the reason; of our refusals without the model's place."""
     text = one["reason"]
     if one["verdict"] == "refused":
         text = text.partition("is not supported with early exit")[2].lstrip(": ") or text
-    return text.partition("; ")[0].replace("|", "\\|")[:200]
+    return re.split("[;,] ", text)[0].replace("|", "\\|")[:200]

@@ -16,9 +16,7 @@ from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_wei
 from selfspec_cli.vllm_plugin import refusals, spec_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
-YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
-CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, and its records in `RECORDS`."""
+REFUSED, BY_VLLM = "Refused", "by vLLM"
 RECORDS = (
     "gpu/lossless_h100.json",
     "gpu/lossless_h200.json",
@@ -26,35 +24,37 @@ RECORDS = (
     "gpu.jsonl.xz/lossless_lengths.json",
     "gpu/lowbit.jsonl.xz/lossless_more_h200.json",
 )
-"""Of results/published."""
+"""Of results/published: the cases of `tests/gpu/test_v2_lossless.py` on vLLM 0.32.0, with batch-invariant kernels."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the page's tables. table: the heading above it; note: its cell "what to know"."""
+    """One line of the page's tables of three columns. table: the heading above it.
+
+    Of what works, `shown` is where that was seen, such as "CPU, GPU (Gemma 3)", and note is what to know. Of what is
+    refused, shown is empty, note is the reason, and instead what the refusal has to advise.
+    """
 
     table: str
     what: str
-    works: str
+    shown: str
     note: str
-    cpu: str
-    gpu: str
-
-    @property
-    def instead(self) -> str:
-        """What a refusal has to advise."""
-        return self.note.rpartition("instead: ")[2] if "instead: " in self.note else ""
+    instead: str = ""
 
 
 def rows() -> list[Row]:
-    """The rows of the page's tables of five columns."""
+    """The rows of the page's tables of what is refused, and of what works and where that was shown."""
     found, table = [], ""
     for line in PAGE.read_text(encoding="utf-8").partition("<!-- compatibility -->")[2].splitlines():
-        if line.startswith("### "):
-            table = line.removeprefix("### ")
-        cells = [cell.strip() for cell in line.split(" |")] if line.startswith("| ") else []
-        if len(cells) == 6 and cells[1] in (YES, REFUSED, BY_VLLM):
-            found.append(Row(table, cells[0].removeprefix("| "), *cells[1:5]))
+        if line.startswith("#"):
+            table = line.lstrip("# ")
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 3 or cells[0] == "refused":
+            continue
+        if table == REFUSED and not cells[0].startswith("-"):
+            found.append(Row(table, cells[0], "", *cells[1:]))
+        elif cells[1].startswith(("CPU", "GPU")):
+            found.append(Row(table, *cells))
     return found
 
 
@@ -102,35 +102,38 @@ def runner(device: str, v2: bool | None) -> Callable[[], Any]:
 LATENTS = SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True)
 WINDOWED = SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)
 ADAPTERS, EXPERTS = SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True)
-REFUSALS: dict[str, Callable[[], Any]] = {
-    "pipeline parallelism": engine(pipeline_parallel_size=2),
-    "data parallelism": engine(data_parallel_size=2),
-    "prefill context parallelism": engine(prefill_context_parallel_size=2),
-    "decode context parallelism": engine(decode_context_parallel_size=2),
-    "latent attention on a CPU": lambda: refusals.refuse_latents(LATENTS, "cpu"),
-    "recurrent states": target("is_hybrid"),
-    "models that only have a recurrent state": target("is_attention_free"),
-    "encoder-decoder models": target("is_encoder_decoder"),
-    "diffusion language models": target("is_diffusion"),
-    "embedding and other pooling models": target("runner_type", "pooling"),
-    "LoRA with a mixture of experts": lambda: refusals.refuse_adapters(ADAPTERS, EXPERTS),
-    "sessions whose input streams in": refusals.refuse_streamed_input,
-    "watermarks": engine(watermark_config={"key": 1}),
-    "V2 model runner on a CPU": runner("cpu", True),
-    "V1 model runner on a GPU": runner("cuda", False),
-    "devices that are for vLLM neither a CPU nor CUDA": runner("xpu", None),
-    "elastic expert parallelism": engine(enable_elastic_ep=True),
-    "the same for layers with a sliding window": lambda: refusals.refuse_context(Context("window", (64,)), [WINDOWED]),
-    "the same for latent keys": blocks_of_latent_keys,
-    "weights fetched while layers run": engine(offload_group_size=4),
-    "keys of a speculative_config": lambda: spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3}),
-    "copies fitted to data, with tensor": lambda: refusals.refuse_fitted_copies("a file", 2),
-    "copies with expert parallelism": weights("fp8", is_moe=True, expert_parallel=True),
-    "copies of quantised experts": weights("fp8", quantization="awq", is_moe=True),
-    "integer copies where a rank's rows": weights("int8", row_lengths=(96,)),
-    "fp8 on an older GPU": weights("fp8", device="cuda", dtype="float16"),
-}
-"""Row that we refuse -> what is refused."""
+REFUSALS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("pipeline parallelism", engine(pipeline_parallel_size=2)),
+    ("data parallelism", engine(data_parallel_size=2)),
+    ("elastic expert parallelism", engine(enable_elastic_ep=True)),
+    ("prefill or decode context parallelism", engine(prefill_context_parallel_size=2)),
+    ("prefill or decode context parallelism", engine(decode_context_parallel_size=2)),
+    ("latent attention (MLA) on a CPU", lambda: refusals.refuse_latents(LATENTS, "cpu")),
+    ("recurrent states", target("is_hybrid")),
+    ("recurrent states", target("is_attention_free")),
+    ("encoder-decoder models", target("is_encoder_decoder")),
+    ("diffusion language models", target("is_diffusion")),
+    ("embedding and other pooling models", target("runner_type", "pooling")),
+    ("LoRA with a mixture of experts", lambda: refusals.refuse_adapters(ADAPTERS, EXPERTS)),
+    ("sessions whose input streams in", refusals.refuse_streamed_input),
+    ("watermarks", engine(watermark_config={"key": 1})),
+    ("V2 model runner on a CPU", runner("cpu", True)),
+    ("V1 model runner on a GPU", runner("cuda", False)),
+    ("devices other than", runner("xpu", None)),
+    ("draft_window for layers", lambda: refusals.refuse_context(Context("window", (64,)), [WINDOWED])),
+    ("draft_context=blocks:N for latent keys", blocks_of_latent_keys),
+    ("weights fetched while layers run", engine(offload_group_size=4)),
+    (
+        "keys of a speculative_config",
+        lambda: spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3}),
+    ),
+    ("copies fitted to data, with tensor", lambda: refusals.refuse_fitted_copies("a file", 2)),
+    ("copies with expert parallelism", weights("fp8", is_moe=True, expert_parallel=True)),
+    ("copies of quantised experts", weights("fp8", quantization="awq", is_moe=True)),
+    ("integer copies where a rank's rows", weights("int8", row_lengths=(96,))),
+    ("fp8 on an older GPU", weights("fp8", device="cuda", dtype="float16")),
+)
+"""The beginning of a row's name -> what is refused; a row may have several."""
 
 # ---- what tries the others on the CPU -------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "mixture of experts",
         "sliding windows",
         "greedy decoding",
-        "CPU",
+        "an engine on a CPU",
         "prefix caching, chunked prefill",
         "shared (the target's own)",
     ),

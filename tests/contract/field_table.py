@@ -8,14 +8,13 @@ FILE = Path(__file__).parents[1] / "engine" / "request_fields.py"
 HEAD = """
 ### Fields of a request
 
-Each field of vLLM's SamplingParams, on both runners (V1 on a CPU, V2 in Triton's interpreter), in one batch with all
-others: while tokens are drafted, while a table of lengths switches drafts off by load, and while each request asks for
-none (`selfspec_k` 0). "yes": the answer, with its log-probabilities, is a plain engine's. `temperature`, `top_p`,
-`top_k` and `min_p` were asked for so that one token is left; that drafts keep the distribution is shown apart
-(`tests/engine/test_sampling.py`, on V2 `tests/engine/v2/test_v2_sampling.py`).
+Fields of vLLM's SamplingParams, in one batch with all others: with drafts, without any by load (a table of lengths) and
+by request (`selfspec_k` 0). "yes": each time the answer, with its log-probabilities, is a plain engine's.
+`temperature`, `top_p`, `top_k` and `min_p` were asked for so that one token is left; for the distribution see
+`tests/engine/test_sampling.py`.
 
-| field | V1: drafts | off by load | off by request | V2: drafts | off by load | off by request | what to know |
-|---|---|---|---|---|---|---|---|
+| field | V1, on a CPU | V2, in Triton's interpreter | what to know |
+|---|---|---|---|
 """
 
 
@@ -39,4 +38,4 @@ def fields() -> set[str]:
 
 
 def _line(names: list[str], on_v1: str, on_v2: str, note: str) -> str:
-    return f"| {', '.join(names)} | " + " | ".join([*[on_v1] * 3, *[on_v2] * 3]) + f" | {note} |\n"
+    return f"| {', '.join(names)} | {on_v1} | {on_v2} | {note} |\n"

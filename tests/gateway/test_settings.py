@@ -1,14 +1,16 @@
 """The configuration: files, overrides, and what is said of mistakes in them.
 
-`python tests/gateway/test_settings.py` writes the table of all settings into docs/gateway_reference.md.
+`python tests/gateway/test_settings.py` writes the file of all settings into docs/gateway_reference.md.
 """
 
+import json
 import re
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from selfspec_cli.commands import gateway as command
@@ -18,7 +20,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings
 from selfspec_cli.record.gateway_log import Gain, Route
 
 ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
@@ -158,46 +160,50 @@ def test_the_tables_of_the_demo_have_headings_that_need_no_glossary(capsys):
     assert "streams that were continued: 1" in words
 
 
-# ---- docs/gateway_reference.md has a table of all settings
+# ---- docs/gateway_reference.md has a file of all settings
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 
 
-def rows(schema, place=""):
+def lines(schema, indent=""):
+    """Every setting as a line of YAML: its default, and what it means."""
     hints = get_type_hints(schema)
     for column in fields(schema):
         kind, about = hints[column.name], column.metadata.get("knob")
+        name = f"{indent}{column.name}:"
         inner = next((one for one in get_args(kind) if is_dataclass(one)), None)
-        if inner is not None:
-            yield from rows(inner, f"{place}{column.name}.N.")
-        elif is_dataclass(kind):
-            yield from rows(kind, f"{place}{column.name}.")
+        if is_dataclass(kind):
+            yield from (name, *lines(kind, f"{indent}  "))
+        elif inner is not None:
+            yield f"{name:<34}# {about.help}"
+            first, *others = lines(inner, f"{indent}    ")
+            yield from (f"{indent}  - {first.lstrip()}", *others)
+        elif column.name == "policy_options":
+            yield name
+            for policy, entry in POLICIES.items():
+                if fields(entry.options):
+                    yield from (f"{indent}  {policy}:", *lines(entry.options, f"{indent}    "))
         else:
             default = column.default if column.default is not MISSING else column.default_factory()
-            shown = (
-                f"unset: {about.unset}"
-                if default is None
-                else f"`{str(default).lower()}`"
-                if isinstance(default, bool)
-                else f"`{default}`"
-            )
-            yield f"| `{place}{column.name}` | {shown} | {about.unit} | {about.help} |"
-            if column.name == "policy_options":
-                for name, policy in POLICIES.items():
-                    yield from rows(policy.options, f"policy_options.{name}.")
+            unset = f"; unset: {about.unset}" if default is None and about.unset != "no limit" else ""
+            yield f"{f'{name} {json.dumps(default)}':<34}# {about.help}{unset}"
 
 
-def with_table(text):
-    table = "\n".join(["", "| setting | default | unit | meaning |", "|---|---|---|---|", *rows(GatewaySettings), ""])
-    return re.sub("(<!-- settings -->).*(<!-- /settings -->)", lambda m: m[1] + table + m[2], text, flags=re.S)
+def with_file(text):
+    file = "\n".join(["", "```yaml", *lines(GatewaySettings), "```", ""])
+    return re.sub("(<!-- settings -->).*(<!-- /settings -->)", lambda m: m[1] + file + m[2], text, flags=re.S)
 
 
-def test_the_page_has_every_setting():
+def test_the_page_has_every_setting_with_its_default():
     text = PAGE.read_text(encoding="utf-8")
-    assert text == with_table(text), f"write it anew: python {Path(__file__).name}"
-    assert "| `limits.at_once` | `4096` |" in text
+    assert text == with_file(text), f"write it anew: python {Path(__file__).name}"
+    shown = yaml.safe_load(re.search("<!-- settings -->\n```yaml\n(.*?)```", text, re.S)[1])
+    options = shown.pop("policy_options")
+    assert {name: asdict(POLICIES[name].options()) for name in options} == options and len(options) >= 3
+    plain = asdict(GatewaySettings(backends=[BackendSettings()], keys=[KeySettings()]))
+    assert shown == {name: value for name, value in plain.items() if name != "policy_options"}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_file(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

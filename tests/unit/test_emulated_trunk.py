@@ -197,8 +197,11 @@ class Emulated:
 def linear(layer: dict[str, Any], name: str) -> Any:
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    for part, tensor in layer["copies"][name].items():
+    tensors = layer["copies"][name] | {"second": torch.zeros(1)}
+    for part, tensor in tensors.items():
         copy.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+    kernels: Any = SimpleNamespace(SECOND_LAYOUT=("second",))
+    copy._kernels, copy._names = kernels, tuple(tensors)
     return SimpleNamespace(copy_of_weight=copy, bias=layer["bias"] if name == "qkv" else None)
 
 
@@ -240,10 +243,12 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
     attention = (metadata, None, step.caches[0], step.slots)
     monkeypatch.setattr(vllm_names, "get_attention_context", lambda _: attention, raising=False)
     monkeypatch.setattr(vllm_names, "get_forward_context", lambda: context, raising=False)
-    fused = FusedStep(decoder(model), 16, CPU, requests=64)
+    trunk = decoder(model)
+    fused = FusedStep(trunk, 16, CPU, requests=64)
     wanted, _ = trunk_model.reference(step, trunk_model.MANY_TOKENS)
     out = fused(len(step.lengths), SimpleNamespace(input_ids=step.ids, positions=step.positions))
     live = step.lengths > 0
     assert out is not None and trunk_model.error(out[live], wanted[live]) < CLOSE["many"]
     assert fused.tokens == (16,)
+    assert set(trunk.layers[0].mlp.down_proj.copy_of_weight._parameters) == {"words", "scales"}
     assert FusedStep(decoder(model), 16, CPU, requests=8).most == 8

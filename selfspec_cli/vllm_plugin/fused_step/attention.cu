@@ -1,6 +1,6 @@
 // ---- attention of one block ------------------------------------------------------------------------------------
 // What a block attends to: one request, one head of keys, one split. The same in every layer.
-struct Unit {
+struct Item {
     long long slot;                  // where the new token's key goes, in elements of a layer's cache; -1: nowhere
     int token, head, split, length;  // token: -1 for none
 };
@@ -9,45 +9,45 @@ struct Unit {
 struct Tiles {
     int tile, step, all;
 };
-__device__ __forceinline__ Tiles tiles_of(const Lane& lane, const Unit& unit) {
-    const int splits = splits_for(unit.length);
-    return {unit.split * WARPS + int(lane.warp), splits * WARPS, key_tiles(unit.length)};
+__device__ __forceinline__ Tiles tiles_of(const Lane& lane, const Item& item) {
+    const int splits = splits_for(item.length);
+    return {item.split * WARPS + int(lane.warp), splits * WARPS, key_tiles(item.length)};
 }
 
 // Where key `row` of a tile is.
-__device__ __forceinline__ long long offset_of(const Lane& lane, const Arguments& a, const Unit& unit, int tile) {
-    int at = min(tile * 8 + int(lane.row), unit.length - 2);
-    int block = a.table[unit.token * a.table_row + at / PAGE];
-    return block * a.cache_block + at % PAGE * a.cache_token + unit.head * a.cache_head;
+__device__ __forceinline__ long long offset_of(const Lane& lane, const Arguments& a, const Item& item, int tile) {
+    int at = min(tile * 8 + int(lane.row), item.length - 2);
+    int block = a.table[item.token * a.table_row + at / PAGE];
+    return block * a.cache_block + at % PAGE * a.cache_token + item.head * a.cache_head;
 }
 
-__device__ __forceinline__ Unit unit_of(const Arguments& a, int block) {
-    Unit unit = {-1, -1, 0, 0, 0};
+__device__ __forceinline__ Item item_of(const Arguments& a, int block) {
+    Item item = {-1, -1, 0, 0, 0};
     int before = 0;
 #pragma unroll 1
     for (int token = 0; token < NT; token++) {
         int length = a.lengths[token], splits = splits_for(length), mine = block - before;
         if (mine >= 0 && mine < splits * KVH) {
-            unit.token = token, unit.head = mine / splits, unit.split = mine % splits, unit.length = length;
+            item.token = token, item.head = mine / splits, item.split = mine % splits, item.length = length;
         }
         before += splits * KVH;
     }
-    if (unit.token >= 0 && unit.length > 0) {
-        long long slot = a.slots[unit.token];
-        if (slot >= 0) unit.slot = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + unit.head * a.cache_head;
+    if (item.token >= 0 && item.length > 0) {
+        long long slot = a.slots[item.token];
+        if (slot >= 0) item.slot = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + item.head * a.cache_head;
     }
-    return unit;
+    return item;
 }
 
 // first: where key `row` of the warp's first tile is. Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
-__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Unit& unit, long long first, int layer) {
+__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Item& item, long long first, int layer) {
     const int lines = DIM / 64;  // of 128 bytes, of a key; as many are its value's
     int line = lane.id & 3;
     if (line >= 2 * lines) return;
     const u16* cache = (const u16*)a.caches[layer] + (line < lines ? 0 : a.cache_value) + line % lines * 64;
-    const Tiles tiles = tiles_of(lane, unit);
+    const Tiles tiles = tiles_of(lane, item);
     for (int tile = tiles.tile; tile < tiles.all; tile += tiles.step) {
-        long long place = tile == tiles.tile ? first : offset_of(lane, a, unit, tile);
+        long long place = tile == tiles.tile ? first : offset_of(lane, a, item, tile);
         prefetch(cache + place);
     }
 }
@@ -88,14 +88,14 @@ __device__ __forceinline__ void load_head(
     }
 }
 
-// A unit, by all warps of the block.
+// An item, by all warps of the block.
 __device__ __forceinline__ void attend(
-    const Lane& lane, const Arguments& a, const Unit& unit, long long first, u32 flag, int layer, bool direct, char* shared,
+    const Lane& lane, const Arguments& a, const Item& item, long long first, u32 flag, int layer, bool direct, char* shared,
     float* sums
 ) {
-    const int token = unit.token, head = unit.head, split = unit.split, length = unit.length;
+    const int token = item.token, head = item.head, split = item.split, length = item.length;
     const u16* cache = (const u16*)a.caches[layer];
-    const Tiles tiles = tiles_of(lane, unit);
+    const Tiles tiles = tiles_of(lane, item);
     int tile = tiles.tile;
     Keys keys;
     if (tile < tiles.all) read_keys(keys, lane, a, cache, first, length - 1 - tile * 8);
@@ -105,8 +105,8 @@ __device__ __forceinline__ void attend(
         int part = n < GROUP_HEADS ? 0 : n - GROUP_HEADS + 1;
         int number = part == 0 ? head * GROUP_HEADS + n : QH + (part - 1) * KVH + head;
         u16* to = part == 0 ? queries + n * (DIM + 8) : fresh + (part - 1) * DIM;
-        bool writes = part > 0 && split == 0 && unit.slot >= 0;
-        u16* cached_at = writes ? (u16*)cache + unit.slot + (part - 1) * a.cache_value : (u16*)0;
+        bool writes = part > 0 && split == 0 && item.slot >= 0;
+        u16* cached_at = writes ? (u16*)cache + item.slot + (part - 1) * a.cache_value : (u16*)0;
         load_head(lane, a, flag, layer, token, number, part, turn, to, cached_at);
     }
     __syncthreads();
@@ -136,7 +136,7 @@ __device__ __forceinline__ void attend(
         }
         attend_to(found, keys, query, lane, a.scale, [] {});
         if (cached) tile += tiles.step;
-        if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, unit, tile), length - 1 - tile * 8);
+        if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, item, tile), length - 1 - tile * 8);
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
     store_attended(found, lane, sums + lane.warp * GROUP_HEADS * DIM);

@@ -35,9 +35,9 @@
 // Up to four tokens are the even columns of a product, so that every lane has the sums of one of them; more are all
 // columns, and a lane has the sums of two.
 #define LANE_TOKENS (NT <= 4 ? 1 : 2)
-#define UNITS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
+#define TOKEN_GROUPS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
 #define EVEN_NT (NT == 1 ? 1 : (NT + 1) / 2 * 2)      // tokens that shared memory has room for
-#define TILE_SUMS (UNITS * LANE_TOKENS * 16)          // sums of a tile, of one warp
+#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16)          // sums of a tile, of one warp
 
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
 // Every warp has an area of its own: its tokens as bytes, and its sums of a phase. SHARED_AREA: sums of a phase lie
@@ -60,8 +60,8 @@
 #define AT_ROPE (AT_NEW + 2 * DIM * 2)
 #define AT_BARRIERS (AT_ROPE + NT * DIM * 4)
 #define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
-#define AT_UNIT (AT_PLAN + 24)
-#define AT_SPLITS (AT_UNIT + 24)
+#define AT_ITEM (AT_PLAN + 24)
+#define AT_SPLITS (AT_ITEM + 24)
 #define AT_SIZES (AT_SPLITS + NT * 4)
 #define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
 

@@ -1,10 +1,10 @@
 // ---- the trunk -------------------------------------------------------------------------------------------------
 struct Rows {
-    float2 of[LANE_TOKENS];  // rows `row` and `row + 1` of each token of a unit
+    float2 of[LANE_TOKENS];  // rows `row` and `row + 1` of each token of a token group
 };
 // Sums of all warps. area: of the first warp's.
-__device__ __forceinline__ Rows add_warps(const char* area, int tile, int unit, int row) {
-    const float* from = (const float*)area + tile * TILE_SUMS + place_of_sums(unit, row);
+__device__ __forceinline__ Rows add_warps(const char* area, int tile, int token_group, int row) {
+    const float* from = (const float*)area + tile * TILE_SUMS + place_of_sums(token_group, row);
     Rows all = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++, from += AREA_WARP / 4) {
@@ -54,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     SHARED_MEMORY(shared);
     const u32 block = blockIdx.x, thread = threadIdx.x;
     Lane lane;
-    lane.warp = thread / 32, lane.id = thread % 32, lane.row = lane.id / 4, lane.unit = (lane.id & 3) < UNITS ? (lane.id & 3) : 0;
+    lane.warp = thread / 32, lane.id = thread % 32, lane.row = lane.id / 4;
+    lane.token_group = (lane.id & 3) < TOKEN_GROUPS ? (lane.id & 3) : 0;
     lane.column = min(LANE_TOKENS == 1 ? lane.row / 2 : lane.row, NT - 1) * 64 + (lane.id & 3) * 16;
     char* const areas = shared + AT_AREA;
     lane.bytes = areas + lane.warp * AREA_WARP, lane.factors = shared + AT_FACTORS + lane.warp * FACTORS_WARP;
@@ -81,14 +82,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         if (thread == n) all_splits[n] = splits;
     }
     const bool direct = most > 1 && most <= DIRECT;  // readers add up all tokens' parts themselves
-    Unit* const unit = (Unit*)(shared + AT_UNIT);
-    if (thread == 0) *unit = unit_of(a, block);
+    Item* const item = (Item*)(shared + AT_ITEM);
+    if (thread == 0) *item = item_of(a, block);
     __syncthreads();
     long long first_keys = 0;  // where key `row` of the warp's first tile is, in elements of a layer's cache
-    if (unit->token >= 0) {
-        const Tiles keys = tiles_of(lane, *unit);
-        if (keys.tile < keys.all) first_keys = offset_of(lane, a, *unit, keys.tile);
-        prefetch_keys(lane, a, *unit, first_keys, 0);
+    if (item->token >= 0) {
+        const Tiles keys = tiles_of(lane, *item);
+        if (keys.tile < keys.all) first_keys = offset_of(lane, a, *item, keys.tile);
+        prefetch_keys(lane, a, *item, first_keys, 0);
     }
 #pragma unroll 1
     for (int n = thread; n < NT * DIM; n += THREADS) {
@@ -103,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     norm_weights.read(lane, a.norms, hidden);
 #if BIAS
     u32 bias = 0;  // of the layer that is next, for this thread's first rows
-    const bool biased = thread < plan[0].y * 8 * UNITS;
-    const u16* bias_at = a.bias + (plan[0].x + thread / (8 * UNITS)) * 16 + thread % 8 * 2;
+    const bool biased = thread < plan[0].y * 8 * TOKEN_GROUPS;
+    const u16* bias_at = a.bias + (plan[0].x + thread / (8 * TOKEN_GROUPS)) * 16 + thread % 8 * 2;
     if (biased) bias = *(const u32*)bias_at;
 #endif
     u16* sizes = (u16*)(shared + AT_SIZES) + lane.warp * CHUNKS;
@@ -133,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
             } else if (phase == 3) {
                 if (tiles > 0) load_quantized(lane, a, flag, share);
             } else {
-                if (unit->token >= 0) {
-                    const Unit mine = *unit;
+                if (item->token >= 0) {
+                    const Item mine = *item;
                     attend(lane, a, mine, first_keys, flag, layer, direct, shared, (float*)areas);
                     if (!ends) prefetch_keys(lane, a, mine, first_keys, layer + 1);
                 }
@@ -150,15 +151,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
             __syncthreads();
             // ---- what becomes of it
             if (phase == 0) {  // queries, keys, values
-                for (int n = thread; n < tiles * 8 * UNITS; n += THREADS) {
-                    int tile = n / (8 * UNITS), unit = n / 8 % UNITS, row = n % 8 * 2, out = (first + tile) * 16 + row;
-                    Rows rows = add_warps(sums, tile, unit, row);
+                for (int n = thread; n < tiles * 8 * TOKEN_GROUPS; n += THREADS) {
+                    int tile = n / (8 * TOKEN_GROUPS), token_group = n / 8 % TOKEN_GROUPS, row = n % 8 * 2;
+                    int out = (first + tile) * 16 + row;
+                    Rows rows = add_warps(sums, tile, token_group, row);
 #if BIAS
                     u32 some = n == thread ? bias : *(const u32*)(a.bias + layer * QKV + out);
 #endif
 #pragma unroll
                     for (int t = 0; t < LANE_TOKENS; t++) {
-                        const int token = unit * LANE_TOKENS + t;
+                        const int token = token_group * LANE_TOKENS + t;
                         if (token >= NT) break;
                         float factor = norm_factor(squares + token * WARPS);
                         float2 x = make_float2(rows.of[t].x * factor, rows.of[t].y * factor);
@@ -173,24 +175,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
 #endif
             } else if (phase == 2) {  // rows 0 to 7 of a tile are gates, the others what they gate
                 // Sixteen lanes have 32 columns of a token, two each, and round them together.
-                for (int n = thread; n < tiles * 4 * UNITS; n += THREADS) {
-                    int unit = n / 16 % UNITS, tile = n / (16 * UNITS) * 4 + n % 16 / 4, row = n % 4 * 2;
-                    Rows gates = add_warps(sums, tile, unit, row), ups = add_warps(sums, tile, unit, row + 8);
+                for (int n = thread; n < tiles * 4 * TOKEN_GROUPS; n += THREADS) {
+                    int tile = n / (16 * TOKEN_GROUPS) * 4 + n % 16 / 4, token_group = n / 16 % TOKEN_GROUPS, row = n % 4 * 2;
+                    Rows gates = add_warps(sums, tile, token_group, row), ups = add_warps(sums, tile, token_group, row + 8);
 #pragma unroll
                     for (int t = 0; t < LANE_TOKENS; t++) {
-                        const int token = unit * LANE_TOKENS + t;
+                        const int token = token_group * LANE_TOKENS + t;
                         if (token >= NT) break;
                         store_gated(a, flag, thread, token, (first + tile) * 8 + row, norm_factor(squares + token * WARPS), gates.of[t], ups.of[t]);
                     }
                 }
             } else {  // added to the residual
                 u64* to = a.words + (phase == 3 ? PK_X : PK_MID);
-                for (int n = thread; n < tiles * 8 * UNITS; n += THREADS) {
-                    int tile = n / (8 * UNITS), unit = n / 8 % UNITS, row = n % 8 * 2;
-                    Rows rows = add_warps(sums, tile, unit, row);
+                for (int n = thread; n < tiles * 8 * TOKEN_GROUPS; n += THREADS) {
+                    int tile = n / (8 * TOKEN_GROUPS), token_group = n / 8 % TOKEN_GROUPS, row = n % 8 * 2;
+                    Rows rows = add_warps(sums, tile, token_group, row);
 #pragma unroll
                     for (int t = 0; t < LANE_TOKENS; t++) {
-                        const int token = unit * LANE_TOKENS + t;
+                        const int token = token_group * LANE_TOKENS + t;
                         if (token >= NT) break;
                         float2 x = rows.of[t], *left = (float2*)(residual + (tile * NT + token) * 16 + row);
                         x.x += left->x, x.y += left->y, *left = x;

@@ -44,7 +44,7 @@ struct Ring {
 };
 
 struct Lane {
-    u32 warp, id, row, unit;  // row: of a tile; unit: tokens whose sums the lane has
+    u32 warp, id, row, token_group;  // row: of a tile; token_group: tokens whose sums the lane has
     u32 column;               // where its column of a product is among a group's bytes
     char *bytes, *factors;    // the warp's tokens [groups][EVEN_NT][64], and their factors [groups][EVEN_NT][2]
 };
@@ -67,7 +67,7 @@ struct Factors {
 };
 
 __device__ __forceinline__ Factors factors_of(const Lane& lane, int group) {
-    const char* at = lane.factors + (group * EVEN_NT + lane.unit * LANE_TOKENS) * 8;
+    const char* at = lane.factors + (group * EVEN_NT + lane.token_group * LANE_TOKENS) * 8;
     Factors factors;
     if (LANE_TOKENS == 1) {
         factors.of[0] = *(const float2*)at;
@@ -94,14 +94,15 @@ __device__ __forceinline__ Sums multiply_record(uint4 w, u32 scales, uint4 token
     return sums;
 }
 
-// Where the sums of a tile's `row` are: [UNITS][16 rows][LANE_TOKENS]. With two tokens the four units of a warp would
-// write to the same banks, so rows are exchanged by unit; a row and the next one stay side by side.
-__device__ __forceinline__ u32 place_of_sums(u32 unit, u32 row) {
-    return (unit * 16 + (LANE_TOKENS == 1 ? row : row ^ (unit * 4))) * LANE_TOKENS;
+// Where the sums of a tile's `row` are: [TOKEN_GROUPS][16 rows][LANE_TOKENS]. With two tokens the four groups of a warp
+// would write to the same banks, so rows are exchanged by group; a row and the next one stay side by side.
+__device__ __forceinline__ u32 place_of_sums(u32 token_group, u32 row) {
+    return (token_group * 16 + (LANE_TOKENS == 1 ? row : row ^ (token_group * 4))) * LANE_TOKENS;
 }
 __device__ __forceinline__ void store_sums(const Lane& lane, float* tile, const Sums& sums) {
-    if ((lane.id & 3) >= UNITS) return;
-    float *above = tile + place_of_sums(lane.unit, lane.row), *below = tile + place_of_sums(lane.unit, lane.row + 8);
+    if ((lane.id & 3) >= TOKEN_GROUPS) return;
+    float* const above = tile + place_of_sums(lane.token_group, lane.row);
+    float* const below = tile + place_of_sums(lane.token_group, lane.row + 8);
     if (LANE_TOKENS == 1) {
         *above = sums.above[0], *below = sums.below[0];
     } else {

@@ -140,6 +140,12 @@ class CopiedWeight(nn.Module):
         second = () if self._kernels is None else self._kernels.SECOND_LAYOUT
         return [tensor for name, tensor in self._tensors().items() if name not in second]
 
+    def keep_first_layout(self) -> None:
+        """Free the second layout, where another kernel takes the steps that read it."""
+        for name in () if self._kernels is None else self._kernels.SECOND_LAYOUT:
+            self._parameters.pop(name, None)
+        self._names = tuple(name for name in self._names if name in self._parameters)
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x, tensors = x.reshape(-1, x.shape[-1]), self._tensors()
         if self._kernels is None:

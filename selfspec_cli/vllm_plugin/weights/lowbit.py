@@ -4,11 +4,11 @@ Copies stay in the layout in which `early_exit.draft_weights.integers` writes th
 kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The tokens are rounded to 8 bits before
 (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
-Engines for more than 32 requests also keep copies as Marlin reads them, for 33 to 64 tokens. The
+Engines for more than 32 requests also keep copies as Marlin reads them, for 33 to 64 tokens: of the lm_head, and of the
+layers of models that fused_step/ does not know. It computes all layers as one kernel, from layouts of its own. The
 kernel is chosen when a step runs, so a step of eight or 32 requests has the same kernels in an engine for 256 requests
 as in one for eight or 32. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens, but steps of 32 took longer
-with them (results/LOG.md, "What does a server of a pretrained coder gain?"). Draft steps of a few
-tokens are one kernel on every engine (fused_step/), which has a layout of its own. Measured on an H100
+with them (results/LOG.md, "What does a server of a pretrained coder gain?"). Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """

@@ -43,6 +43,8 @@ __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, i
                            : phase == O_PHASE    ? ATTENTION_PHASE
                            : phase == DOWN_PHASE ? GATE_UP_PHASE
                                                  : O_PHASE;
+        // This block's one is among those that are waited for. It was added after all warps had read their sums, which lie
+        // where copies go. (compute-sanitizer's racecheck reports them: it cannot follow an order that goes through memory.)
         wait_for(a, bases, before, layer + 1);
         fence_copies();  // other blocks' stores, and what this block read and stored where copies go
         barrier_arrive(ready);

@@ -149,8 +149,8 @@ class Client:
         return TOKENS * inside / (end - since), ended
 
     async def changing(self, port: int, phases: list[tuple[str, int]], seconds: float) -> list[list[float]]:
-        """Closed loops one after the other: tokens a second in each BUCKET of each phase. Answers run on into the next
-        phase, as those of real clients do."""
+        """Closed loops one after the other: tokens a second in each BUCKET of each phase. An answer that is not
+        complete when its phase ends goes on in the next one."""
         begin, tasks = time.perf_counter(), []
         answers: list[list[tuple[float, int]]] = []
 

@@ -126,13 +126,11 @@ class FusedStep:
             "table_row": metadata.block_table.stride(0),
             "scale": self._scale,
         }
-        pointers = {name: pointer(tensor) for name, tensor in {**self._tensors, **step}.items()}
-        if num_tokens > MOST and self.wide is not None:
-            stream = {"stream": pointer(self.wide.records), "offsets": pointer(self.wide.offsets)}
-            kernel(WideArguments(**pointers, **stream, **numbers, tokens=num_tokens))
-        else:
-            stream = {"stream": pointer(self.stream.records), "offsets": pointer(self.stream.offsets)}
-            kernel(Arguments(**pointers, **stream, **numbers, plan=pointer(self._plan)))
+        few = num_tokens <= MOST
+        stream = self.streams[0 if few else -1]
+        tensors = {**self._tensors, **step, "stream": stream.records, "offsets": stream.offsets}
+        pointers = {name: pointer(tensor) for name, tensor in tensors.items()} | numbers
+        kernel(Arguments(**pointers, plan=pointer(self._plan)) if few else WideArguments(**pointers, tokens=num_tokens))
         return out
 
     @property

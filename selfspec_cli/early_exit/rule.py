@@ -46,8 +46,9 @@ SHORT_CONTEXT = 8192
 DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 16, 2
 """Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's; the last for what was
 never seen."""
-PLAUSIBLE = 0.85
-"""A width that was never seen at a batch size is tried at once if it is predicted to reach this share of the best."""
+PLAUSIBLE, UNSEEN_SHARE = 0.85, 0.01
+"""A width that was never seen at a batch size is tried if it is predicted to reach this share of the best. What such
+trials may lose of all time: steps of many drafts are long on a large model, and one that is ahead loses nothing."""
 TRIED_EVERY = 4
 """Of so many choices one is drawn; the others take the best by the means, which are the better guess between trials."""
 SPREAD = 0.15
@@ -323,8 +324,9 @@ class LengthRule:
         self._held: dict[tuple[int, int], tuple[Choice, int, float]] = {}
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
         self._brought: list[list[tuple[Brought, int, float, int]]] = [[], []]  # before the last verdicts, and since
-        # When a width above 0 was last chosen, whose verdicts come later, and plain steps were last tried, in seconds.
-        self._drafted = self._compared = clock()
+        # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried, and a width that
+        # was never seen and expected to lose was, in seconds.
+        self._drafted = self._compared = self._explored = clock()
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
         """For the step of a batch that begins. context: tokens of all requests together, or a function that counts
@@ -408,16 +410,20 @@ class LengthRule:
         trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         self.choices += 1
         # What plain steps take is seen, not predicted: drafting takes the host longer.
+        losses = {one: kind.seconds * (1 - means[one] / means[best]) for one, kind in kinds.items()}  # of a step
+        spare = UNSEEN_SHARE * (now - self._explored) / LEAST_HELD
         unseen = [
             one
             for one, kind in kinds.items()
-            if kind.when == -math.inf and (not one or means[one] >= PLAUSIBLE * means[best])
+            if kind.when == -math.inf and (not one or (means[one] >= PLAUSIBLE * means[best] and losses[one] <= spare))
         ]
         other = 0 if best else max((one for one in kinds if one), key=means.__getitem__, default=0)
-        loss = (trial_steps if other else LEAST_HELD) * kinds[other].seconds * (1 - means[other] / means[best])
+        loss = (trial_steps if other else LEAST_HELD) * losses[other]
         tried = self._drafted if other else max(self._compared, kinds[0].when)
         if unseen:
             width = max(unseen, key=means.__getitem__) if min(unseen) else 0
+            if width and losses[width]:
+                self._explored = now
         elif (now - tried) * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
             width = other
         elif best and self.choices % TRIED_EVERY == 0:

@@ -155,6 +155,19 @@ def test_random_weights_of_which_no_draft_stands_decode_as_fast_as_plain_decodin
         assert engine.widths.most_common(1)[0][0] == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_model_loses_little_by_looking_at_long_drafts(seed):
+    """Eight drafts take seven times as long as a plain step, and every width is a little slower than plain decoding."""
+    verify = {
+        width: {n: 4.4e-3 + 12e-6 * n * (width + 1) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
+        for width in WIDTHS
+    }
+    times = StepTimes(verify, {n: 1.3e-3 + 65e-6 * n for n in REQUESTS}, 30e-9)
+    engine = Simulated(48, 0.95, times=times, seed=seed)
+    assert engine.run(1.0) > 0.99 and engine.run(2.0) > 0.99
+    assert engine.best() == 0 < engine.rule.trials
+
+
 def test_requests_that_differ_in_one_batch():
     """Half of them accept 95 % of their drafts, the others 20 %."""
     for requests in (2, 8, 32, 64):

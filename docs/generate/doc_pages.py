@@ -102,6 +102,7 @@ def columns() -> str:
 WRITTEN = (
     ("README.md", "one_line", one_line),
     ("docs/load.md", "one_line_served", served),
+    ("docs/load.md", "one_line_8b", lambda: served("served_8b_shape")),
     ("docs/load.md", "first_layer", first_layer),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),

@@ -110,9 +110,9 @@ def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
     }
 
 
-def served() -> str:
-    """Write a row per level of the served measurement: speeds of all arms, and the one line's latency over plain's."""
-    levels = data_of(FILE)["served"]["levels"]
+def served(measurement: str = "served") -> str:
+    """Write a row per level of a served measurement: speeds of all arms, and the one line's latency over plain's."""
+    levels = data_of(FILE)[measurement]["levels"]
     fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
     latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []

@@ -1,4 +1,5 @@
-"""The README's picture: the one line's speedup over plain vLLM by clients, with the range of its repeats."""
+"""The README's picture: the one line's speedup over plain vLLM by clients, and that of vLLM's other methods in another
+run, with the ranges of their repeats."""
 
 from __future__ import annotations
 
@@ -7,22 +8,27 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from figure_tables import PLAIN, SERVED, closed_loops
+from figure_cells import points_of
+from figure_tables import PLAIN, SERVED, WORDS, closed_loops
 
-WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM = 860, 358, 44, 60, 34, 110
+from selfspec_cli.record import tables
+
+WIDTH, HEIGHT, LEFT, GAP, TOP, BOTTOM = 860, 378, 44, 60, 34, 130
 """In pixels: of the picture, and of what is around its two panels."""
 STYLE = """
 text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2933; }
 .title { font-weight: 600; font-size: 14px; } .small { fill: #55616e; }
 line { stroke-linecap: round; } .grid { stroke: #d9dfe5; } .plain { stroke: #1f2933; stroke-dasharray: 5 3; }
 .ours { stroke: #3b82c4; stroke-width: 2.5; }
-.dot { fill: #3b82c4; }
+.dot { fill: #3b82c4; } .rival { stroke: #7b8794; stroke-width: 2; } .square { fill: #7b8794; }
 .value { fill: #3b82c4; font-weight: 600; stroke: #ffffff; stroke-width: 3; paint-order: stroke; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6ebf0; } .small { fill: #a3afbb; } .grid { stroke: #333d47; } .plain { stroke: #e6ebf0; }
   .value { fill: #6aa9e4; stroke: #0d1117; }
 }
 """
+RIVALS = {"ngram": "n-grams", "eagle3": "EAGLE-3"}
+"""vLLM's methods of `experiment=gpu_qwen_rivals`, one request at once, and their names in the picture."""
 Rows = dict[int, dict[str, Any]]
 """What each arm measured, by the number of clients."""
 
@@ -40,7 +46,7 @@ def picture() -> str:
     ]
     about = (
         "Speedup over plain vLLM by clients: blue is selfspec, its line from the least to the greatest ratio of the "
-        "repeats; dashes are plain vLLM"
+        "repeats; grey are vLLM's n-grams and EAGLE-3 with one request; dashes are plain vLLM"
     )
     body = "\n".join([*shapes, *_legend()])
     return (
@@ -82,20 +88,44 @@ def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> lis
             f'<circle class="dot" cx="{at:.1f}" cy="{y(value):.1f}" r="4"/>',
             _text(at, y(high) - 6, f"{value:.2f}x", "value", "middle"),
         ]
+    at = x(clients[0]) + 12
+    for name, value, low, high in _rivals(title):
+        shapes += [
+            _line((at, y(low)), (at, y(high)), "rival"),
+            f'<rect class="square" x="{at - 3:.1f}" y="{y(value) - 3:.1f}" width="6" height="6"/>',
+            _text(at + 8, y(value) + (12 if value < 1 else 0), f"{name} {value:.2f}x", "small"),
+        ]
+        at += 5
     return shapes
 
 
+def _rivals(title: str) -> list[tuple[str, float, float, float]]:
+    """Name, speedup, and its 95 % interval, of vLLM's other methods on a kind of prompts."""
+    found = []
+    for point in points_of("gpu/qwen_1.5b_h200/rivals_eagle3"):
+        method = str(point.arm.get("speculative", "")).split()[:1]
+        row = tables.row(point)
+        if method and WORDS.get(row.workload) == title:
+            found.append((RIVALS[method[0]], row.speedup, row.speedup_low, row.speedup_high))
+    return found
+
+
 def _legend() -> list[str]:
-    """Lines under the panels: what stands below the axis, what was measured, and the two kinds of lines."""
-    line = HEIGHT - 14
+    """Lines under the panels: what stands below the axis, what was measured, and the kinds of marks."""
+    line, below = HEIGHT - 34, HEIGHT - 14
     measured = "A 1.5B coder of once rounded weights, one H200, 128 tokens an answer, three repeats (README)."
+    rivals = (
+        "vLLM's other methods in another run, one request (95 % intervals); EAGLE-3's head was trained for five minutes"
+    )
     return [
-        _text(LEFT, HEIGHT - 36, measured, "small"),
-        _text(LEFT, HEIGHT - 54, "Below each axis: clients, and the tokens a second of plain vLLM in all.", "small"),
+        _text(LEFT, HEIGHT - 56, measured, "small"),
+        _text(LEFT, HEIGHT - 74, "Below each axis: clients, and the tokens a second of plain vLLM in all.", "small"),
         _line((LEFT, line - 4), (LEFT + 24, line - 4), "ours"),
         _text(LEFT + 30, line, "selfspec, default (least to greatest of the repeats)"),
         _line((LEFT + 370, line - 4), (LEFT + 394, line - 4), "plain"),
         _text(LEFT + 400, line, "plain vLLM"),
+        f'<rect class="square" x="{LEFT + 8}" y="{below - 8}" width="8" height="8"/>',
+        _text(LEFT + 30, below, rivals),
     ]
 
 

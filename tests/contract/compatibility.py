@@ -160,7 +160,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "requests up to max_model_len",
     ),
     "test_lossless_edges::logprobs_are_the_target_models": ("log-probabilities",),
-    "test_lossless_edges::preemption_under_a_small_cache": ("preemption under a small KV cache",),
     "test_architectures::one_of_each_family": ("vLLM's Transformers backend", "architectures with MTP layers"),
     "test_works_with::quantised_targets": ("quantised targets", "copies of quantised weights"),
     "test_works_with::multimodal_models": ("multimodal models",),
@@ -178,6 +177,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test_draft_lengths::vllms_list_of_lengths_by_batch_size_is_followed": ("draft length by batch size",),
     "test_draft_lengths::load_context_and_requests_own_wishes_together_while_requests_are_preempted": (
         "draft length by load",
+        "preemption under a small KV cache",
     ),
     "test_free_drafts::with_a_table_gate_auto_copies_a_window_and_preemption": ("drafts from a request's own text",),
     "test_new_weights::copies_follow_weights_that_are_replaced": ("weights replaced in a live engine",),

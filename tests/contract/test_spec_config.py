@@ -167,6 +167,33 @@ def test_one_setting_in_two_places_is_refused(arguments, path):
         args.create_engine_config()
 
 
+CONTEXT_PARALLEL = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "spec", "engine", "message"),
+    [
+        ("layer_skip", {"layer_skip": 8}, {}, "layer_skip = 8 is out of range; allowed: 1 to 7"),
+        ("skip", {"draft_sample_method": "probabilistic"}, {}, "no meaning for method 'skip'.*allowed: none"),
+        ("skip", {}, CONTEXT_PARALLEL, "decode_context_parallel_size = 2 .*allowed: 1; use tensor_parallel_size"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_an_engine_starts(arguments, path, method, spec, engine, message):
+    """compatibility.py has all refusals."""
+    given = {"method": method, "layer_skip": 2, **spec}
+    args = arguments(model=path, skip_tokenizer_init=True, speculative_config=given, **engine)
+    with pytest.raises(SettingsError, match=message):
+        args.create_engine_config()
+
+
+def test_a_model_that_drafts_would_spoil_is_refused(arguments, path, monkeypatch):
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: True))
+    with pytest.raises(SettingsError, match="recurrent state"):
+        arguments(
+            model=path, skip_tokenizer_init=True, speculative_config={"method": "layer_skip"}
+        ).create_engine_config()
+
+
 MTP_LAYER = {"num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
 
 

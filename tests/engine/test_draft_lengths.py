@@ -140,14 +140,7 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
         assert sum(rule["acceptance"].stood) > 0 < sum(rule["acceptance"].failed)
 
 
-def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(model_dir, plain):
-    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
-        with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
-            engine.set_gate("auto", None)
-        engine.gives(PROMPTS[:3], parameters(own=False)[:3], plain[:3])
-
-
-def test_a_table_is_set_on_the_live_engine(model_dir, plain):
+def test_a_table_is_set_on_the_live_engine_and_wrong_tables_and_wishes_are_refused(model_dir, plain):
     with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
         seen = watch(engine)
         for table, most in ((None, K), ("1:2 5:0", 2), ("1:0", 0), (None, K)):
@@ -160,10 +153,6 @@ def test_a_table_is_set_on_the_live_engine(model_dir, plain):
         engine.counts().require_both_verdicts()
         with pytest.raises(Exception, match="more than the engine's k"):
             engine.llm.collective_rpc("early_exit_set_length_table", args=(f"1:{K + 1}",))
-
-
-def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
-    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
         for wrong, message in (
             ({"selfspec_k": K + 1}, f"selfspec_k = {K + 1} is out of range; allowed: whole numbers from 0"),
             ({"selfspec_threshold": 0.5}, "gate 'none' has no threshold"),

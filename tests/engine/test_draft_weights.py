@@ -18,7 +18,6 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import E4m3
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import trunk
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
@@ -254,9 +253,3 @@ def test_experts_on_the_kernels_of_a_kind(expected, monkeypatch, name):
         counts = want.check(engine, SOME)
     assert len(made) == EXIT and all(kernel.calls for kernel in made)
     assert 0.2 * counts.drafted < counts.accepted < counts.drafted, counts
-
-
-def test_experts_that_ranks_share_out_have_no_copies(expected):
-    message = "enable_expert_parallel = True, and copies are for experts that are split as other weights are; allowed:"
-    with pytest.raises(SettingsError, match=message), live(expected("mixtral").path, FP8, enable_expert_parallel=True):
-        pass

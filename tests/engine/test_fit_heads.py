@@ -1,6 +1,5 @@
 """Fitting through live engines: the data are right, what is fitted drafts losslessly, what is wrong is refused."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ EXITS = (2, LAYERS // 2)
 PAIRS, RIDGE = 3000, 1e-3
 NAMES = ("lens", "lsq", "lsq_argmax", "lsq_bias", "translator", "translator_r4", "translator_bias")
 SOME = range(0, 32, 4)
-QUARTER = VOCAB // 4
 INPUT, OUTPUT, REPLAYED = 24, 64, 12
 
 
@@ -173,23 +171,6 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
         copy, added = copied.copied
         assert added is None  # to the product; the projection adds its own to all rows
         torch.testing.assert_close(copied.logits(x), copy(x)[:, :100] + bias)
-
-
-@pytest.mark.nightly  # test_two_ranks.py has a head of the same kind that nobody fitted
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize("key", [(4, "lsq_argmax", "full"), (4, "translator_r4", "quarter")], ids=str)
-def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
-    """Fitted on one rank, served on two: the same model by its fingerprint, half of the rows on each, lossless."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:2])))
-    found = fitted.reports[key]
-    with live(fitted.path, layer_skip(4, 3, head_path=found["path"]), tensor_parallel_size=2) as engine:
-        made = expected("llama").check(engine, range(0, 32, 8))
-        weights = engine.llm.collective_rpc("early_exit_weights")
-    made.require_both_verdicts()
-    rows = VOCAB if key[2] == "full" else QUARTER
-    prior = 4 * VOCAB * ("bias" in load_head(found["path"]).head.tensors)  # a constant of each token, on every rank
-    stored = prior if key[1] == "lsq_argmax" else 2 * 4 * 64 * 4 + 8 * QUARTER  # down and up, and the map of ids
-    assert [share["draft"] for share in weights] == [rows // 2 * 64 * 4 + stored] * 2
 
 
 def refused(path: Path, folder: Path, match: str, **request: Any) -> str:

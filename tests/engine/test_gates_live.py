@@ -103,6 +103,15 @@ def test_a_draft_length_that_the_engine_has_no_room_for_is_refused(drafting, k):
         drafting.call("early_exit_set_draft_length", k)
 
 
+def test_a_gate_that_cannot_be_is_refused_and_the_one_before_it_stays(drafting, plain):
+    drafting.set_gate("maxp", 1.0)  # closes after each step
+    for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5), ("auto", None)):
+        with pytest.raises(SettingsError):
+            drafting.set_gate(kind, threshold)
+    made = drafting.gives(PROMPTS, greedy(LENGTH), plain)
+    assert made.drafted == made.rounds > 0
+
+
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
     """Gate, threshold, draft length and the record, between any two steps of the engine."""
     core, before = drafting.llm.llm_engine, drafting.counts()

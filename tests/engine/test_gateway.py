@@ -175,25 +175,6 @@ def test_the_gateway_knows_what_drafts_are_worth(both):
     assert re.search(r'selfspec_gateway_backend_round_tokens\{backend="early"\} [1-9]', text)
 
 
-@pytest.mark.nightly
-def test_vllms_own_benchmark_runs_against_it(both, tmp_path):
-    from selfspec_cli.config import paths
-
-    code = (
-        "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
-        "serve.add_cli_args(parser); serve.main(parser.parse_args())"
-    )
-    words = f"--backend openai --base-url {both.url} --model reference --dataset-name random --random-input-len 16"
-    words += " --random-output-len 16 --num-prompts 8 --max-concurrency 4 --save-result --ignore-eos"
-    places = ["--tokenizer", str(paths.reference_model_dir()), "--result-dir", str(tmp_path)]
-    command = [sys.executable, "-c", code, *words.split(), *places]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    (file,) = tmp_path.glob("*.json")
-    found = json.loads(file.read_text())
-    assert (found["completed"], found["total_output_tokens"]) == (8, 8 * 16)
-
-
 def test_an_answer_survives_the_death_of_its_server(both):
     """The last test: the server with early exit is killed."""
     prompt, tokens = PROMPTS[2], 400

@@ -165,14 +165,3 @@ def test_a_threshold_that_never_closes_is_the_same_as_no_gate(drafting):
     assert drafting_cost(drafting, "maxp", 0.0)[0] == without
     assert drafting_cost(drafting, "varH", 1e9)[0] == without
     assert drafting_cost(drafting, "survival", 0.0)[0] == without
-
-
-def test_preemption_under_a_small_cache(expected):
-    """Two dozen blocks for eight requests of up to twelve: requests are thrown out and computed again."""
-    want = expected("llama")
-    with live(want.path, layer_skip(LAYERS // 2, K), kv_cache_memory_bytes=24 * 2**16, max_model_len=384) as engine:
-        for gate in ("none", "maxp"):
-            engine.set_gate(gate, GATES[gate])
-            before = engine.preempted()
-            want.check(engine).require_both_verdicts()
-            assert engine.preempted() > before, gate

@@ -1,19 +1,14 @@
-"""What vLLM's log says of early exit. To vLLM it is a `draft_model`, and its log would speak of one that is loaded.
+"""What vLLM's log says of early exit, which to vLLM is a `draft_model`.
 
 Only an engine that was asked for early exit gets here.
 """
 
 import hashlib
 import json
-import logging
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.vllm_names import SpeculativeConfig
-
-LOADING = "Loading drafter model..."
-"""What the model runners of the known releases log before they call their drafter's `load_model`."""
-RUNNERS = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner")
 
 
 def in_words(settings: ResolvedSettings, num_layers: int) -> str:
@@ -58,22 +53,3 @@ class EarlyExitConfig(SpeculativeConfig):
         model = self.target_model_config
         layers = int(model.hf_text_config.num_hidden_layers)
         return f"EarlyExit({in_words(settings, layers)})"
-
-
-class SharesWeights(logging.Filter):
-    """Puts what early exit does in the place of the line that a drafter is loaded, from `on` to `off`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.msg == LOADING:
-            record.msg = "The draft shares the model's weights and KV cache: there is no drafter to load"
-        return True
-
-    def on(self) -> None:
-        """Other engines of this process may load a drafter, so this ends when ours has been given its model."""
-        for name in RUNNERS:
-            logging.getLogger(name).addFilter(self)
-
-    def off(self) -> None:
-        """Log as vLLM does."""
-        for name in RUNNERS:
-            logging.getLogger(name).removeFilter(self)

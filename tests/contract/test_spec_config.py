@@ -37,7 +37,6 @@ from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin import compile_cache, register
-from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS, SharesWeights
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 pytestmark = pytest.mark.contract
@@ -263,19 +262,6 @@ def test_only_early_exit_on_a_cpu_leaves_the_artifacts_out(arguments, path, monk
     monkeypatch.setenv(compile_cache.VARIABLE, "1")
     arguments(**args, speculative_config={"method": "layer_skip"}).create_engine_config()
     assert os.environ[compile_cache.VARIABLE] == "1"
-
-
-def test_a_runner_that_loads_another_drafter_later_says_so():
-    def logged():
-        record = logging.makeLogRecord({"msg": LOADING})
-        logging.getLogger(RUNNERS[0]).filter(record)
-        return record.getMessage()
-
-    shares = SharesWeights()
-    shares.on()
-    assert logged() == "The draft shares the model's weights and KV cache: there is no drafter to load"
-    shares.off()
-    assert logged() == LOADING
 
 
 # ---- What is read from vLLM's source about a speculative_config is what vLLM itself says once it is imported

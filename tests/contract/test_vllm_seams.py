@@ -32,7 +32,6 @@ from selfspec_cli.config.memory import VLLM_SHARE
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import compat, trunk, versions
-from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
 from selfspec_cli.vllm_plugin.releases.seams import LINEAR, V2_RUNNER, signatures
 from selfspec_cli.vllm_plugin.weights import fused
 from selfspec_cli.vllm_plugin.weights.copied import facts_of
@@ -44,11 +43,9 @@ INSTALLED = versions.known((versions.installed() or ("vllm", "none"))[1])
 SIGNATURES = signatures(INSTALLED or versions.SUPPORTED[0])
 
 
-@pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
-def test_patch_target_and_replacement_exist(patch):
-    found = {target: there for target, there, _ in compat.check()}
-    assert found[patch.target], f"vLLM moved {patch.target}"
-    assert callable(pkgutil.resolve_name(patch.replacement))
+def test_every_replacement_exists():
+    """That its target does, test_vllm_sources.py asks of each release."""
+    assert all(callable(pkgutil.resolve_name(patch.replacement)) for patch in compat.PATCHES)
 
 
 def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():
@@ -179,10 +176,6 @@ def calls(module_name: str, function: str) -> list[ast.Call]:
 
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
-
-
-def test_the_line_that_a_drafter_is_loaded_is_still_the_one_that_we_replace():
-    assert f'"{LOADING}"' in inspect.getsource(module(RUNNERS[0]).CPUModelRunner.load_model)
 
 
 def test_artifacts_of_a_cpu_can_still_not_be_loaded():

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
@@ -95,14 +94,11 @@ class _EarlyExit(DraftModelProposer):
         self._positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
-        self._shares_weights = SharesWeights()
-        self._shares_weights.on()
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
         """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
-        self._shares_weights.off()
         target_model, settings = without_adapters(target_model), self.settings
         fitted = fitted_for(settings, target_model, self.vllm_config)
         self.model = first_layers(

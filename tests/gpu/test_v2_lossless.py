@@ -14,13 +14,17 @@ As a script: a line a case, and all of it as JSON in FILE, written after each ca
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -83,7 +87,7 @@ GPU: dict[str, Any] = {
 COMPILED: dict[str, Any] = {"compilation_config": {"inductor_compile_config": {"deterministic": True}}}
 """Otherwise Inductor times several kernels for the norms on Qwen3's heads when an engine starts, and takes the fastest
 for each layer. They add up in different orders, so the first start of a plain engine differs from the later ones, which
-take what was stored (pytorch/pytorch#174711)."""
+take what was stored (`compiled_controls`, pytorch/pytorch#174711)."""
 MANY = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 NO_PICTURES, ONE_PICTURE = ({"limit_mm_per_prompt": {"image": count, "video": 0}} for count in (0, 1))
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
@@ -631,6 +635,127 @@ def first_difference(got: list[int], want: list[int]) -> str:
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
 
 
+STARTS = {"plain": False, "plain again": False, "drafting": True}
+"""One after the other, on what the ones before have compiled."""
+
+
+def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
+    """STARTS of a compiled engine, each a process of its own, in several folders of caches, with Inductor's choice by
+    timing and without it, all folders at once, each `beside` its setting's first start."""
+    model, copies = str(model_dir("qwen3+wide")), {"draft_weights": "int4"}
+    settings = ({"compilation_config": {}}, COMPILED)
+    cases = [Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies) for compiled in settings]
+    with ThreadPoolExecutor(len(settings) * folders) as pool:
+        started = [pool.map(started_alone, [case] * folders) for case in cases]
+        for compiled, of_setting in zip(settings, started, strict=True):
+            first = None
+            for folder, starts in enumerate(of_setting):
+                first = first or starts["plain"]
+                for name, one in starts.items():
+                    yield {**compiled, "folder": folder, "start": name, **beside(one, first)}
+
+
+def beside(one: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """How many outputs of a start are not the first one's, and how much more or less often than in that each kernel of
+    Inductor's is there that adds numbers up."""
+    kernels = Counter(one["kernels"])
+    kernels.subtract(first["kernels"])
+    differ = len(differing(one["outputs"], first["outputs"]))
+    changed = {kernel: count for kernel, count in kernels.items() if count}
+    return {"compared": len(one["outputs"]), "differ": differ, "kernels": changed}
+
+
+def started_alone(case: Case) -> dict[str, dict[str, Any]]:
+    """`outputs` and `kernels` of each of STARTS, in caches that are empty before the first."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="selfspec-starts-") as folder:
+        caches = {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        for name, drafting in STARTS.items():
+            out = Path(folder) / "found.json"
+            command = [sys.executable, __file__, "--start", json.dumps(asdict(case)), "--out", str(out)]
+            subprocess.run(command + ["--drafting"] * drafting, env={**os.environ, **caches}, check=True, timeout=400)
+            found[name] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def start(case: Case, drafting: bool, out: Path) -> int:
+    """What `started_alone` reads: the tokens of each output, and as it is launched each kernel of Inductor's that adds
+    numbers up."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with engine(case, drafting) as it:
+        outputs = tokens(generated(it, case))
+        gc.unfreeze()  # vLLM hides what it made at its start from the collector
+        # By type(): a proxy says that it is of another class, and raises where that is gone.
+        found = [each for each in gc.get_objects() if issubclass(type(each), CachingAutotuner)]
+        tuned = [(each.inductor_meta["kernel_name"], each.launchers) for each in found]
+        adding = [one for one in tuned if one[0].startswith(("triton_red", "triton_per")) and len(one[1]) == 1]
+        kernels = sorted(f"{name}: {launchers[0].config}" for name, launchers in adding)
+    save(out, {"outputs": outputs, "kernels": kernels})
+    return 0
+
+
+def fp8_controls() -> Iterator[dict[str, Any]]:
+    """Under fp8 keys and values and without any part of ours, with prompts in long pieces and in short ones: outputs
+    that are not the plain engine's of the same pieces, from another batch size and with vLLM's n-gram drafts. Last the
+    kernel alone."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    for pieces in ({}, PIECES):
+        expected = tokens(baseline(Case("llama", *MIDDLE, engine={**FP8_KEYS, **pieces})))
+        for changes, spec in (({"max_num_seqs": 4}, None), ({}, ngram)):
+            with live(model_dir("llama"), spec, **{**GPU, **FP8_KEYS, **pieces, **changes}) as it:
+                got = tokens(it.generate(*plain()))
+                accepted = it.counts().accepted if spec else None
+            differ = len(differing(got, expected))
+            yield {**pieces, **changes, "spec": spec, "accepted": accepted, "differ": differ, "compared": len(got)}
+    yield {"kernel": kernel_rows()}
+
+
+def kernel_rows() -> dict[str, int]:
+    """Numbers of FlashAttention 3's output for one query row (of 512) that change when five more rows of its request
+    come with it, and when another request of 64 rows is in the batch; for each dtype of queries, keys and values."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    length, heads, kv_heads, size, block = 500, 4, 2, 128, 16
+
+    def attend(parts: list[torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The output of the first request's last row; every request has the same keys and values."""
+        rows = torch.tensor([0, *(len(part) for part in parts)], device="cuda")
+        one = torch.ones(len(parts), kv_heads, device="cuda")
+        out = torch.empty(int(rows.sum()), heads, size, dtype=torch.bfloat16, device="cuda")
+        table = torch.arange(len(keys), dtype=torch.int32, device="cuda").repeat(len(parts), 1)
+        flash_attn_varlen_func(
+            torch.cat(parts),
+            keys,
+            values,
+            max_seqlen_q=int(rows.max()),
+            cu_seqlens_q=rows.cumsum(0).int(),
+            max_seqlen_k=length,
+            seqused_k=torch.full((len(parts),), length, dtype=torch.int32, device="cuda"),
+            softmax_scale=size**-0.5,
+            causal=True,
+            block_table=table,
+            out=out,
+            q_descale=one,
+            k_descale=one,
+            v_descale=one,
+            num_splits=1,
+            fa_version=3,
+        )
+        return out[len(parts[0]) - 1]
+
+    found = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        shapes = (2 * [(length // block + 1, block, kv_heads, size)]) + [(70, heads, size)]
+        made = [torch.randn(shape, generator=draw, device="cuda").to(dtype) for shape in shapes]
+        keys, values, queries = made
+        alone = attend([queries[5:6]], keys, values)
+        for name, parts in (("of its own", [queries[:6]]), ("of another", [queries[5:6], queries[6:]])):
+            found[f"{dtype}, rows {name}"] = int((attend(parts, keys, values) != alone).sum())
+    return found
+
+
 def watched(case: Case, steps: int = 100) -> dict[str, int]:
     """Run `propose` where any wait for the device is an error; counts its calls and the allocations that it made."""
     seen = {"rounds": 0, "allocations": 0}
@@ -821,8 +946,12 @@ def main() -> int:
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
     options.add_argument("--lengths", action="store_true", help="only draft lengths by load, request and acceptance")
+    options.add_argument("--start", metavar="CASE", help="only start one engine: what a control asks of a process")
+    options.add_argument("--drafting", action="store_true", help="with --start: with drafts")
     options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
+    if chosen.start:
+        return start(Case(**json.loads(chosen.start)), chosen.drafting, chosen.out)
     if chosen.near_ties:
         save(chosen.out, {model: near_ties(model) for model in chosen.only or ("llama", "qwen3")})
         return 0
@@ -857,7 +986,18 @@ def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, o
     spec = {"free_drafts": 12} if group == "free_drafts" else {}
     whole = group in ("cases", "free_drafts") and not shared and not only
     waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
-    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
+    controls: list[dict[str, Any]] = []
+    of_group = {"one_kernel": compiled_controls, "reach": fp8_controls, "fp8_keys": fp8_controls}.get(group)
+    if of_group is not None and not shared and not only and part.startswith("1/"):
+        try:
+            for control in of_group():
+                controls.append(control)
+                print(f"    {of_group.__name__}: {control}", flush=True)
+                save(out, {"controls": controls})
+        except Exception as error:  # a control that fails takes no case with it
+            controls.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+            traceback.print_exc()
+    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits, controls=controls)
 
 
 def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:

@@ -10,16 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, note, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
 from selfspec_cli.config.schema import ConfigError, Method
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.engine import deployment
-from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import listening_error
 from selfspec_cli.stages import preflight, replicas
 
@@ -58,8 +54,6 @@ def serve(out: Output, overrides: Overrides = None, config: Config = None) -> No
     preflight.check_device(cfg)
     check_port(more)
     note(f"starting: {line}")
-    for line in explained(made):
-        Console(stderr=True, soft_wrap=True).print(Text(line, style="dim"))
     sys.stdout.flush()
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)
@@ -108,14 +102,3 @@ def check_port(options: Sequence[str]) -> None:
         raise ConfigError(
             f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
         ) from error
-
-
-def explained(made: Deployment) -> list[str]:
-    """What vLLM's log is going to warn of on a CPU, and what it means here."""
-    loaded = made.environment.get("LD_PRELOAD", "")
-    if "libiomp" not in loaded or "tcmalloc" in loaded:
-        return []
-    return [
-        "vLLM will warn that libtcmalloc is not found: an allocator that may be faster; the server works without. "
-        "Debian and Ubuntu: apt-get install libtcmalloc-minimal4"
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import shutil
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of, engine_name
-from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight, pull
 from selfspec_cli.vllm_plugin import versions as vllm_versions
@@ -40,7 +39,6 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     if could_run(vllm):
         checks += _patches(patches)
     model = _model(cfg)
-    checks += _min_p(cfg) if model.ok else []
     return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg), *_workload(cfg)])]
 
 
@@ -160,25 +158,3 @@ def _on_the_hub(cfg: RunConfig, place: str) -> Check:
         return Check("model", None, f"{place} is not in the cache, and {error}")
     size = f"{download.to_fetch / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
     return Check("model", download.fits, f"{place}: {size}; {download.needs}")
-
-
-def _min_p(cfg: RunConfig) -> list[Check]:
-    """A model's generation_config.json may have each request refused, where it is served with drafts of vLLM's own."""
-    if cfg.method is not Method.vllm:
-        return []
-    file = Path(paths.model_path(cfg.model)) / "generation_config.json"
-    try:
-        min_p = json.loads(file.read_text(encoding="utf-8")).get("min_p")
-    except (OSError, ValueError, AttributeError):
-        return []
-    if not min_p:
-        return []
-    return [
-        Check(
-            "generation_config",
-            None,
-            f"{file} has min_p = {min_p}, which vLLM refuses under its own speculative "
-            "decoding: `selfspec serve` wants -- --override-generation-config '{\"min_p\": 0}', or min_p = 0 in "
-            "each request",
-        )
-    ]

@@ -204,13 +204,6 @@ def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
     assert facts["minutes"] == 14
 
 
-def test_two_exits_that_expect_less_end_the_survey(lab):
-    layers = [1, 3, 12, 18, 20, 22]
-    chosen = [RunConfig(layer=n, workload=lab.cfgs[0].workload, results_dir=lab.cfgs[0].results_dir) for n in layers]
-    lab.run(chosen=chosen)
-    assert 22 not in {engine.layer for engine in lab.opened}
-
-
 def test_other_weights_are_surveyed_however_the_first_ended(lab):
     """Two exits in a row that expect less end the survey of their own kind of weights."""
     work, results = lab.cfgs[0].workload, lab.cfgs[0].results_dir

@@ -9,9 +9,8 @@ answer has ended. They begin `spread` at random over the time of one answer, as 
 Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
 over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
-step is what clients and server take. --checkout NAME=FOLDER measures another checkout of this repository as well. With
---minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
---faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
+step is what clients and server take. With --minutes, everything is measured once, and then again, round by round, until the
+time is over. Run it on a quiet machine. --faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
 table of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
@@ -24,7 +23,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from selfspec_cli.engine.server import free_port
 
 MODEL = "toy"
 KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router and smg ignore it
@@ -118,19 +118,12 @@ def serve(port: int, step: float) -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Program:
-    """What is measured: its command, the port it listens on, and the folder in which it is started."""
+    """What is measured: its command, and the port it listens on."""
 
     command: list[str]
     port: int
-    folder: str | None = None
 
 
 @contextmanager
@@ -138,7 +131,7 @@ def started(program: Program, log: Path, path: str, model: str) -> Iterator[tupl
     """(address, process id) of a program, once it answers a completion; ended afterwards."""
     command, port = program.command, program.port
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, cwd=program.folder)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + START_SECONDS
@@ -157,23 +150,29 @@ def started(program: Program, log: Path, path: str, model: str) -> Iterator[tupl
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def cpu_seconds(session: int) -> float:
-    """CPU time so far of all living processes of a session; 0.0 for session 0."""
-    taken = 0.0
+def _processes(session: int) -> Iterator[Path]:
+    """Folders in /proc of all living processes of a session; none for session 0."""
     for place in Path("/proc").glob("[0-9]*") if session else ():
         with suppress(OSError):  # it has ended meanwhile
             if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
+                yield place
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time so far of all living processes of a session; 0.0 for session 0."""
+    taken = 0.0
+    for place in _processes(session):
+        with suppress(OSError):
+            taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
     return taken
 
 
 def memory_mib(session: int) -> float:
     """Resident memory of all living processes of a session; 0.0 for session 0."""
     pages = 0
-    for place in Path("/proc").glob("[0-9]*") if session else ():
+    for place in _processes(session):
         with suppress(OSError):
-            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                pages += int((place / "statm").read_text().split()[1])
+            pages += int((place / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -200,28 +199,25 @@ def gateways(
     be set. policy: of those that have one by that name."""
     found: dict[str, Program] = {}
 
-    def add(name: str, make: Callable[[int], list[Any]], where: str | None = None) -> None:
+    def add(name: str, make: Callable[[int], list[Any]]) -> None:
         port = free_port()
-        found[name] = Program([str(word) for word in make(port)], port, where)
+        found[name] = Program([str(word) for word in make(port)], port)
 
-    for name, checkout in [("selfspec", None), *(one.split("=", 1) for one in options.checkout)]:
-        config = folder / f"{name}.yaml"
-        config.write_text(
-            json.dumps(
-                {
-                    "policy": policy,
-                    "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
-                    "results_dir": str(folder / name),
-                    "ledger": {"plain_share": 0.0},
-                    "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
-                    "backends": [
-                        {"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)
-                    ],
-                }
-            )
+    config = folder / "selfspec.yaml"
+    config.write_text(
+        json.dumps(
+            {
+                "policy": policy,
+                "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
+                "results_dir": str(folder / "selfspec"),
+                "ledger": {"plain_share": 0.0},
+                "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
+                "backends": [{"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)],
+            }
         )
-        command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
-        add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
+    )
+    command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
+    add("selfspec", lambda port: [*command, f"port={port}"])
     listen = ["--policy", policy, "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
         add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
@@ -327,7 +323,6 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
-    parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER", help="measured like selfspec")
     parser.add_argument("--faults", action="store_true", help="also try what happens in each fault")
     parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
     parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")

@@ -3,15 +3,15 @@
     python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --faults \
         --out beside.json
 
-A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
+A server without a model sends tokens at a steady pace. The same clients ask it directly and through
 each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
 answer has ended. They begin `spread` at random over the time of one answer, as those of different users do, or `at once`.
 Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
 over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
 step is what clients and server take. With --minutes, everything is measured once, and then again, round by round, until the
-time is over. Run it on a quiet machine. --faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
-table of docs/gateway_reference.md from such a file.
+time is over. Run it on a quiet machine. --faults also tries what each gateway does in each fault of faults.py.
+`--table beside.json` measures nothing: it writes the table of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from selfspec_cli.engine.server import free_port
 MODEL = "toy"
 KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router and smg ignore it
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
-CHAT = "/v1/chat/completions"
+PATH = "/v1/completions"
 START_SECONDS = 120.0
 PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
@@ -75,7 +75,7 @@ def serve(port: int, step: float) -> None:
             raw += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if scope["path"] not in ("/v1/completions", CHAT):  # vllm-router asks the server to render prompts, for one
+        if scope["path"] != PATH:  # vllm-router asks the server to render prompts, for one
             await send({"type": "http.response.start", "status": 404, "headers": []})
             return await send({"type": "http.response.body", "body": b""})
         asked = json.loads(raw)
@@ -225,11 +225,14 @@ def gateways(
         add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
     if options.litellm:
         lite = folder / "litellm.yaml"
-        kind = "openai" if options.chat else "text-completion-openai"
         models = [
             {
                 "model_name": model,
-                "litellm_params": {"model": f"{kind}/{model}", "api_base": f"{one}/v1", "api_key": "none"},
+                "litellm_params": {
+                    "model": f"text-completion-openai/{model}",
+                    "api_base": f"{one}/v1",
+                    "api_key": "none",
+                },
             }
             for one in backends
         ]
@@ -251,8 +254,6 @@ def gateways(
 
 async def stream(session: Any, url: str, model: str, tokens: int, apart: float = 0.01) -> tuple[float, int, float]:
     """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
-    said = "once upon a time"
-    prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
     body = {
         "model": model,
         "max_tokens": tokens,
@@ -260,7 +261,8 @@ async def stream(session: Any, url: str, model: str, tokens: int, apart: float =
         "temperature": 0,
         "ignore_eos": True,
         "user": str(apart),
-    } | prompt
+        "prompt": "once upon a time",
+    }
     began, first, events = time.perf_counter(), None, 0
     async with session.post(url, json=body, headers=HEADERS) as response:
         assert response.status == 200, response.status
@@ -287,9 +289,9 @@ async def measured(
         nonlocal events, lasted
         for repeat in range(repeats + thrown_away):
             try:
-                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+                first, made, seconds = await stream(session, url, MODEL, options.tokens, apart)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # it was kept, and closed meanwhile
-                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+                first, made, seconds = await stream(session, url, MODEL, options.tokens, apart)
             if repeat >= thrown_away:
                 firsts.append(first)
                 events, lasted = events + made, lasted + seconds
@@ -312,9 +314,6 @@ def quantile(values: Sequence[float], share: float) -> float:
 def main() -> None:
     """Start everything, measure in turn, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--url", help="a real server to measure in front of, instead of the one without a model")
-    parser.add_argument("--model", default=MODEL, help="the name of its model")
-    parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument(
@@ -340,18 +339,14 @@ def main() -> None:
 
     until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
-        folder, path = Path(scratch), CHAT if options.chat else "/v1/completions"
-        backend = options.url
-        if backend is None:
-            port = free_port()
-            command = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
-            program = Program(command, port)
-            backend, _ = stack.enter_context(started(program, folder / "server.log", path, options.model))
+        folder, port = Path(scratch), free_port()
+        program = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
+        backend, _ = stack.enter_context(started(program, folder / "server.log", PATH, MODEL))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, [backend], options.model, folder).items():
-            running[name] = stack.enter_context(started(program, folder / f"{name}.log", path, options.model))
+        for name, program in gateways(options, [backend], MODEL, folder).items():
+            running[name] = stack.enter_context(started(program, folder / f"{name}.log", PATH, MODEL))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
-        found = rounds(options, {name: (url + path, pid) for name, (url, pid) in running.items()}, until)
+        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()}, until)
         document = described(options) | {"rows": table(found)}
     if options.faults:
         import faults
@@ -471,9 +466,9 @@ def rate(parts: Sequence[dict[str, Any]]) -> float:
 def described(options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, and on what."""
     return {
-        "path": CHAT if options.chat else "/v1/completions",
+        "path": PATH,
         "tokens": options.tokens,
-        "step_s": None if options.url else options.step,
+        "step_s": options.step,
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }

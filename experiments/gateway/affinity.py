@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--vllm-router", required=True, help="path of the program, in an environment of its own")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    given.checkout, given.smg, given.litellm, given.chat = [], None, None, False
+    given.smg, given.litellm = None, None
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(all_of(given, Path(folder)))
     if given.out:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.machine import gpus
-from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.server import Server, ask, free_port, open_server
 from selfspec_cli.stages.launch.devices import gpu_numbers
 
-EARLY, PLAIN, BITS = "early", "plain", "bits"
-GROUP = 128  # weights that share a scale
+EARLY, PLAIN = "early", "plain"
 READY_SECONDS, STOP_SECONDS = 60.0, 20.0
 GATEWAY = """
 import sys
@@ -47,52 +44,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-weights", default="shared")
 
 
-def in_four_bits(folder: Path, made: Path) -> Path:
-    """A copy of a checkpoint whose layers' matrices are rounded to 4 bits, as GPTQ stores them: symmetric, GROUP inputs
-    share a scale, eight rows of a transposed matrix in one int32, and zero points of 8 less one."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    for name in [one for one in tensors if ".layers." in one and one.endswith("proj.weight")]:
-        weight = tensors.pop(name).to(device).float().T  # inputs, outputs
-        groups = weight.reshape(-1, GROUP, weight.shape[1])
-        scales = (groups.abs().amax(1) / 7).clamp(min=1e-8)
-        codes = (groups / scales[:, None]).round().clamp(-8, 7).add(8).to(torch.int64).reshape(-1, 8, weight.shape[1])
-        packed = (codes << torch.arange(0, 32, 4, device=device)[:, None]).sum(1)
-        packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-        base = name.removesuffix("weight")
-        zeros = torch.full((scales.shape[0], scales.shape[1] // 8), 0x77777777, dtype=torch.int32)
-        places = torch.arange(weight.shape[0], dtype=torch.int32) // GROUP
-        tensors |= {
-            base + "qweight": packed.cpu().contiguous(),
-            base + "scales": scales.to(torch.float16).cpu(),
-            base + "qzeros": zeros,
-            base + "g_idx": places,
-        }
-    made.mkdir(parents=True)
-    for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith("index.json"):
-            shutil.copy(file, made)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "sym": True,
-        "desc_act": False,
-        "checkpoint_format": "gptq",
-    }
-    (made / "config.json").write_text(json.dumps(config))
-    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    return made
-
-
-def configs(given: argparse.Namespace, scratch: Path, bits: bool = False) -> dict[str, RunConfig]:
-    """What each server serves, by its name. bits: also the model in 4 bits."""
+def configs(given: argparse.Namespace) -> dict[str, RunConfig]:
+    """What each server serves, by its name."""
     name, cpu = Path(given.model).name, given.cpu
     model = ModelConfig(name=name, path=given.model, dtype="float32" if cpu else "bfloat16", max_model_len=1024)
     engine = EngineConfig(
@@ -116,11 +69,7 @@ def configs(given: argparse.Namespace, scratch: Path, bits: bool = False) -> dic
         warmup=1,
     )
     plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared", length_table=None)
-    found = {EARLY: early, PLAIN: plain}
-    if bits:
-        folder = in_four_bits(Path(model_path(model)), scratch / f"{name}-gptq")
-        found[BITS] = replace(plain, model=replace(model, name=f"{name}-gptq", path=str(folder)))
-    return found
+    return {EARLY: early, PLAIN: plain}
 
 
 def place(number: int, cpu: bool) -> dict[str, str]:
@@ -166,10 +115,7 @@ def gateway(
         "policy_options": {policy: dict(options or {})},
         "ledger": {"plain_share": 0.0},
         "results_dir": str(folder.absolute()),
-        "backends": [
-            {"name": name, "kind": "quantised" if name == BITS else "local", "url": url}
-            for name, url in servers.items()
-        ],
+        "backends": [{"name": name, "kind": "local", "url": url} for name, url in servers.items()],
     }
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "gateway.yaml"

@@ -175,7 +175,7 @@ def main() -> int:
     logs = given.out.with_suffix(".logs")
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = configs(given, Path(folder))
+        wanted = configs(given)
         try:
             with opened(wanted, given.cpu, logs, Path(folder)) as servers:
                 found = measure(servers, given, logs)

@@ -3,16 +3,15 @@
     python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --faults \
         --out beside.json
 
-A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
+A server without a model sends tokens at a steady pace. The same clients ask it directly and through
 each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
 answer has ended. They begin `spread` at random over the time of one answer, as those of different users do, or `at once`.
 Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
 over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
-step is what clients and server take. --checkout NAME=FOLDER measures another checkout of this repository as well. With
---minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
---faults also tries what each gateway does in each fault of faults.py. `--table beside.json` measures nothing: it writes the
-table of docs/gateway_reference.md from such a file.
+step is what clients and server take. With --minutes, everything is measured once, and then again, round by round, until the
+time is over. Run it on a quiet machine. --faults also tries what each gateway does in each fault of faults.py.
+`--table beside.json` measures nothing: it writes the table of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,10 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.engine.server import free_port
+
 MODEL = "toy"
 KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router and smg ignore it
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
-CHAT = "/v1/chat/completions"
+PATH = "/v1/completions"
 START_SECONDS = 120.0
 PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
@@ -75,7 +75,7 @@ def serve(port: int, step: float) -> None:
             raw += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if scope["path"] not in ("/v1/completions", CHAT):  # vllm-router asks the server to render prompts, for one
+        if scope["path"] != PATH:  # vllm-router asks the server to render prompts, for one
             await send({"type": "http.response.start", "status": 404, "headers": []})
             return await send({"type": "http.response.body", "body": b""})
         asked = json.loads(raw)
@@ -118,19 +118,12 @@ def serve(port: int, step: float) -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Program:
-    """What is measured: its command, the port it listens on, and the folder in which it is started."""
+    """What is measured: its command, and the port it listens on."""
 
     command: list[str]
     port: int
-    folder: str | None = None
 
 
 @contextmanager
@@ -138,7 +131,7 @@ def started(program: Program, log: Path, path: str, model: str) -> Iterator[tupl
     """(address, process id) of a program, once it answers a completion; ended afterwards."""
     command, port = program.command, program.port
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, cwd=program.folder)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + START_SECONDS
@@ -157,23 +150,29 @@ def started(program: Program, log: Path, path: str, model: str) -> Iterator[tupl
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def cpu_seconds(session: int) -> float:
-    """CPU time so far of all living processes of a session; 0.0 for session 0."""
-    taken = 0.0
+def _processes(session: int) -> Iterator[Path]:
+    """Folders in /proc of all living processes of a session; none for session 0."""
     for place in Path("/proc").glob("[0-9]*") if session else ():
         with suppress(OSError):  # it has ended meanwhile
             if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
+                yield place
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time so far of all living processes of a session; 0.0 for session 0."""
+    taken = 0.0
+    for place in _processes(session):
+        with suppress(OSError):
+            taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
     return taken
 
 
 def memory_mib(session: int) -> float:
     """Resident memory of all living processes of a session; 0.0 for session 0."""
     pages = 0
-    for place in Path("/proc").glob("[0-9]*") if session else ():
+    for place in _processes(session):
         with suppress(OSError):
-            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                pages += int((place / "statm").read_text().split()[1])
+            pages += int((place / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -200,28 +199,25 @@ def gateways(
     be set. policy: of those that have one by that name."""
     found: dict[str, Program] = {}
 
-    def add(name: str, make: Callable[[int], list[Any]], where: str | None = None) -> None:
+    def add(name: str, make: Callable[[int], list[Any]]) -> None:
         port = free_port()
-        found[name] = Program([str(word) for word in make(port)], port, where)
+        found[name] = Program([str(word) for word in make(port)], port)
 
-    for name, checkout in [("selfspec", None), *(one.split("=", 1) for one in options.checkout)]:
-        config = folder / f"{name}.yaml"
-        config.write_text(
-            json.dumps(
-                {
-                    "policy": policy,
-                    "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
-                    "results_dir": str(folder / name),
-                    "ledger": {"plain_share": 0.0},
-                    "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
-                    "backends": [
-                        {"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)
-                    ],
-                }
-            )
+    config = folder / "selfspec.yaml"
+    config.write_text(
+        json.dumps(
+            {
+                "policy": policy,
+                "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
+                "results_dir": str(folder / "selfspec"),
+                "ledger": {"plain_share": 0.0},
+                "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
+                "backends": [{"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)],
+            }
         )
-        command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
-        add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
+    )
+    command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
+    add("selfspec", lambda port: [*command, f"port={port}"])
     listen = ["--policy", policy, "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
         add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
@@ -229,11 +225,14 @@ def gateways(
         add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
     if options.litellm:
         lite = folder / "litellm.yaml"
-        kind = "openai" if options.chat else "text-completion-openai"
         models = [
             {
                 "model_name": model,
-                "litellm_params": {"model": f"{kind}/{model}", "api_base": f"{one}/v1", "api_key": "none"},
+                "litellm_params": {
+                    "model": f"text-completion-openai/{model}",
+                    "api_base": f"{one}/v1",
+                    "api_key": "none",
+                },
             }
             for one in backends
         ]
@@ -255,8 +254,6 @@ def gateways(
 
 async def stream(session: Any, url: str, model: str, tokens: int, apart: float = 0.01) -> tuple[float, int, float]:
     """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
-    said = "once upon a time"
-    prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
     body = {
         "model": model,
         "max_tokens": tokens,
@@ -264,7 +261,8 @@ async def stream(session: Any, url: str, model: str, tokens: int, apart: float =
         "temperature": 0,
         "ignore_eos": True,
         "user": str(apart),
-    } | prompt
+        "prompt": "once upon a time",
+    }
     began, first, events = time.perf_counter(), None, 0
     async with session.post(url, json=body, headers=HEADERS) as response:
         assert response.status == 200, response.status
@@ -291,9 +289,9 @@ async def measured(
         nonlocal events, lasted
         for repeat in range(repeats + thrown_away):
             try:
-                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+                first, made, seconds = await stream(session, url, MODEL, options.tokens, apart)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # it was kept, and closed meanwhile
-                first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
+                first, made, seconds = await stream(session, url, MODEL, options.tokens, apart)
             if repeat >= thrown_away:
                 firsts.append(first)
                 events, lasted = events + made, lasted + seconds
@@ -316,9 +314,6 @@ def quantile(values: Sequence[float], share: float) -> float:
 def main() -> None:
     """Start everything, measure in turn, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--url", help="a real server to measure in front of, instead of the one without a model")
-    parser.add_argument("--model", default=MODEL, help="the name of its model")
-    parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument(
@@ -327,7 +322,6 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
-    parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER", help="measured like selfspec")
     parser.add_argument("--faults", action="store_true", help="also try what happens in each fault")
     parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
     parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
@@ -345,18 +339,14 @@ def main() -> None:
 
     until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
-        folder, path = Path(scratch), CHAT if options.chat else "/v1/completions"
-        backend = options.url
-        if backend is None:
-            port = free_port()
-            command = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
-            program = Program(command, port)
-            backend, _ = stack.enter_context(started(program, folder / "server.log", path, options.model))
+        folder, port = Path(scratch), free_port()
+        program = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
+        backend, _ = stack.enter_context(started(program, folder / "server.log", PATH, MODEL))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, [backend], options.model, folder).items():
-            running[name] = stack.enter_context(started(program, folder / f"{name}.log", path, options.model))
+        for name, program in gateways(options, [backend], MODEL, folder).items():
+            running[name] = stack.enter_context(started(program, folder / f"{name}.log", PATH, MODEL))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
-        found = rounds(options, {name: (url + path, pid) for name, (url, pid) in running.items()}, until)
+        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()}, until)
         document = described(options) | {"rows": table(found)}
     if options.faults:
         import faults
@@ -476,9 +466,9 @@ def rate(parts: Sequence[dict[str, Any]]) -> float:
 def described(options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, and on what."""
     return {
-        "path": CHAT if options.chat else "/v1/completions",
+        "path": PATH,
         "tokens": options.tokens,
-        "step_s": None if options.url else options.step,
+        "step_s": options.step,
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }

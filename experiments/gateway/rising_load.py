@@ -2,7 +2,7 @@
 
     python experiments/gateway/rising_load.py --cpu --out results/published/gateway_cpu.json
     python experiments/gateway/rising_load.py --model ./qwen2.5-coder-1.5b --layer 0 --k 12 --table "2:8 8:6 24:5 48:4" \
-        --draft-weights int4 --bits --rates 4 16 48 96 --seconds 4 --tokens 128 --out gateway_gpu.json
+        --draft-weights int4 --rates 4 16 48 96 160 --seconds 4 --tokens 128 --out gateway_gpu.json
 
     python experiments/gateway/rising_load.py --simulated early plain --out simulated.json     # servers that sleep
 
@@ -63,7 +63,6 @@ LEAST, MOST = 6.0, 30.0  # seconds of a rate that lasts for --requests
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    parser.add_argument("--bits", action="store_true", help="a third backend: the same weights, rounded to 4 bits")
     parser.add_argument("--rates", type=float, nargs="+", help="requests a second; with --simulated shares")
     parser.add_argument("--seconds", type=float, default=7.0, help="that each rate lasts")
     parser.add_argument("--requests", type=int, help="of each rate, on average, in place of --seconds")
@@ -310,7 +309,7 @@ def main() -> int:
         return 1 if simulate(given, logs, head) else 0
     with tempfile.TemporaryDirectory() as folder:
         scratch, began = Path(folder), time.monotonic()
-        wanted = configs(given, scratch, given.bits)
+        wanted = configs(given)
         head["device"] = machine.device(wanted[EARLY])
         try:
             with opened(wanted, given.cpu, logs, scratch) as servers:

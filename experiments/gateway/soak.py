@@ -19,7 +19,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+
+from selfspec_cli.engine.server import free_port
 
 MODEL, TOKENS = "toy", 24
 GAP_SECONDS = 0.04  # between two tokens
@@ -131,12 +132,6 @@ class Answers:
         else:
             request.transport.abort()  # type: ignore[union-attr]
         return response
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Backend:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from fake import Fake
 from running import running
 
+from selfspec_cli.engine.server import free_port
 from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
 
 pytestmark = [pytest.mark.slow, programs.needs("prometheus")]
@@ -90,9 +90,3 @@ async def until_finite(port, wanted):
                 left.pop(0)
             else:
                 await asyncio.sleep(0.3)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

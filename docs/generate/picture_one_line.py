@@ -57,7 +57,7 @@ def picture() -> str:
 
 def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> list[str]:
     """The shapes of one panel. top: the greatest speedup of the axis. left, width: in pixels."""
-    clients = sorted(rows)
+    clients = _growing(rows)
     step = width / len(clients)
     floor = HEIGHT - BOTTOM
 
@@ -97,6 +97,12 @@ def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> lis
         ]
         at += 5
     return shapes
+
+
+def _growing(rows: Rows) -> list[int]:
+    """Numbers of clients up to the one with which plain vLLM is fastest: beyond it something else is the limit."""
+    fastest = max(rows, key=lambda count: float(rows[count][PLAIN]["tok_s"]))
+    return sorted(count for count in rows if count <= fastest)
 
 
 def _rivals(title: str) -> list[tuple[str, float, float, float]]:

@@ -37,7 +37,7 @@ from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin import compile_cache, register
-from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 
 pytestmark = pytest.mark.contract
 
@@ -183,6 +183,25 @@ def test_what_cannot_be_done_is_refused_before_an_engine_starts(arguments, path,
     args = arguments(model=path, skip_tokenizer_init=True, speculative_config=given, **engine)
     with pytest.raises(SettingsError, match=message):
         args.create_engine_config()
+
+
+def test_vllms_own_settings_still_work(arguments, path):
+    """Keys that are vLLM's, dashes instead of underscores, and the defaults: copies of all layers, twelve tokens."""
+    spec = {"method": "layer_skip", "draft-sample-method": "probabilistic"}
+    config = arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+    settings = settings_of(config)
+    assert settings is not None
+    assert (settings.layer, settings.k) == (CONFIG["num_hidden_layers"], 12)
+    assert config.speculative_config.draft_sample_method == settings.draft_sample_method == "probabilistic"
+    assert config.speculative_config.num_speculative_tokens == settings.width
+
+
+def test_an_engine_without_our_method_has_none_of_our_settings(arguments, path):
+    config = arguments(model=path, skip_tokenizer_init=True).create_engine_config()
+    assert settings_of(config) is None
+    assert collects(config) == ()
+    assert not config.parallel_config.worker_extension_cls
+    assert "selfspec" not in str(config.additional_config)
 
 
 def test_a_model_that_drafts_would_spoil_is_refused(arguments, path, monkeypatch):

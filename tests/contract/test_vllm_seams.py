@@ -43,9 +43,11 @@ INSTALLED = versions.known((versions.installed() or ("vllm", "none"))[1])
 SIGNATURES = signatures(INSTALLED or versions.SUPPORTED[0])
 
 
-def test_every_replacement_exists():
-    """That its target does, test_vllm_sources.py asks of each release."""
-    assert all(callable(pkgutil.resolve_name(patch.replacement)) for patch in compat.PATCHES)
+@pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
+def test_patch_target_and_replacement_exist(patch):
+    found = {target: there for target, there, _ in compat.check()}
+    assert found[patch.target], f"vLLM moved {patch.target}"
+    assert callable(pkgutil.resolve_name(patch.replacement))
 
 
 def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Live, layer_skip, live
+from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
 from test_draft_weights import COMPILED, made
+from transformers import AutoTokenizer
 
+from selfspec_cli.config.paths import plain_model_dir
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
@@ -86,6 +88,12 @@ def test_a_view_changes_on_a_live_engine(expected):
         assert want.check(engine, SOME) == found[4]
 
 
+def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
+    spec = layer_skip(LAYERS, K, skip_layers=[LAYERS])
+    with pytest.raises(SettingsError, match=f"allowed: 0 to {LAYERS - 1}"), live(expected("llama").path, spec):
+        pass
+
+
 def check_others_without(engine: Live, want: Any, context: dict[str, Any]) -> None:
     """The same engine drafts others over the whole context, and over this part of it again the same; both are verified
     to the target's output, with some accepted and some rejected."""
@@ -146,3 +154,35 @@ def test_after_a_view_that_is_refused_the_view_before_it_drafts(expected):
             with pytest.raises(SettingsError, match="draft_window = 32 is not supported for this model"):
                 engine.call("early_exit_set_view", {"layer_skip": 1, "draft_window": 32})
     assert counts[0] == counts[1], counts
+
+
+CODE = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    "for index, line in enumerate(lines):\n    if not line.strip():\n        ",
+    "    try:\n        value = int(text)\n    except ValueError:\n        ",
+    '"""Tools for reading and writing files."""\n\nimport ',
+    "assert ",
+    "x = [",
+)
+
+
+def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
+    """The same size and text as the embedded model, plainly trained."""
+    tokenizer, found = AutoTokenizer.from_pretrained(plain_model_dir()), {}
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in CODE]
+    with live(plain_model_dir()) as engine:
+        want = tokens(engine.generate(ids, greedy(32)))
+    with live(plain_model_dir(), layer_skip(24, K, draft_weights="int8")) as engine:
+        for name, view in (
+            ("copies", {"layer_skip": 24, "draft_weights": "int8"}),
+            ("first layers", {"layer_skip": 6}),
+        ):
+            engine.call("early_exit_set_view", view)
+            before = engine.counts()
+            assert tokens(engine.generate(ids, greedy(32))) == want, name
+            found[name] = engine.counts() - before
+            found[name].require_both_verdicts()
+    share = {name: counts.accepted / counts.drafted for name, counts in found.items()}
+    assert share["copies"] > 0.85 and share["first layers"] < 0.3, share

@@ -1,5 +1,7 @@
-"""The README's picture: the one line's speedup over plain vLLM by clients, and that of vLLM's other methods in another
-run, with the ranges of their repeats."""
+"""The README's picture: how much faster the one line is than plain vLLM, by clients, with the range of its repeats.
+
+It also shows how much faster vLLM's other methods were in another run with one request, with 95 % intervals.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ Rows = dict[int, dict[str, Any]]
 
 def picture() -> str:
     """Draw the closed loops of the served measurement, a panel for each kind of prompts, as SVG."""
-    by_prompts: dict[str, Rows] = closed_loops()
+    by_prompts: dict[str, Rows] = {prompts: _growing(rows) for prompts, rows in closed_loops().items()}
     highest = max(max(_range(arms)) for rows in by_prompts.values() for arms in rows.values())
     top = math.ceil(2 * highest) / 2
     width = (WIDTH - LEFT - GAP * (len(by_prompts) - 1)) / len(by_prompts)
@@ -57,7 +59,7 @@ def picture() -> str:
 
 def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> list[str]:
     """The shapes of one panel. top: the greatest speedup of the axis. left, width: in pixels."""
-    clients = _growing(rows)
+    clients = sorted(rows)
     step = width / len(clients)
     floor = HEIGHT - BOTTOM
 
@@ -99,10 +101,10 @@ def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> lis
     return shapes
 
 
-def _growing(rows: Rows) -> list[int]:
-    """Numbers of clients up to the one with which plain vLLM is fastest: beyond it something else is the limit."""
+def _growing(rows: Rows) -> Rows:
+    """The rows up to the number of clients with which plain vLLM is fastest: beyond it something else is the limit."""
     fastest = max(rows, key=lambda count: float(rows[count][PLAIN]["tok_s"]))
-    return sorted(count for count in rows if count <= fastest)
+    return {count: arms for count, arms in rows.items() if count <= fastest}
 
 
 def _rivals(title: str) -> list[tuple[str, float, float, float]]:

@@ -409,9 +409,9 @@ class LengthRule:
         width = best = max(means, key=means.__getitem__)
         trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         self.choices += 1
-        # What plain steps take is seen, not predicted: drafting takes the host longer.
         losses = {one: kind.seconds * (1 - means[one] / means[best]) for one, kind in kinds.items()}  # of a step
         spare = UNSEEN_SHARE * (now - self._explored) / LEAST_HELD
+        # What plain steps take is seen, not predicted: drafting takes the host longer.
         unseen = [
             one
             for one, kind in kinds.items()

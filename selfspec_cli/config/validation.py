@@ -162,6 +162,8 @@ def _validate_view(cfg: RunConfig) -> None:
         path = Path(cfg.draft_weights_path).expanduser()
         if not path.is_file():
             raise ConfigError(f"draft_weights_path={path}: there is no such file; make it with: selfspec fit-weights")
+    if not (DRAFT_WEIGHTS[cfg.draft_weights].drafts or cfg.free_drafts):
+        raise ConfigError(f"draft_weights={cfg.draft_weights}: nothing would draft with free_drafts=0; use 1 or more")
     DraftView.of(cfg).check()
     check_weights(cfg, WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
 

@@ -57,6 +57,8 @@ def completed(spec: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], 
     why = None
     if not any(key in given for key in VIEW_KEYS):
         chosen, why = _draft(target)
+        if not DRAFT_WEIGHTS[chosen.get("draft_weights", "shared")].drafts:
+            chosen["free_drafts"] = given.get(SPECULATIVE_LENGTH, WIDTHS[0])
     if not any(key in given for key in LENGTH_KEYS):
         chosen |= {"gate": AUTO, SPECULATIVE_LENGTH: WIDTHS[0], "free_drafts": WIDTHS[0]}
         if target.memory and 2 * target.logits * WIDTHS[0] < SHARE_OF_DRAWN * target.memory:
@@ -66,7 +68,7 @@ def completed(spec: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], 
 
 def _draft(target: Target) -> tuple[dict[str, Any], str]:
     """What drafts, and why."""
-    lookup = {"layer_skip": 1}, "so drafts come from the text (prompt lookup) and, where it pays, from the first layer"
+    lookup = {"draft_weights": "none"}, "so drafts come from prompt lookup alone, where the text repeats itself"
     if target.exit_layer is not None:
         return {"layer_skip": target.exit_layer}, "the checkpoint says that it was trained to exit there"
     if target.bits <= 5:

@@ -56,6 +56,11 @@ class ResolvedSettings(DraftSettings):
         return DraftView.of(self)
 
     @property
+    def layers_draft(self) -> bool:
+        """Whether layers of the model draft; else prompt lookup alone does."""
+        return DRAFT_WEIGHTS[self.draft_weights].drafts
+
+    @property
     def context(self) -> Context:
         """What a draft step attends to."""
         return context_of(self)
@@ -89,7 +94,8 @@ class ResolvedSettings(DraftSettings):
     def assumed_draft_step(self, num_layers: int) -> float:
         """A draft step in plain decoding steps, by the bytes that it reads of a model of `num_layers` layers and 16
         bits a weight; the head counts as a layer. What is assumed until times are measured."""
-        bits = DRAFT_WEIGHTS[self.draft_weights].bits or 16.0
+        bits = DRAFT_WEIGHTS[self.draft_weights].bits
+        bits = 16.0 if bits is None else bits
         return (len(self.drafting_layers) + 1) / num_layers * bits / 16
 
     @property
@@ -178,6 +184,11 @@ class ResolvedSettings(DraftSettings):
         self.layer = _exit_layer(spec.get("layer_skip"), num_layers, view)
         self.view.check()
         self._check_head()
+        if not (self.layers_draft or self.free_drafts):
+            raise SettingsError(
+                f"draft_weights = {self.draft_weights!r} and free_drafts = 0: nothing would draft; allowed: "
+                "free_drafts of 1 or more, or other draft_weights"
+            )
         self.k = DRAFT_LENGTH if self.k is None else self.k
         self.threshold = _threshold(spec, self.gate.kind)
         if spec.get(VLLM_KEY) is not None:

@@ -30,6 +30,8 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
         tokens = "1 token" if settings.k == 1 else f"up to {settings.k} tokens"
         free = f"prompt lookup of up to {settings.free_drafts} tokens" if settings.free_drafts else None
         parts = [f"drafting with {layers}", weights, head, gate, tokens, free]
+        if not settings.layers_draft:
+            parts = [f"drafting by {free} alone", gate]
     return ", ".join(part for part in parts if part)
 
 

@@ -252,6 +252,7 @@ def said(monkeypatch):
         ({}, "drafting with layers 0 to 2 of 8, no gate, up to 4 tokens"),
         ({"draft_weights": "int8"}, "drafting with layers 0 to 2 of 8, int8 copies of their weights, no gate"),
         ({"layer_skip": 1, "num_speculative_tokens": 1}, "drafting with layer 0 of 8, no gate, 1 token"),
+        ({"draft_weights": "none", "free_drafts": 6}, "drafting by prompt lookup of up to 6 tokens alone, no gate"),
     ],
 )
 def test_the_log_says_what_the_engine_does_and_no_draft_model(arguments, path, said, more, words):

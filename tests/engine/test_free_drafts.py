@@ -69,6 +69,14 @@ def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(mod
         assert engine.gives(PROMPTS, parameters(), plain).drafted == 0
 
 
+def test_alone_where_no_layer_drafts(model_dir, plain):
+    with live(model_dir("llama"), {"method": "selfspec", "draft_weights": "none"}) as engine:
+        engine.llm.collective_rpc(draft_also_what_does_not_pay)
+        steps_of_fixed_times(engine)
+        found = counted(engine, plain, parameters())
+        assert found["drafted"] == 0 and found["free_accepted"] > 20
+
+
 def seen(engine: Live) -> dict[bool, set[int]]:
     """From now on, the lengths of drafts of requests that want none, and of others."""
     found: dict[bool, set[int]] = {True: set(), False: set()}

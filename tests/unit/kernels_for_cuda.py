@@ -83,7 +83,7 @@ def matching() -> None:
     types = of("*fp32", "statistics own") | of("*i64", "counts draft_tokens") | of("*i32", "num_sampled slots lengths")
     types |= {"cost": "fp32", "logits": "*bf16"}
     for kernel in (_look_up, _judge, _certain, _turn, _judge_confidence):
-        constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True, "MEASURES": True}
+        constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True, "MEASURES": True, "ALONE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         _, ptx = compiled(kernel, types, constants)
         print(ptx.count(".local"), ptx.count("atom"))

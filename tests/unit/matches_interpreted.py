@@ -23,9 +23,16 @@ ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of hi
 class Device:
     """Requests 3, 2, 1 in rows 0, 1, 2, as the V2 runner keeps them."""
 
-    def __init__(self, table: LengthTable | None = None, free: int = FREE, k: int = K, requests: int = 0):
+    def __init__(
+        self,
+        table: LengthTable | None = None,
+        free: int = FREE,
+        k: int = K,
+        requests: int = 0,
+        alone: bool = False,
+    ):
         self.text = torch.full((ROWS, MAX_LEN), 99, dtype=torch.int32)
-        of_free = {"free": Free(free, k, requests), "text": self.text}
+        of_free = {"free": Free(free, k, requests, alone), "text": self.text}
         self.state = new_state(ROWS, max(free, k), MAX_LEN, table=table or LengthTable.fixed(k), **of_free)
         self.state.step_cost = COST
         self.end = end_step(VOCAB, rows=ROWS)
@@ -138,6 +145,14 @@ def test_a_round_in_which_all_have_a_match_takes_no_step():
     assert counted["length_histogram"][0] == 1
     assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
     assert device.state.idx_mapping.tolist() == [-1] * ROWS
+
+
+def test_where_no_layer_drafts_a_request_without_a_match_drafts_nothing_and_any_match_is_copied():
+    device, new, doubtful = Device(alone=True), [5, 4, 3], [5, 4, 2, 5]
+    drafts = device.draft([REPEATED, new, doubtful], [1, 1, 1], [[]] * 3)
+    assert drafts == [[1, 2, 3, 4, 0, 1, 2], [], [4, 2, 5, 4, 2, 5, 4]]
+    counted = device.state.snapshot()
+    assert (counted["rounds"], counted["steps"], counted["drafted"], counted["free_drafted"]) == (1, 0, 0, 14)
 
 
 @pytest.mark.parametrize(("value", "steps"), [(0.0, 3), (0.795, 2), (0.8, 1), (0.9, 0)])

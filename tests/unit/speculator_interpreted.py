@@ -44,7 +44,7 @@ def config(tmp_path_factory):
     LlamaConfig(architectures=["LlamaForCausalLM"], **layers, **sizes).save_pretrained(folder)
 
     def create(**spec):
-        spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
+        spec = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": K, **spec}
         return EngineArgs(
             str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=REQUESTS, speculative_config=spec
         ).create_engine_config()

@@ -6,6 +6,7 @@ import pytest
 
 from selfspec_cli.early_exit.defaults import LENGTH_KEYS, VIEW_KEYS, Target, completed
 from selfspec_cli.early_exit.draft_weights.base import WeightFacts
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 GIB = 2**30
@@ -36,8 +37,8 @@ def test_weights_of_eight_bits_may_have_copies_or_not_and_the_log_says_why():
     for quantization in ("fp8", "compressed-tensors"):
         target = replace(GPU, bits=8, weights=replace(GPU.weights, quantization=quantization))
         added, why = chosen(target)
-        assert added.get("draft_weights") == "int4" or (
-            added["layer_skip"] == 1 and "copies cannot be made here" in why
+        assert added["draft_weights"] == "int4" or (
+            added["draft_weights"] == "none" and "copies cannot be made here" in why
         )
 
 
@@ -45,18 +46,24 @@ def test_weights_of_eight_bits_may_have_copies_or_not_and_the_log_says_why():
 def test_weights_of_four_bits_have_no_cheaper_copies(quantization):
     target = replace(GPU, bits=4, weights=replace(GPU.weights, quantization=quantization))
     added, why = chosen(target)
-    assert added == {"layer_skip": 1} | LENGTHS | DRAWN
+    assert added == {"draft_weights": "none"} | LENGTHS | DRAWN
     assert why.startswith(
-        "the target's weights have 4 bits, and copies would be no cheaper, so drafts come from the text"
+        "the target's weights have 4 bits, and copies would be no cheaper, so drafts come from prompt lookup alone"
     )
 
 
 def test_copies_that_leave_too_little_for_the_cache_are_not_made():
     added, why = chosen(replace(GPU, left=6 * GIB))
-    assert added["layer_skip"] == 1 and "draft_weights" not in added
+    assert added["draft_weights"] == "none" and "layer_skip" not in added
     assert why.startswith("4-bit copies take some 1.9 GiB, more than 30% of the 6.0 GiB left beside the weights")
     assert chosen(replace(GPU, left=6.6 * GIB))[0]["draft_weights"] == "int4"
     assert "more than 30% of the 0.0 GiB" in chosen(replace(GPU, left=-1.0))[1]
+
+
+def test_a_length_that_is_named_is_that_of_prompt_lookup_where_no_layer_drafts():
+    assert chosen(replace(GPU, bits=4), num_speculative_tokens=4)[0] == {"draft_weights": "none", "free_drafts": 4}
+    with pytest.raises(SettingsError, match=r"'none' and free_drafts = 0: nothing would draft; allowed: free_drafts"):
+        chosen(replace(GPU, bits=4), free_drafts=0)
 
 
 def test_a_checkpoint_that_was_trained_for_early_exit_drafts_from_there():

@@ -37,7 +37,8 @@ class Simulated:
     """An engine with a clock of its own.
 
     requests, context (tokens of each) and acceptance (of a draft whose predecessors stood; one for all requests, or of
-    each) may change between two runs. times: the truth, in which a context is not rounded to a bucket.
+    each) may change between two runs. times: the truth, in which a context is not rounded to a bucket. matched: share
+    of the requests that have a draft at all, where all drafts are prompt lookup's.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Simulated:
         times: StepTimes | None = None,
         seed: int = 0,
         widths: Sequence[int] = WIDTHS,
+        matched: float = 1.0,
     ) -> None:
+        self.matched = matched
         self.times = device_times() if times is None else times
         self.now, self.requests, self.acceptance, self.context = 100.0, requests, acceptance, 500
         self.rule = LengthRule(self.times if known is None else known, widths, lambda: self.now, seed)
@@ -67,7 +70,8 @@ class Simulated:
     def speed(self, width: int) -> float:
         """Expected tokens a second of a fixed width."""
         rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
-        tokens = self.requests + sum(float((rates**place).sum()) for place in range(1, width + 1))
+        drafts = sum(float((rates**place).sum()) for place in range(1, width + 1))
+        tokens = self.requests + self.matched * drafts
         return tokens / self.seconds(width)
 
     def allowed(self) -> list[int]:
@@ -88,7 +92,11 @@ class Simulated:
         if width:
             rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
             stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
-            self._count(width, stood)
+            drafted = np.full(self.requests, width)
+            if self.matched < 1:
+                drafted *= self.draw.random(self.requests) < self.matched
+                stood = np.minimum(stood, drafted)
+            self._count(drafted, stood)
         self._copy_verdicts()
         self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()) if width else 0.0)
         if width:
@@ -97,10 +105,10 @@ class Simulated:
         self.tried[width] += self._trying
         return width
 
-    def _count(self, drafted: int, stood: np.ndarray) -> None:
+    def _count(self, drafted: int | np.ndarray, stood: np.ndarray) -> None:
         """Verdicts on `drafted` drafts of each request. stood: how many of a request's did."""
-        places = np.arange(self.rule.acceptance.k)
-        judged = ((places < drafted) & (places <= stood[:, None])).sum(0)
+        places, lengths = np.arange(self.rule.acceptance.k), np.broadcast_to(drafted, len(stood))
+        judged = ((places < lengths[:, None]) & (places <= stood[:, None])).sum(0)
         self._counted = self._counted + np.stack([judged, (places < stood[:, None]).sum(0)])
 
     def _copy_verdicts(self) -> None:
@@ -153,6 +161,23 @@ def test_random_weights_of_which_no_draft_stands_decode_as_fast_as_plain_decodin
         engine = Simulated(requests, 0.0, seed=2)
         assert engine.run(10.0) > 0.99
         assert engine.widths.most_common(1)[0][0] == 0
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64, 256])
+@pytest.mark.parametrize(("matched", "acceptance"), [(0.9, 0.9), (0.5, 0.6), (0.1, 0.1), (0.0, 0.5)])
+def test_prompt_lookup_alone_gains_where_text_repeats_and_costs_nothing_elsewhere(requests, matched, acceptance):
+    """A draft step takes no time, and a step with draft slots a little more than one without."""
+    verify = {
+        width: {n: (1.75e-3 if width else 1.7e-3) + 12e-6 * n * (width + 1) for n in REQUESTS if n * width < 768}
+        for width in WIDTHS
+    }
+    times = StepTimes(verify, {1: 0.0}, KV_TOKEN)
+    engine = Simulated(requests, acceptance, times=times, matched=matched)
+    assert engine.run(2.0) > 0.95
+    assert engine.run(4.0) > 0.95
+    speeds = [steps * engine.speed(width) * engine.seconds(width) for width, steps in engine.widths.items()]
+    time = sum(steps * engine.seconds(width) for width, steps in engine.widths.items())
+    assert sum(speeds) / time > 0.995 * engine.speed(0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -41,7 +41,8 @@ class DraftWeights:
     the kind's own. The methods here run anywhere. Where speed counts, a module of kernels takes over.
 
     name: what users write. help: one line for `--help`. bits: what a copy takes for each weight, scales included;
-    None for the target's own weights. copies: False for a kind that runs on the target's own weights. kernels: module
+    None for the target's own weights. copies: False for a kind that makes none. drafts: False where no layer drafts, so
+    that prompt lookup is all there is. kernels: module
     with the fast products on CUDA, as `vllm_plugin.weights.copied.Kernels` describes it; None where there are none.
     experts: whether that module has products for a mixture of experts.
     """
@@ -50,6 +51,7 @@ class DraftWeights:
     help: str
     bits: float | None = None
     copies: bool = True
+    drafts: bool = True
     kernels: str | None = None
     experts: bool = False
 

@@ -157,6 +157,8 @@ class _EarlyExit(DraftModelProposer):
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Compile the trunk together with the target, in vLLM's warm-up and profiling runs."""
         # Zeros: a batch may hold more tokens than the model has positions, and compiled code reads its table of them.
+        if not self.settings.layers_draft:
+            return
         positions = self._positions.of(torch.zeros_like(self.arange[:num_tokens], dtype=torch.int64))
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
@@ -330,11 +332,11 @@ class _EarlyExit(DraftModelProposer):
         if self.free is not None:
             longest = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
             rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(longest, ends, strict=True)]
-            lengths = [min(budget.k, limit) for budget in allowed]
+            lengths = [min(budget.k, limit) if self.settings.layers_draft else 0 for budget in allowed]
             cost = 1.0 if self.lengths.choice is None else self.lengths.choice.step_cost
             self.free.begin(self.runner.requests, names, rows, rooms, lengths, cost / max(1, len(rows)))
             copied = {row for row in rows if self.free.copy(row, proposals[row])}
-            kept = [place for place in kept if rows[place] not in copied]
+            kept = [place for place in kept if lengths[place] and rows[place] not in copied]
             if copied and not kept:
                 self.counters.round(len(copied))
                 self.counters.ended_early()

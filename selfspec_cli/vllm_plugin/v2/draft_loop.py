@@ -75,6 +75,9 @@ class DraftLoop(TargetDependentARSpeculator):
     def capture(self) -> None:
         """Record the whole draft loop (or one step of it) for each batch size."""
         assert self.decode_cudagraph_manager is not None
+        if not self.settings.layers_draft:
+            self._measure_steps()
+            return
         began = time.perf_counter()
         self._prepare_loop()
         reason = None
@@ -100,9 +103,11 @@ class DraftLoop(TargetDependentARSpeculator):
         manager, target = self.decode_cudagraph_manager, manager_of(self.vllm_config)
         if manager is None or target is None:
             return
-        drafts: dict[int, Callable[[], None]] = {
-            one.num_tokens: functools.partial(self._replay_one_step, graph) for one, graph in manager.graphs.items()
-        }
+        drafts: dict[int, Callable[[], None]] | None = None
+        if self.settings.layers_draft:
+            drafts = {
+                one.num_tokens: functools.partial(self._replay_one_step, graph) for one, graph in manager.graphs.items()
+            }
         kv_token = sum(
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
             for group in self.kv_cache_config.kv_cache_groups

@@ -142,10 +142,23 @@ def _copy(
 
 @triton.jit(do_not_specialize=["tokens", "k"])
 def _judge(
-    matches, columns, slots, verdict, inputs, progress, lengths, tokens, k, cost, K: tl.constexpr, PLACES: tl.constexpr
+    matches,
+    columns,
+    slots,
+    verdict,
+    inputs,
+    progress,
+    lengths,
+    tokens,
+    k,
+    cost,
+    K: tl.constexpr,
+    PLACES: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
     """One program a row, after `round_setup._begin_round`, which says who may draft and how much. slots: int64 [rows],
-    the request of each row, also of one that drafts nothing."""
+    the request of each row, also of one that drafts nothing. ALONE: no layer drafts, so no row goes on, and any match
+    is trusted, because there is no own draft (k = 0) that could yield more."""
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(slots + row).to(tl.int64)
     sampled = tl.load(verdict.num_sampled + row)
@@ -172,7 +185,7 @@ def _judge(
                 _copy(row, request, 0, room, known, start, text, matches, inputs, lengths, progress.counts, K, PLACES)
                 tl.store(inputs.seq_lens + row, 0)
                 tl.store(inputs.idx_mapping + row, -1)
-            else:
+            elif not ALONE:
                 tl.atomic_add(progress.going, 1)
 
 
@@ -235,10 +248,11 @@ def judge(state: DraftState, batch: InputBatch, verdict: Any) -> None:
         state.progress(),
         state.lengths,
         state.free.tokens,
-        state.free.k,
+        0 if state.free.alone else state.free.k,
         state.step_cost / batch.num_reqs,
         K=places,
         PLACES=triton.next_power_of_2(places + 1),
+        ALONE=state.free.alone,
     )
     turn(state)
 

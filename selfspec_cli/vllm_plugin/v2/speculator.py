@@ -130,7 +130,7 @@ class EarlyExitSpeculator(DraftLoop):
         if text.device.type == "cuda":  # vLLM keeps them in host memory, except for its own n-gram drafts
             requests.all_token_ids = StagedWriteTensor(tuple(text.shape), dtype=text.dtype, device=self.device)
             text = requests.all_token_ids.gpu
-        return Free(settings.free_drafts, settings.k, settings.free_requests), text
+        return Free(settings.free_drafts, settings.k, settings.free_requests, not settings.layers_draft), text
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -314,11 +314,12 @@ class EarlyExitSpeculator(DraftLoop):
             return drafts.fill_(-1)
         self.drafting_disabled = False
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
-        if self._context is not None:
-            requests = input_batch.num_reqs
-            self._context.begin(input_batch.query_start_loc[1 : requests + 1], num_rejected[:requests])
-        # In vLLM's profiling run there is no KV cache yet: `set_attn` comes after it.
-        self._draft(input_batch, steps, is_profile, dp_sync_state, dummy_run and skip_attn_for_dummy_run)
+        if self.settings.layers_draft:
+            if self._context is not None:
+                requests = input_batch.num_reqs
+                self._context.begin(input_batch.query_start_loc[1 : requests + 1], num_rejected[:requests])
+            # In vLLM's profiling run there is no KV cache yet: `set_attn` comes after it.
+            self._draft(input_batch, steps, is_profile, dp_sync_state, dummy_run and skip_attn_for_dummy_run)
         if self.state.free is not None and self.draft_logits is not None and not dummy_run:
             certain(self.state, input_batch, self.draft_logits)
         return drafts
@@ -386,6 +387,9 @@ class EarlyExitSpeculator(DraftLoop):
         if self._warm:
             return
         self._warm = True
+        if not self.settings.layers_draft:
+            take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])
+            return
         began = time.perf_counter()
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         by_fused = 0 if self.fused_step is None else self.fused_step.most

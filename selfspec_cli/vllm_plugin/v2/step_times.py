@@ -45,15 +45,17 @@ def known(config: Any) -> StepTimes | None:
 def measure(
     config: Any,
     decodes: dict[int, dict[int, Callable[[], None]]],
-    drafts: dict[int, Callable[[], None]],
+    drafts: dict[int, Callable[[], None]] | None,
     kv_token: float,
 ) -> StepTimes | None:
     """Time the graphs of an engine, or read what was measured before.
 
     decodes: by width and number of requests, what replays a verify pass; drafts: by number of requests, what replays
-    one draft step. kv_token: bytes of keys and values of a token of context. None where there are no graphs.
+    one draft step; None where no layer drafts. kv_token: bytes of keys and values of a token of context.
+
+    Returns: the times; None where there are no graphs.
     """
-    if not decodes.get(0) or not drafts:
+    if not decodes.get(0) or drafts == {}:
         return None
     before = known(config)
     if before is not None:
@@ -64,7 +66,9 @@ def measure(
         for width, replays in decodes.items()
         if replays
     }
-    draft = {n: _seconds(replay) for n, replay in drafts.items() if n in REQUESTS or n == max(drafts)}
+    draft = {1: 0.0}
+    if drafts:
+        draft = {n: _seconds(replay) for n, replay in drafts.items() if n in REQUESTS or n == max(drafts)}
     times = StepTimes(verify, draft, kv_token / _bytes_per_second(), _attended(config))
     with written(_file(config)) as part:
         part.write_text(json.dumps({"verify": verify, "draft": draft, "kv_token": times.kv_token}), encoding="utf-8")

@@ -46,11 +46,12 @@ class GateRule(NamedTuple):
 
 class Free(NamedTuple):
     """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, and the number of
-    requests up to which the table bounds the model's own drafts alone."""
+    requests up to which the table bounds the model's own drafts alone. alone: whether no layer drafts."""
 
     tokens: int
     k: int
     requests: int = 0
+    alone: bool = False
 
 
 class Matches(NamedTuple):

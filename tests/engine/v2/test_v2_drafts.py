@@ -190,6 +190,17 @@ def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain
     assert counted["drafted"] > 0 < counted["free_accepted"] <= counted["free_drafted"]
 
 
+def test_prompt_lookup_alone_drafts_what_the_text_repeats(model_dir, plain):
+    """What the one line does where no copies fit. No draft step exists, and the rule counts none."""
+    with live(model_dir("llama"), {"method": "selfspec", "draft_weights": "none"}, **SMALL) as engine:
+        planner = planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
+        fix_times(planner.rule)
+        same(engine, plain)
+        counted = engine.call("early_exit_counters")
+        assert counted["drafted"] == counted["steps"] == 0 < counted["free_accepted"]
+        assert len(planner.steps) > 1
+
+
 def test_the_one_line_chooses_widths_and_gate_auto_is_left_and_taken_again(model_dir, plain):
     """Everything is chosen: 4-bit copies of all layers, up to 12 drafts, prompt lookup, and when a step pays. With
     another gate every step has all slots. In the interpreter a kernel's time says nothing, so times are fixed."""

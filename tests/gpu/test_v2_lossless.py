@@ -474,6 +474,8 @@ def lengths(**engine: Any) -> Iterator[Case]:
 def free_drafts(**engine: Any) -> Iterator[Case]:
     """Drafts from what a request had before, alone and with all that they combine with; wider than k and narrower."""
     free, copies = {"free_drafts": 12}, {"draft_weights": "int4"}
+    for more in ({}, COMPILED):
+        yield Case("llama", *MIDDLE, "repeated", engine={**engine, **more}, spec={"draft_weights": "none", **free})
     for more in ({}, COMPILED, {"enforce_eager": True}):
         yield Case("llama", *MIDDLE, "repeated", engine={**engine, **more}, spec=free)
     for spec in (

@@ -14,8 +14,7 @@ from typing import Any
 MODULES = {
     # The engine's configuration, and both runners.
     "vllm": "_custom_ops envs",
-    "vllm.config": "CompilationConfig ModelConfig ParallelConfig SpeculativeConfig VllmConfig "
-    "get_current_vllm_config_or_none set_current_vllm_config",
+    "vllm.config": "CompilationConfig ModelConfig ParallelConfig SpeculativeConfig VllmConfig set_current_vllm_config",
     "vllm.config.compilation": "CompilationMode CUDAGraphMode",
     "vllm.distributed": "tensor_model_parallel_all_gather",
     "vllm.distributed.device_communicators.pynccl": "PyNcclCommunicator",
@@ -81,11 +80,8 @@ MODULES = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": "UnquantizedFusedMoEMethod",
     "vllm.model_executor.layers.linear": "LinearBase UnquantizedLinearMethod",
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
-    "vllm.model_executor.layers.quantization.utils": "marlin_utils",
-    "vllm.model_executor.layers.quantization.utils.marlin_utils": "marlin_permute_scales",
     "vllm.model_executor.layers.utils": "default_unquantized_gemm dispatch_unquantized_gemm",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead",
-    "vllm.scalar_type": "scalar_types",
     # Compilation.
     "vllm.compilation.passes.inductor_pass": "CallableInductorPass InductorPass",
     "vllm.compilation.wrapper": "TorchCompileWithNoGuardsWrapper",

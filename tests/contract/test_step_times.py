@@ -34,7 +34,7 @@ def measured(tmp_path, monkeypatch):
     """Measures an engine whose graphs take the seconds that they say; and the graphs that were replayed."""
     replayed = []
 
-    def seconds(replay):
+    def seconds(_, replay):
         replayed.append(replay())
         return replayed[-1][-1]
 
@@ -92,3 +92,17 @@ def test_a_file_that_was_cut_short_counts_as_none(measured):
     assert measured.known(engine()) is None
     assert measured.measure(engine()) is not None
     assert measured.known(engine()) is not None
+
+
+def test_a_graph_that_does_not_end_is_named_and_the_engine_does_not_wait_for_ever(monkeypatch):
+    event = SimpleNamespace(record=lambda: None, query=lambda: False)
+    monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(step_times, "PATIENCE", 0.01)
+    with pytest.raises(RuntimeError, match=r"a draft step of 48 requests did not end .* SELFSPEC_DEVICE_LOOP=0"):
+        step_times._seconds("a draft step of 48 requests", lambda: None)
+
+
+def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
+    decodes = {0: {1: lambda: ("plain", 1e-3)}}
+    times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN)
+    assert times is not None and times.draft_step(64) == 0.0

@@ -197,11 +197,10 @@ class Emulated:
 def linear(layer: dict[str, Any], name: str) -> Any:
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    tensors = layer["copies"][name] | {"second": torch.zeros(1)}
+    tensors = layer["copies"][name]
     for part, tensor in tensors.items():
         copy.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
-    kernels: Any = SimpleNamespace(SECOND_LAYOUT=("second",))
-    copy._kernels, copy._names = kernels, tuple(tensors)
+    copy._kernels, copy._names = SimpleNamespace(), tuple(tensors)
     return SimpleNamespace(copy_of_weight=copy, bias=layer["bias"] if name == "qkv" else None)
 
 
@@ -250,5 +249,4 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
     live = step.lengths > 0
     assert out is not None and trunk_model.error(out[live], wanted[live]) < CLOSE["many"]
     assert fused.tokens == (16,)
-    assert set(trunk.layers[0].mlp.down_proj.copy_of_weight._parameters) == {"words", "scales"}
     assert FusedStep(decoder(model), 16, CPU, requests=8).most == 8

@@ -23,9 +23,7 @@ from selfspec_cli.vllm_plugin.fused_step.layout import (
     share,
 )
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
-from selfspec_cli.vllm_plugin.weights import step_bytes
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
-from selfspec_cli.vllm_plugin.weights.renewed import refill
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
 LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5)
@@ -335,41 +333,11 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
     assert set(addresses) == {"norms", "bias", "stream", "wide"}
 
 
-# ---- engines whose other kernels read another layout too -------------------------------------------------------------
-
-
-class InTwoLayouts:
-    """Kernels that keep another layout beside the one that copies are made in, as Marlin's."""
-
-    COMPILE_SIZES, SECOND_LAYOUT = (), ("other",)
-
-    def prepare(self, tensors: Any) -> dict[str, torch.Tensor]:
-        return {**tensors, "other": tensors["words"].flip(0).clone()}
-
-
 def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
-    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: InTwoLayouts())
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
     layer: Any = nn.Module()
     layer.copy_of_weight = CopiedWeight(WEIGHTS, weight, shared)
     return layer
-
-
-def test_a_copy_in_two_layouts_is_read_once_and_held_twice(monkeypatch):
-    weight = torch.randn(32, 128)
-    layer = copied_layer(monkeypatch, weight)
-    made, found = WEIGHTS.quantise(weight), models.copy_of(layer)
-    assert set(found) == set(made) and all(tensor.equal(made[name]) for name, tensor in found.items())
-    words, scales = made["words"].nbytes, made["scales"].nbytes
-    assert step_bytes.read_bytes([layer]) == words + scales
-    assert step_bytes.weight_bytes([layer]) == 2 * words + scales
-
-
-def test_new_weights_reach_both_layouts(monkeypatch):
-    old, new = (copied_layer(monkeypatch, torch.randn(32, 128)) for _ in range(2))
-    assert not old.copy_of_weight.other.equal(new.copy_of_weight.other)
-    refill(old, new)
-    assert models.copy_of(old)["words"].equal(models.copy_of(new)["words"])
-    assert old.copy_of_weight.other.equal(new.copy_of_weight.other)
 
 
 def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):

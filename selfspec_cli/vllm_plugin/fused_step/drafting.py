@@ -73,9 +73,6 @@ class FusedStep:
         self.plan = planned(self.shape, blocks, WARPS, EVENLY)
         self.stream = stream_of(layers, self.shape, self.plan, device)
         self.wide = wide_stream_of(layers, self.shape, blocks, device) if requests > MOST else None
-        if self.wide is not None:  # no other step has 33 to 64 tokens
-            for linear in (linear for layer in layers for linear in linears_of(layer).values()):
-                linear.copy_of_weight.keep_first_layout()
         self._names = [attention.attn.layer_name for attention in attentions]
         self._scale = float(attentions[0].scaling) * LOG2_E
         self._tensors: dict[str, Tensor | None] = {

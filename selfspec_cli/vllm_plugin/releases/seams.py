@@ -20,7 +20,6 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 LINEAR = "vllm.model_executor.layers.linear"
-MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
 ATTENTION = "vllm.model_executor.layers.attention.attention"
 COMMUNICATORS = "vllm.distributed.device_communicators"
@@ -217,14 +216,7 @@ SIGNATURES = {
     f"{FLASH}:FlashAttentionImpl.do_kv_cache_update": "layer key value kv_cache slot_mapping",
     f"{FLASH}:FlashAttentionImpl.forward": "layer query key value kv_cache attn_metadata output output_scale "
     "output_block_scale",
-    # weights/lowbit.py calls these, and asks for the engine's settings.
-    f"{MARLIN}:apply_gptq_marlin_linear": "input weight weight_scale weight_zp workspace wtype "
-    "output_size_per_partition input_size_per_partition input_global_scale bias use_fp32_reduce input_dtype",
-    f"{MARLIN}:marlin_permute_scales": "s size_k size_n group_size is_a_8bit",
-    f"{MARLIN}:marlin_make_workspace_new": "device max_blocks_per_sm",
-    f"{MARLIN}:marlin_make_empty": "device",
-    "vllm._custom_ops:gptq_marlin_repack": "b_q_weight size_k size_n num_bits is_a_8bit",
-    "vllm.config.vllm:get_current_vllm_config_or_none": "",
+    # weights/lowbit.py calls these.
     f"{MOE}.oracle.int_wna16:make_wna16_moe_kernel": "moe_quant_config moe_config experts_cls backend routing_tables",
     f"{MOE}.oracle.int_wna16:make_wna16_moe_quant_config": "w1_scale w2_scale group_size num_bits w1_zp w2_zp w1_bias "
     "w2_bias a1_gscale a2_gscale gemm1_clamp_limit gemm1_alpha gemm1_beta",

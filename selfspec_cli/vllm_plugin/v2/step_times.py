@@ -22,12 +22,15 @@ import torch
 from selfspec_cli.early_exit.rule import REQUESTS, StepTimes
 from selfspec_cli.vllm_plugin import versions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.vllm_names import current_platform, init_logger
 from selfspec_cli.whole import cache_dir, written
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 REPLAYS = 3
+PATIENCE = 30.0
+"""Seconds that a replay may take, which takes milliseconds: other engines may use the GPU."""
 
 
 def known(config: Any) -> StepTimes | None:
@@ -62,13 +65,21 @@ def measure(
         return before
     began = time.perf_counter()
     verify = {
-        width: {n: _seconds(replay) for n, replay in replays.items() if n in REQUESTS or n == max(replays)}
+        width: {
+            n: _seconds(f"a verify pass of {n} requests with {width} drafts each", replay)
+            for n, replay in replays.items()
+            if n in REQUESTS or n == max(replays)
+        }
         for width, replays in decodes.items()
         if replays
     }
     draft = {1: 0.0}
     if drafts:
-        draft = {n: _seconds(replay) for n, replay in drafts.items() if n in REQUESTS or n == max(drafts)}
+        draft = {
+            n: _seconds(f"a draft step of {n} requests", replay)
+            for n, replay in drafts.items()
+            if n in REQUESTS or n == max(drafts)
+        }
     times = StepTimes(verify, draft, kv_token / _bytes_per_second(), _attended(config))
     with written(_file(config)) as part:
         part.write_text(json.dumps({"verify": verify, "draft": draft, "kv_token": times.kv_token}), encoding="utf-8")
@@ -83,8 +94,20 @@ def measure(
     return times
 
 
-def _seconds(replay: Callable[[], object]) -> float:
+def _seconds(what: str, replay: Callable[[], object]) -> float:
+    """Median time of a replay. Raises RuntimeError, which names `what` is replayed, where the first one does not end:
+    without that an engine would never start, and say nothing."""
     replay()
+    ended = torch.cuda.Event()
+    ended.record()
+    until = time.monotonic() + PATIENCE
+    while not ended.query():
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{what} did not end within {PATIENCE:.0f} s on the device; {device_loop.SWITCH}=0 captures k draft "
+                "steps one after the other, in place of a loop that ends on the device"
+            )
+        time.sleep(0.0001)
     taken = []
     for _ in range(REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -100,7 +123,7 @@ def _bytes_per_second() -> float:
     """How fast this GPU reads memory, by a copy, which reads half of what it moves."""
     source = torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source))
+    return 2 * source.numel() / _seconds("a copy of 128 MiB", lambda: target.copy_(source))
 
 
 def _attended(config: Any) -> float:

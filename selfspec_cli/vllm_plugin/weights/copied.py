@@ -29,11 +29,9 @@ class Kernels(Protocol):
 
     COMPILE_SIZES: numbers of tokens for which a compiled trunk needs a graph of its own, because `linear` takes another
     path for them.
-    SECOND_LAYOUT: names of tensors of `prepare` that hold the copy once more, for steps of other numbers of tokens.
     """
 
     COMPILE_SIZES: tuple[int, ...]
-    SECOND_LAYOUT: tuple[str, ...]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device."""
@@ -136,15 +134,8 @@ class CopiedWeight(nn.Module):
         return {name: getattr(self, name) for name in self._names}
 
     def read_by_a_step(self) -> list[Tensor]:
-        """What one step multiplies by: of a copy in two layouts the first, which is as large as the second."""
-        second = () if self._kernels is None else self._kernels.SECOND_LAYOUT
-        return [tensor for name, tensor in self._tensors().items() if name not in second]
-
-    def keep_first_layout(self) -> None:
-        """Free the second layout, where another kernel takes the steps that read it."""
-        for name in () if self._kernels is None else self._kernels.SECOND_LAYOUT:
-            self._parameters.pop(name, None)
-        self._names = tuple(name for name in self._names if name in self._parameters)
+        """What one step multiplies by."""
+        return list(self._tensors().values())
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x, tensors = x.reshape(-1, x.shape[-1]), self._tensors()

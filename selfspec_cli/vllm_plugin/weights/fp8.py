@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = (1,)  # one token is multiplied in another way than more are
-SECOND_LAYOUT = ()
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ def of(place):
     return script
 
 
-rivals, rising_load, figures = of("experiments/rivals"), of("experiments/gateway"), of("docs/generate")
+rivals, figures = of("experiments/rivals"), of("docs/generate")
 
 
 # ---- experiments/rivals: drafts made of a model, and the tables that show every setting
@@ -177,39 +177,6 @@ def test_the_state_and_the_first_layers_inputs_are_those_of_the_small_head(rival
         torch.testing.assert_close(made[:, :rows], torch.cat([embeds, normed], 1) @ small[name].T)
     out = wide["layers.0.self_attn.o_proj.weight"]
     assert not out[HIDDEN:].any() and not out[:, 8:].any(), "it writes nothing of the new heads, and only old entries"
-
-
-# ---- gateway/rising_load.py: what is said of the p99 of least_time beside the better backend alone
-
-
-def answers(script, seconds, route, failed=""):
-    return [script.Answer(2.0, 0.1, one, 8, route, failed) for one in seconds]
-
-
-def test_the_better_backend_alone_is_what_least_time_is_compared_with(rising_load):
-    script = rising_load("rising_load")
-    found = script.document(
-        {
-            (0, "least_time"): answers(script, [1.0, 2.5], "early"),
-            (0, "round_robin"): answers(script, [0.5, 1.0], "plain"),  # a policy, and no backend alone
-            (0, "early"): answers(script, [1.0, 2.0], "early"),
-            (0, "plain"): answers(script, [1.0, 3.0], "plain"),
-        }
-    )
-    said = "least_time_p99_above_the_better_alone_ms"
-    assert found["turns"][0][said] == found["all_turns"][said] == 500.0
-    row = found["all_turns"]["kinds"]["least_time"]
-    assert (row["requests"], row["by_backend"], row["rates"]["2"]["e2e_p99_ms"]) == (2, {"early": 2}, 2500.0)
-
-
-def test_a_request_that_failed_is_counted_and_its_time_is_not(rising_load):
-    script = rising_load("rising_load")
-    row = script.figures([*answers(script, [1.0], "early"), *answers(script, [9.0], "", "HTTP 503")])
-    assert (row["requests"], row["completed"], row["e2e_p99_ms"], row["failed"]) == (2, 1, 1000.0, ["HTTP 503"])
-    nothing = script.document(
-        {(0, "least_time"): answers(script, [1.0], "early"), (0, "plain"): answers(script, [9.0], "", "HTTP 503")}
-    )
-    assert nothing["turns"][0]["least_time_p99_above_the_better_alone_ms"] is None
 
 
 # ---- docs/generate/figure_quality.py: the arms of one folder, matched by what they are called

@@ -8,9 +8,8 @@ answer has ended. They begin `spread` at random over the time of one answer, as 
 Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
 over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
-step is what clients and server take. With --minutes, everything is measured once, and then again, round by round, until the
-time is over. Run it on a quiet machine. `--table beside.json` measures nothing: it writes the table of
-docs/gateway_reference.md from such a file.
+step is what clients and server take. Run it on a quiet machine. `--table beside.json` measures nothing: it writes the table
+of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -279,8 +278,7 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
-    parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all are measured in turn")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
     for name in ("--vllm-router", "--smg", "--litellm"):
         parser.add_argument(name, help="path of the program, in an environment of its own")
@@ -291,7 +289,6 @@ def main() -> None:
         return serve(options.serve, options.step)
     if options.table:
         return write_table(json.loads(options.table.read_text(encoding="utf-8")))
-    until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         folder, port = Path(scratch), free_port()
         program = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
@@ -300,7 +297,7 @@ def main() -> None:
         for name, program in gateways(options, backend, folder).items():
             running[name] = stack.enter_context(started(program, folder / f"{name}.log"))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
-        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()}, until)
+        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()})
         document = described(options) | {"rows": table(found)}
     text = json.dumps(document, indent=1)
     if options.out:
@@ -316,18 +313,12 @@ LITELLM_SHARE = (
 )
 
 
-def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], until: float) -> Found:
-    """(streams, spread, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a
-    moment of time.monotonic(), is left out from then on for all gateways."""
+def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]]) -> Found:
+    """(streams, spread, gateway) -> what was measured in each round."""
     found: Found = {}
-    lasted: dict[tuple[int, bool], float] = {}
+    parts = [(streams, spread) for streams in options.streams for spread in (True, False)[: 1 + (streams in AT_ONCE)]]
     for number in range(options.rounds):
-        for streams, spread in [
-            (one, one_way) for one in options.streams for one_way in (True, False)[: 1 + (one in AT_ONCE)]
-        ]:
-            began = time.monotonic()
-            if began + lasted.get((streams, spread), 0.0) > until:
-                continue
+        for streams, spread in parts:
             for name in list(running) if number % 2 == 0 else list(running)[::-1]:
                 url, pid = running[name]
                 repeats, thrown_away = max(1 + (streams < 256), options.requests // streams), 1
@@ -335,15 +326,12 @@ def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], unt
                     if streams > MOST_OF_LITELLM:
                         continue
                     repeats, thrown_away = max(1, repeats // LITELLM_SHARE), int(streams <= 16)
-                before = cpu_seconds(pid)
+                before, began = cpu_seconds(pid), time.monotonic()
                 part = uvloop.run(measured(url, options, streams, repeats, spread, thrown_away))
                 part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + thrown_away))
                 found.setdefault((streams, spread, name), []).append(part)
-                print(
-                    f"round {number + 1}, {streams} streams, spread {spread}: {name}, {time.monotonic() - began:.1f} s",
-                    file=sys.stderr,
-                )
-            lasted[streams, spread] = time.monotonic() - began
+                took = f"{time.monotonic() - began:.1f} s"
+                print(f"round {number + 1}, {streams} streams, spread {spread}: {name}, {took}", file=sys.stderr)
     return found
 
 

@@ -7,7 +7,7 @@
 # make programs  install what some tests need beside Python, where apt and npm are at hand: Chromium, axe-core, Prometheus, g++, zsh, fish
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
 # make lint   ruff, the direction of imports, mypy
-# make fresh  the wheel in three fresh environments: sizes, times, the README's commands, and a vLLM of an unknown version
+# make fresh  the wheel in three fresh environments: sizes, the README's commands, and a vLLM of an unknown version
 # make sky  whether SkyPilot takes infra/selfspec.yaml
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
 

@@ -1,31 +1,26 @@
-"""What a new user gets: the wheel in fresh virtual environments, their sizes and times, and the README's commands.
+"""What a new user gets: the wheel in fresh virtual environments, their sizes, and the README's commands; prints JSON.
 
-    python packaging/fresh_install.py [--everything] [--only serving|bench|everything] [--keep FOLDER] [--out FILE.json]
+    python packaging/fresh_install.py [--everything] [--only serving|bench|everything]
 
 Wheel and sdist are built; a wheel from the checkout and one from its sdist have to hold the same files, and the wheel
-has to stay under 2 MB. It is installed into fresh environments, alone and with the extra `bench`: bytes, packages and
-seconds of each, and seconds to import it, to register the plugin and to show the help. Next to each supported release
-of vLLM pip must install selfspec and nothing else. With --everything a third environment gets vLLM for CPUs and all
-extras. There `sweep`, `verify` and `load` of the README run with the words for a CPU in an empty folder. Then vLLM's
-version number is changed to one that selfspec does not know: a plain engine has to start, and one that drafts has to be
-taken with a warning, because nothing else has changed. Needs pip, a package index and, for --everything, about 5 GB and
-some ten minutes. Times of imports are the least of five; a busy machine shows in the load that is printed with them.
-Exit code 1 if anything is not as it should be.
+has to stay under 2 MB. It is installed into fresh environments, alone and with the extra `bench`: bytes and packages of
+each, and what the command line says. Next to each supported release of vLLM pip must install selfspec and nothing else.
+With --everything a third environment gets vLLM for CPUs and all extras. There `sweep`, `verify` and `load` of the
+README run with the words for a CPU in an empty folder. Then vLLM's version number is changed to one that selfspec does
+not know: a plain engine has to start, and one that drafts has to be taken with a warning, because nothing else has
+changed. Needs pip, a package index and, for --everything, about 5 GB and some ten minutes. Exit code 1 if anything is
+not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import tomllib
 import venv
 import zipfile
@@ -44,14 +39,6 @@ CPU = ("model=reference", "engine=cpu", "method=selfspec", "workload=sanity")
 COMMANDS = {"sweep": (), "verify": (), "load": ("load.clients=1", "load.seconds=10")}
 """Commands of the README, and what each has besides CPU."""
 UNKNOWN = "9.9.9"
-REPEATS = 5
-# Prints the seconds that one call took, in a process that has done nothing else before.
-TIMED = "import time; began = time.perf_counter(); {}; print(time.perf_counter() - began)"
-IMPORT = TIMED.format("import selfspec_cli")
-PLUGIN = TIMED.format("import selfspec_cli.vllm_plugin")
-REGISTER = "from selfspec_cli.vllm_plugin import register; " + TIMED.format("register()")
-BESIDE = "from vllm.engine.arg_utils import EngineArgs; " + REGISTER
-
 ENGINE = """
 import sys
 
@@ -71,31 +58,22 @@ if __name__ == "__main__":
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--everything", action="store_true", help="also with vLLM for CPUs, and the README's commands")
-    options.add_argument("--only", choices=[*INSTALLS], help="this one alone, added to what is in --out")
-    options.add_argument("--keep", type=Path, help="make the environments there and leave them; finished ones stay")
-    options.add_argument("--out", type=Path, help="write what was found as JSON")
+    options.add_argument("--only", choices=[*INSTALLS], help="this one alone")
     chosen = options.parse_args()
     names = [chosen.only] if chosen.only else ["serving", "bench", *(["everything"] if chosen.everything else [])]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (chosen.keep or Path(scratch)).resolve()
+        folder = Path(scratch).resolve()
         wheels, lost = built(folder / "built")
-        found: dict[str, Any] = {"machine": machine(), "wheels": {one.name: one.stat().st_size for one in wheels}}
-        found["lost in an sdist"] = lost
+        found: dict[str, Any] = {"wheels": {one.name: one.stat().st_size for one in wheels}, "lost in an sdist": lost}
         for name in names:
             found[name] = installed(folder / name, install_words(name, wheels))
         pip = folder / "built" / "hatchling" / "bin" / "python"
         found["beside a vLLM"] = {each: beside(pip, folder / "beside" / each, each, wheels[0]) for each in supported()}
         if "everything" in names:
-            found["everything"]["register_seconds_beside_vllm"] = least(folder / "everything/bin/python", BESIDE)
             found["commands"] = readme_commands(folder / "everything", folder / "empty")
             found["beside an unknown vLLM"] = beside_unknown(folder / "everything")
-    if chosen.only and chosen.out and chosen.out.is_file():  # next to the parts that were measured before
-        found = {**json.loads(chosen.out.read_text()), **found}
     found["wrong"] = wrong(found)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if chosen.out:
-        chosen.out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
     for line in found["wrong"]:
         print(line, file=sys.stderr)
     return 1 if found["wrong"] else 0
@@ -110,47 +88,25 @@ def install_words(name: str, wheels: list[Path]) -> list[str]:
     return ["-c", "constraints-cpu.txt", f"{own}{INSTALLS[name]}", *map(str, others), *absent]
 
 
-def machine() -> dict[str, Any]:
-    """Where the times were taken, and what else ran there."""
-    day = datetime.date.today().isoformat()
-    return {"day": day, "python": platform.python_version(), "cores": os.cpu_count(), "load": list(os.getloadavg())}
-
-
 def environment(folder: Path, words: list[str]) -> Path:
-    """A fresh environment with `pip install WORDS`, run from this checkout; returns its Python.
-
-    One of `--keep` that was installed to its end by the same words is taken as it is.
-    """
-    python, note = folder / "bin" / "python", folder / "installed.json"
-    if note.is_file() and json.loads(note.read_text())["words"] == words:
-        return python
-    venv.create(folder, with_pip=True, clear=True)
-    began = time.perf_counter()
-    run = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
-    subprocess.run(run, cwd=REPO, check=True)
-    seconds, load = round(time.perf_counter() - began, 1), round(os.getloadavg()[0], 1)
-    note.write_text(json.dumps({"words": words, "seconds": seconds, "load": load}))
+    """Make an environment with `pip install WORDS`, run from this checkout; returns its Python."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words], cwd=REPO, check=True
+    )
     return python
 
 
 def installed(folder: Path, words: list[str]) -> dict[str, Any]:
-    """Size of an install (without pip itself), and seconds of it and of its parts; asks the command line for help."""
+    """Size of an install (without pip itself) and its packages; asks the command line for help."""
     python = environment(folder, words)
     packages = json.loads(said(python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
-    note = json.loads((folder / "installed.json").read_text())
     names = [f"{each['name']} {each['version']}" for each in packages if each["name"] not in ("pip", "setuptools")]
-    began = time.perf_counter()
     shown = subprocess.run([folder / "bin" / "selfspec", "--help"], capture_output=True, text=True)
-    helped = time.perf_counter() - began
     return {
         "megabytes": round(size_of(folder) / 1e6, 1),
-        "install_seconds": note["seconds"],
-        "load": note["load"],
         "packages": sorted(names),
-        "import_seconds": least(python, IMPORT),
-        "import_plugin_seconds": least(python, PLUGIN),
-        "register_seconds": least(python, REGISTER),
-        "first_help_seconds": round(helped, 2),
         "help": (shown.stdout + shown.stderr).strip().splitlines()[:1],
         "help_exit_code": shown.returncode,
     }
@@ -194,20 +150,17 @@ def built(folder: Path) -> tuple[list[Path], dict[str, list[str]]]:
 
 
 def readme_commands(environment: Path, empty: Path) -> dict[str, dict[str, Any]]:
-    """Run the README's commands from an installed wheel in an empty folder: exit code, seconds, and the end of what one
-    that failed said."""
-    shutil.rmtree(empty, ignore_errors=True)
-    empty.mkdir(parents=True)
+    """Run the README's commands from an installed wheel in an empty folder: exit code, and the end of what one that
+    failed said."""
+    empty.mkdir()
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     found = {}
     for name, more in COMMANDS.items():
-        began = time.perf_counter()
         words = [environment / "bin" / "selfspec", name, *CPU, *more]
         done = subprocess.run(words, cwd=empty, env=variables, capture_output=True, text=True)
         found[name] = {
             "words": [*CPU, *more],
             "exit_code": done.returncode,
-            "seconds": round(time.perf_counter() - began),
             "failed": [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()[-20:],
         }
     return found
@@ -249,7 +202,6 @@ def beside_unknown(folder: Path) -> dict[str, Any]:
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
     return {
-        "register_seconds": least(python, BESIDE, env),
         "said": [
             line for line in lines if line.startswith(("generated", "taken")) or "was not tried with selfspec" in line
         ],
@@ -290,12 +242,6 @@ def said(python: Path, *words: str, env: dict[str, str] | None = None) -> str:
     """What a Python process prints."""
     run = subprocess.run([python, *words], env=env, check=True, capture_output=True, text=True)
     return run.stdout
-
-
-def least(python: Path, program: str, env: dict[str, str] | None = None) -> float:
-    """The shortest of several runs, in seconds, of a program whose last line is a time."""
-    times = [float(said(python, "-c", program, env=env).split()[-1]) for _ in range(REPEATS)]
-    return round(min(times), 4)
 
 
 if __name__ == "__main__":

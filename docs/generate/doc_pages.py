@@ -1,10 +1,6 @@
-"""Write the generated parts of pages, between two markers, and the page of all published figures.
+"""Write the generated parts of pages, between two markers; tests/unit/test_docs.py fails if they are stale.
 
-    PYTHONPATH=. python docs/generate/doc_pages.py
-
-writes the parts; tests/unit/test_docs.py fails if they are stale. The page of all figures is in no file: `make docs` adds it to
-the site. A new folder of points in results/published gets a table there by itself, and a file without a part is listed
-at the end.
+PYTHONPATH=. python docs/generate/doc_pages.py
 """
 
 from __future__ import annotations
@@ -12,10 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from figure_cells import ROOT, at, names, table
-from figure_points import patterns, point_folders, points_section, sections
-from figure_quality import milestones, quality_tables
-from figure_readme import rivals, rivals_tables, settings
+from figure_cells import ROOT, table
+from figure_milestones import milestones
+from figure_settings import rivals, settings
 from figure_tables import (
     by_load,
     first_drafts,
@@ -28,60 +23,6 @@ from figure_tables import (
 from picture_one_line import picture
 
 from selfspec_cli.record.columns import TABLES, header, meanings
-
-HEAD = """# Published figures
-
-This page is made from `results/published/` by `docs/generate/` whenever the site is built (`make docs`). The [glossary](reference.md#terms) explains the words, and [reading a row](report.md#reading-a-row) the columns.
-
-- **Synthetic acceptance** means that vLLM accepts drafts at a rate that was set, whatever they are. Such a row says what
-  drafting costs, and nothing about how good any model's drafts are. It has a length in the column "synthetic acceptance".
-- **Speedups are over the baseline of the same run** and no other. Absolute times differ from machine to machine.
-- The points were measured before raw times were kept, so most rows have the least and the greatest of their repeats, and
-  no interval.
-- Commands are as they were typed, with the folder for the results left out. A script that such a command names and that
-  is not in `experiments/` measured once; it is in the history: `git ls-tree -r 066e492d experiments`.
-"""
-
-
-ELSEWHERE = (
-    "*/runs/*",
-    "quality/*",
-    "sprint/conversations/*",
-    "serving/*",
-    "install/*",
-    "gpu/qwen_1.5b_h200/by_context.json",
-    "gpu/two_gpus/*",
-    "blog/streams_qwen.json",
-)
-"""Published files that other parts of the page, or other pages, show, and transcripts without figures."""
-
-
-def left_out() -> list[str]:
-    """Return the published files that no part of the page shows."""
-    covered = {name for pattern in (*patterns(), *ELSEWHERE) for name in names(pattern)}
-    return sorted(set(names()) - covered)
-
-
-def page() -> str:
-    """Write the whole page."""
-    names = point_folders()
-    now = [points_section(name) for name in names if "earlier" not in name]
-    before = [points_section(name) for name in names if "earlier" in name]
-    others = [sections(), "### Quality", quality_tables()]
-    others += ["### Other methods of vLLM", rivals_tables(at("rivals"))]
-    if left_out():
-        others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
-    parts = [
-        HEAD,
-        "## Speed\n",
-        *now,
-        "## Further files\n",
-        *others,
-        "## Earlier runs\n",
-        "With other kernels, on busy hosts or on other cards; see the [lab book](../results/LOG.md).\n",
-        *before,
-    ]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def columns() -> str:

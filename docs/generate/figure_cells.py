@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,6 @@ def at(name: str) -> Path:
         if packed.is_file():
             return packed.joinpath(*parts[last:])
     return PUBLISHED / name
-
-
-def names(pattern: str = "*") -> list[str]:
-    """The names of published files, those in archives too, that match a pattern; `*` matches several folders."""
-    files = [path for path in PUBLISHED.rglob("[!.]*") if path.is_file()]
-    packed = [path for path in files if path.name.endswith(archive.SUFFIX)]
-    every = [*(set(files) - set(packed)), *(file for one in packed for file in archive.contents(one))]
-    called = (archive.shown(path.relative_to(PUBLISHED)) for path in every)
-    return sorted(name for name in called if fnmatchcase(name, pattern))
 
 
 @lru_cache(maxsize=64)

@@ -1,32 +1,19 @@
-"""Puts two pages into the site while mkdocs builds it (`hooks` of mkdocs.yml): all published figures, and the lab book."""
+"""Puts the lab book into the site while mkdocs builds it (`hooks` of mkdocs.yml)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-ON_THE_SITE = {
-    "../results/LOG.md": "lab_book.md",
-    "../../results/LOG.md": "../lab_book.md",
-    "measurements.md#published-files": "figures.md",
-    "../measurements.md#published-files": "../figures.md",
-    "#published-files": "figures.md",
-}
+ON_THE_SITE = {"../results/LOG.md": "lab_book.md", "../../results/LOG.md": "../lab_book.md"}
 """Links that lead somewhere in the repository, too, and the page of the site that they lead to."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Make figures.md, the page of all published figures, and lab_book.md from the lab book."""
-    for folder in (ROOT, ROOT / "docs" / "generate"):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    from doc_pages import page
-
-    files.append(File.generated(config, "figures.md", content=page()))
+    """Make lab_book.md from the lab book."""
     lab_book = (ROOT / "results" / "LOG.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "lab_book.md", content=lab_book))
     return files

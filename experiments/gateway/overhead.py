@@ -1,7 +1,6 @@
 """What a gateway adds to the time to first token, and what it takes from the rate of tokens: one command, JSON out.
 
-    python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --faults \
-        --out beside.json
+    python experiments/gateway/overhead.py --vllm-router R/bin/vllm-router --litellm L/bin/litellm --out beside.json
 
 A server without a model sends tokens at a steady pace. The same clients ask it directly and through
 each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
@@ -9,9 +8,8 @@ answer has ended. They begin `spread` at random over the time of one answer, as 
 Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
 over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
-step is what clients and server take. With --minutes, everything is measured once, and then again, round by round, until the
-time is over. Run it on a quiet machine. --faults also tries what each gateway does in each fault of faults.py.
-`--table beside.json` measures nothing: it writes the table of docs/gateway_reference.md from such a file.
+step is what clients and server take. Run it on a quiet machine. `--table beside.json` measures nothing: it writes the table
+of docs/gateway_reference.md from such a file.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,10 +26,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+import uvicorn
+import uvloop
 
 from selfspec_cli.engine.server import free_port
 
@@ -53,8 +55,6 @@ MOST_EVENTS = (
 def serve(port: int, step: float) -> None:
     """Answer every completion with max_tokens tokens, the first after `step` seconds, and the others as far apart as
     the request's `user` says: gateways pass it on, and vLLM ignores it."""
-    import uvicorn
-
     head = b'data: {"id":"x","object":"text_completion","created":1,"model":"toy","choices":'
     event = head + b'[{"index":0,"text":"word ","logprobs":null,"finish_reason":%s}]}\n\n'
 
@@ -127,7 +127,7 @@ class Program:
 
 
 @contextmanager
-def started(program: Program, log: Path, path: str, model: str) -> Iterator[tuple[str, int]]:
+def started(program: Program, log: Path) -> Iterator[tuple[str, int]]:
     """(address, process id) of a program, once it answers a completion; ended afterwards."""
     command, port = program.command, program.port
     with open(log, "wb") as out:
@@ -138,7 +138,7 @@ def started(program: Program, log: Path, path: str, model: str) -> Iterator[tupl
         while True:
             if process.poll() is not None or time.monotonic() > until:
                 sys.exit(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
-            if asyncio.run(answers(url + path, model)):
+            if asyncio.run(answers(url + PATH)):
                 break
             time.sleep(0.3)
         yield url, process.pid
@@ -150,53 +150,27 @@ def started(program: Program, log: Path, path: str, model: str) -> Iterator[tupl
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _processes(session: int) -> Iterator[Path]:
-    """Folders in /proc of all living processes of a session; none for session 0."""
-    for place in Path("/proc").glob("[0-9]*") if session else ():
-        with suppress(OSError):  # it has ended meanwhile
-            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                yield place
-
-
 def cpu_seconds(session: int) -> float:
     """CPU time so far of all living processes of a session; 0.0 for session 0."""
     taken = 0.0
-    for place in _processes(session):
-        with suppress(OSError):
-            taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
+    for place in Path("/proc").glob("[0-9]*") if session else ():
+        with suppress(OSError):  # it has ended meanwhile
+            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
     return taken
 
 
-def memory_mib(session: int) -> float:
-    """Resident memory of all living processes of a session; 0.0 for session 0."""
-    pages = 0
-    for place in _processes(session):
-        with suppress(OSError):
-            pages += int((place / "statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-async def answers(url: str, model: str) -> bool:
+async def answers(url: str) -> bool:
     """Whether a short stream comes."""
-    import aiohttp
-
     try:
         async with aiohttp.ClientSession() as session:
-            return (await stream(session, url, model, 2))[1] > 0
+            return (await stream(session, url, 2))[1] > 0
     except (aiohttp.ClientError, OSError, AssertionError):
         return False
 
 
-def gateways(
-    options: argparse.Namespace,
-    backends: Sequence[str],
-    model: str,
-    folder: Path,
-    seconds: float = 120.0,
-    policy: str = "round_robin",
-) -> dict[str, Program]:
-    """Every gateway that is to be measured, by name. seconds: in which a backend has to begin to answer, where that can
-    be set. policy: of those that have one by that name."""
+def gateways(options: argparse.Namespace, backend: str, folder: Path) -> dict[str, Program]:
+    """Every gateway that is to be measured in front of the server at `backend`, by name."""
     found: dict[str, Program] = {}
 
     def add(name: str, make: Callable[[int], list[Any]]) -> None:
@@ -204,47 +178,29 @@ def gateways(
         found[name] = Program([str(word) for word in make(port)], port)
 
     config = folder / "selfspec.yaml"
-    config.write_text(
-        json.dumps(
-            {
-                "policy": policy,
-                "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
-                "results_dir": str(folder / "selfspec"),
-                "ledger": {"plain_share": 0.0},
-                "limits": {"first_byte_seconds": seconds, "stall_seconds": min(30.0, seconds)},
-                "backends": [{"name": f"b{place}", "kind": "local", "url": one} for place, one in enumerate(backends)],
-            }
-        )
-    )
-    command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
-    add("selfspec", lambda port: [*command, f"port={port}"])
-    listen = ["--policy", policy, "--worker-urls", *backends, "--host", "127.0.0.1", "--prometheus-port"]
+    settings = {
+        "policy": "round_robin",
+        "keys": [{"name": "all", "key": hashlib.sha256(KEY.encode()).hexdigest()}],
+        "results_dir": str(folder / "selfspec"),
+        "ledger": {"plain_share": 0.0},
+        "backends": [{"name": "b0", "kind": "local", "url": backend}],
+    }
+    config.write_text(json.dumps(settings))
+    add("selfspec", lambda port: [sys.executable, "-m", "selfspec_cli", "gateway", config, f"port={port}"])
+    listen = ["--policy", "round_robin", "--worker-urls", backend, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
         add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
     if options.smg:
         add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
     if options.litellm:
         lite = folder / "litellm.yaml"
-        models = [
-            {
-                "model_name": model,
-                "litellm_params": {
-                    "model": f"text-completion-openai/{model}",
-                    "api_base": f"{one}/v1",
-                    "api_key": "none",
-                },
-            }
-            for one in backends
-        ]
-        lite.write_text(
-            json.dumps(
-                {
-                    "model_list": models,
-                    "general_settings": {"master_key": KEY},
-                    "router_settings": {"num_retries": 2, "timeout": 120, "stream_timeout": seconds},
-                }
-            )
-        )
+        server = {"model": f"text-completion-openai/{MODEL}", "api_base": f"{backend}/v1", "api_key": "none"}
+        settings = {
+            "model_list": [{"model_name": MODEL, "litellm_params": server}],
+            "general_settings": {"master_key": KEY},
+            "router_settings": {"num_retries": 2, "timeout": 120, "stream_timeout": 120},
+        }
+        lite.write_text(json.dumps(settings))
         add("litellm", lambda port: [options.litellm, "--config", lite, "--host", "127.0.0.1", "--port", port])
     return found
 
@@ -252,10 +208,12 @@ def gateways(
 # ---- clients ---------------------------------------------------------------------------------------------------------
 
 
-async def stream(session: Any, url: str, model: str, tokens: int, apart: float = 0.01) -> tuple[float, int, float]:
+async def stream(
+    session: aiohttp.ClientSession, url: str, tokens: int, apart: float = 0.01
+) -> tuple[float, int, float]:
     """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
     body = {
-        "model": model,
+        "model": MODEL,
         "max_tokens": tokens,
         "stream": True,
         "temperature": 0,
@@ -278,8 +236,6 @@ async def measured(
     url: str, options: argparse.Namespace, streams: int, repeats: int, spread: bool, thrown_away: int
 ) -> dict[str, Any]:
     """Each of `streams` clients asks `thrown_away` times, and then `repeats` times."""
-    import aiohttp
-
     firsts: list[float] = []
     events, lasted = 0, 0.0
 
@@ -289,9 +245,9 @@ async def measured(
         nonlocal events, lasted
         for repeat in range(repeats + thrown_away):
             try:
-                first, made, seconds = await stream(session, url, MODEL, options.tokens, apart)
+                first, made, seconds = await stream(session, url, options.tokens, apart)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # it was kept, and closed meanwhile
-                first, made, seconds = await stream(session, url, MODEL, options.tokens, apart)
+                first, made, seconds = await stream(session, url, options.tokens, apart)
             if repeat >= thrown_away:
                 firsts.append(first)
                 events, lasted = events + made, lasted + seconds
@@ -322,9 +278,7 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
-    parser.add_argument("--faults", action="store_true", help="also try what happens in each fault")
-    parser.add_argument("--rounds", type=int, default=1, help="most times that all are measured in turn")
-    parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all are measured in turn")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
     for name in ("--vllm-router", "--smg", "--litellm"):
         parser.add_argument(name, help="path of the program, in an environment of its own")
@@ -335,23 +289,16 @@ def main() -> None:
         return serve(options.serve, options.step)
     if options.table:
         return write_table(json.loads(options.table.read_text(encoding="utf-8")))
-    from contextlib import ExitStack
-
-    until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         folder, port = Path(scratch), free_port()
         program = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
-        backend, _ = stack.enter_context(started(program, folder / "server.log", PATH, MODEL))
+        backend, _ = stack.enter_context(started(program, folder / "server.log"))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, [backend], MODEL, folder).items():
-            running[name] = stack.enter_context(started(program, folder / f"{name}.log", PATH, MODEL))
+        for name, program in gateways(options, backend, folder).items():
+            running[name] = stack.enter_context(started(program, folder / f"{name}.log"))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
-        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()}, until)
+        found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()})
         document = described(options) | {"rows": table(found)}
-    if options.faults:
-        import faults
-
-        document["faults"] = faults.tried(options)
     text = json.dumps(document, indent=1)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
@@ -366,20 +313,12 @@ LITELLM_SHARE = (
 )
 
 
-def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], until: float) -> Found:
-    """(streams, spread, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a
-    moment of time.monotonic(), is left out from then on for all gateways."""
-    import uvloop
-
+def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]]) -> Found:
+    """(streams, spread, gateway) -> what was measured in each round."""
     found: Found = {}
-    lasted: dict[tuple[int, bool], float] = {}
+    parts = [(streams, spread) for streams in options.streams for spread in (True, False)[: 1 + (streams in AT_ONCE)]]
     for number in range(options.rounds):
-        for streams, spread in [
-            (one, one_way) for one in options.streams for one_way in (True, False)[: 1 + (one in AT_ONCE)]
-        ]:
-            began = time.monotonic()
-            if began + lasted.get((streams, spread), 0.0) > until:
-                continue
+        for streams, spread in parts:
             for name in list(running) if number % 2 == 0 else list(running)[::-1]:
                 url, pid = running[name]
                 repeats, thrown_away = max(1 + (streams < 256), options.requests // streams), 1
@@ -387,16 +326,12 @@ def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], unt
                     if streams > MOST_OF_LITELLM:
                         continue
                     repeats, thrown_away = max(1, repeats // LITELLM_SHARE), int(streams <= 16)
-                before = cpu_seconds(pid)
+                before, began = cpu_seconds(pid), time.monotonic()
                 part = uvloop.run(measured(url, options, streams, repeats, spread, thrown_away))
                 part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + thrown_away))
-                part["mib"] = memory_mib(pid)
                 found.setdefault((streams, spread, name), []).append(part)
-                print(
-                    f"round {number + 1}, {streams} streams, spread {spread}: {name}, {time.monotonic() - began:.1f} s",
-                    file=sys.stderr,
-                )
-            lasted[streams, spread] = time.monotonic() - began
+                took = f"{time.monotonic() - began:.1f} s"
+                print(f"round {number + 1}, {streams} streams, spread {spread}: {name}, {took}", file=sys.stderr)
     return found
 
 
@@ -419,7 +354,6 @@ def table(found: Found) -> list[dict[str, Any]]:
         row["tokens_s"] = round(rate(parts), 1)
         row["share_of_direct"] = round(rate(parts) / rate(beside), 4)
         if name != "direct":
-            row["memory_mib"] = round(max(one["mib"] for one in parts), 1)
             row["cpu_ms_request"] = round(1000 * sum(one["cpu"] for one in parts) / len(parts), 3)
         rows.append(row)
     return rows
@@ -447,12 +381,7 @@ def write_table(document: dict[str, Any]) -> None:
                 else "not measured"
             )
         lines.append(f"| {' | '.join(cells)} |")
-    into_page("beside", lines)
-
-
-def into_page(name: str, lines: Sequence[str]) -> None:
-    """Write the page anew with these lines between the two markers of a name."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    begin, end = "<!-- beside -->", "<!-- /beside -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2]
     PAGE.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")

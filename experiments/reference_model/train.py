@@ -1,7 +1,6 @@
 """Train the reference model with the LayerSkip recipe, or the same model plainly as its control.
 
     train.py prepare --work W                       collect the text, train the tokenizer, tokenise
-    train.py measure --work W --minutes M           tokens/s of both recipes, and the steps that fit into M minutes
     train.py train --work W --recipe R --steps N    train, evaluate on held-out text, export
 
 README.md in this folder has the commands as they were run. `--tiny` runs anything on a CPU in seconds.
@@ -246,35 +245,15 @@ def finish(args: argparse.Namespace, trainer: Trainer, held_out: Tensor, out: Pa
     print(f"{args.recipe} FINISHED in {seconds:.0f} s: {brief(figures)}", flush=True)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Tokens/s of each recipe alone on the device, into measure.json with the steps that fit both into --minutes."""
-    speeds = {}
-    for args.recipe in ("early_exit", "plain"):
-        trainer = Trainer(args)
-        for step in range(18):  # every combination of exits, and the compiler has finished
-            trainer.step(step).tolist()
-        started = time.time()
-        for step in range(18, 36):
-            parts = trainer.step(step)
-        parts.tolist()
-        speeds[args.recipe] = 18 * trainer.tokens_per_step / (time.time() - started)
-    steps = int(args.minutes * 60 / sum(trainer.tokens_per_step / speed for speed in speeds.values()))
-    memory = torch.cuda.max_memory_allocated() / 1e9 if args.device == "cuda" else None
-    result = {"tokens_per_s": speeds, "steps": steps, "peak_memory_gb": memory}
-    (args.work / "measure.json").write_text(json.dumps(result) + "\n")
-    print(json.dumps(result), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("prepare", "measure", "train"))
+    parser.add_argument("verb", choices=("prepare", "train"))
     parser.add_argument("--work", type=Path, required=True, help="folder for the data and the runs")
     parser.add_argument("--recipe", choices=("early_exit", "plain"), default="early_exit")
     parser.add_argument("--steps", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=128, help="sequences a step")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=16.0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of the last evaluation")
     parser.add_argument("--tiny", action="store_true", help="a toy model on little text, to try the script")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -283,7 +262,7 @@ def main() -> None:
     if args.verb == "prepare":
         prepare(args.work, shape(args).vocab, limit_bytes=2_000_000 if args.tiny else None, known=args.tokenizer)
     else:
-        {"measure": measure, "train": train}[args.verb](args)
+        train(args)
 
 
 if __name__ == "__main__":

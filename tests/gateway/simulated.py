@@ -1,7 +1,7 @@
 """Backends in simulated time, for policies: no sockets, no clock, the same numbers every time.
 
-The engine is the one of the servers that sleep (`experiments/gateway/step_engine.py`). What the policy sees is a
-`Replica`, which learns from the simulated times and from the engine's /metrics as it does from real ones.
+What the policy sees is a `Replica`, which learns from the simulated times and from the engine's /metrics as it does
+from real ones.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from scripts import importable
+import step_engine
 
 from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.policies import POLICIES
@@ -21,9 +20,6 @@ from selfspec_cli.gateway.policies.base import Chooser, Ended
 from selfspec_cli.gateway.replica import Flight, Replica, State
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
-
-with importable(Path(__file__).parents[2] / "experiments" / "gateway") as module:
-    step_engine = module("step_engine")
 
 LOOK = 1.0  # seconds between two looks at a server's /metrics
 NEVER = float("inf")

@@ -123,5 +123,5 @@ def test_what_cannot_be_packed_is_named(tmp_path):
 def test_what_is_published_is_few_files_and_no_tables():
     files = [file for file in PUBLISHED.rglob("*") if file.is_file() and not file.name.startswith(".")]
     assert len(files) <= 60
-    assert {file.suffix for file in files} <= {".xz", ".txt", ".cast", ".log", ".md", ".json"}
+    assert {file.suffix for file in files} <= {".xz", ".txt", ".md", ".json"}
     assert all(file.name.endswith(archive.SUFFIX) for file in files if file.suffix == ".xz")

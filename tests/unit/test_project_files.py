@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
-from scripts import importable
 
 import selfspec_cli
 from selfspec_cli import vllm_plugin
+from selfspec_cli.record import archive
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -268,13 +268,21 @@ def faults(heading, lines, there):
         yield from (f"names {name}, which is not there" for name in names if "/" in name and not there(name))
 
 
+def published_names():
+    """The names of published files, those in archives too, without the archives' suffix."""
+    place = ROOT / "results" / "published"
+    files = [path for path in place.rglob("[!.]*") if path.is_file()]
+    packed = [path for path in files if path.name.endswith(archive.SUFFIX)]
+    every = [*(set(files) - set(packed)), *(file for one in packed for file in archive.contents(one))]
+    return [archive.shown(path.relative_to(place)) for path in every]
+
+
 @pytest.fixture(scope="module")
 def there():
-    with importable(ROOT / "docs" / "generate") as module:
-        published = module("figure_cells").names()
+    published = published_names()
 
     def there(name):
-        name = name.replace(".jsonl.xz", "")
+        name = name.replace(archive.SUFFIX, "")
         matches = any(fnmatchcase(file, pattern) for pattern in (name, f"{name}/*") for file in published)
         return matches or any((at / name).exists() for at in (ROOT, ROOT / "selfspec_cli"))
 

@@ -1,6 +1,5 @@
 """Scripts of experiments/, docs/generate/ and tests/mutation/: what can be tried without a GPU."""
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -10,11 +9,8 @@ import pytest
 import torch
 from points import ARM, BASELINE, against, baseline
 from scripts import importable
-from torch.nn.functional import rms_norm
 
-from selfspec_cli.record import folder, quality
-from selfspec_cli.record.columns import Record
-from selfspec_cli.record.quality import EVAL, Finding
+from selfspec_cli.record import folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,10 +26,10 @@ def of(place):
     return script
 
 
-rivals, rising_load, figures = of("experiments/rivals"), of("experiments/gateway"), of("docs/generate")
+rivals, figures = of("experiments/rivals"), of("docs/generate")
 
 
-# ---- experiments/rivals: drafts made of a model, and the tables that show every setting
+# ---- experiments/rivals: drafts made of a model, and where another method was faster
 
 
 def test_weights_of_four_bits_are_packed_as_eight_to_an_integer(rivals):
@@ -58,22 +54,6 @@ def test_a_draft_of_the_first_layers_keeps_norm_and_embedding(rivals):
     assert config == {"num_hidden_layers": 2, "hidden_size": 8}
 
 
-def test_every_setting_that_was_measured_is_in_the_table(figures):
-    base = Record("run", "now", "baseline", "m", speedup=1.0, key="b")
-    ngram = Record("run", "now", "vllm", "m", k=2, speculative="ngram prompt_lookup_max=4", speedup=1.2, key="n2")
-    early = Record("run", "now", "layer_skip", "m", k=3, gate="none", draft_weights="shared", speedup=1.5, key="e3")
-    rows = [
-        base,
-        ngram,
-        replace(ngram, k=4, speedup=1.6, key="n4"),
-        early,
-        replace(early, k=9, speedup=1.1, key="e9"),
-        replace(early, gate="margin", speedup=1.7, key="gated"),
-        replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s"),
-    ]
-    assert [row.key for row in figures("figure_readme").arms(rows)] == ["gated", "n4", "e3", "n2", "e9"]
-
-
 def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures, tmp_path):
     ngram = {name: value for name, value in ARM.items() if name not in ("E", "head", "vocab", "gate", "threshold")}
     ngram |= {"arm": "vllm", "speculative": "ngram"}
@@ -86,15 +66,13 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures,
             against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text}),
         ):
             folder.save(tmp_path / "cpu", point)
-    (lost,) = figures("figure_readme").lost(tmp_path)
+    (lost,) = figures("figure_settings").lost(tmp_path)
     assert (
         lost.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
         and " 1.50x (m, English documentation, " in lost
     )
     assert lost.endswith(f", batch 1, {baseline().device})")
-    tables = figures("figure_readme").rivals_tables(tmp_path)
-    assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
-    assert "Nothing has been measured" in figures("figure_readme").rivals_tables(tmp_path / "none")
+    assert list(figures("figure_settings").lost(tmp_path / "none")) == []
 
 
 def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same_size(rivals):
@@ -117,132 +95,6 @@ def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same
     assert {name: getattr(of["qwen2"], name) for name in same} == {name: sizes[name] for name in same}
     wide = layer_of(transformers.AutoConfig.for_model("gemma", **sizes, head_dim=16))
     assert (wide.model_type, wide.head_dim) == ("llama", 16)
-
-
-# ---- widen_eagle3.py
-
-HIDDEN, RATIO, EPS = 8, 4, 1e-5
-OLD = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "rms_norm_eps": EPS,
-}
-
-
-def padded(x):
-    """n vectors beside each other, each with zeros behind it."""
-    zeros = x.new_zeros(len(x), HIDDEN * (RATIO - 1))
-    return torch.cat([torch.cat([part, zeros], 1) for part in x.split(HIDDEN, 1)], 1)
-
-
-def test_the_state_and_the_first_layers_inputs_are_those_of_the_small_head(rivals):
-    script = rivals("widen_eagle3")
-    torch.manual_seed(1)
-    small = {
-        "fc.weight": torch.randn(HIDDEN, 3 * HIDDEN),
-        "layers.0.hidden_norm.weight": torch.rand(HIDDEN) + 0.5,
-        "layers.0.self_attn.q_proj.weight": torch.randn(8, 2 * HIDDEN),
-        "layers.0.self_attn.k_proj.weight": torch.randn(4, 2 * HIDDEN),
-        "layers.0.self_attn.o_proj.weight": torch.randn(HIDDEN, 8),
-        "layers.0.mlp.down_proj.weight": torch.randn(HIDDEN, 12),
-        "lm_head.weight": torch.randn(20, HIDDEN),
-        "embed_tokens.weight": torch.randn(20, HIDDEN),
-    }
-    new = script.widened_config(OLD, HIDDEN * RATIO, 20)
-    wide = script.widened_head(small, OLD, new)
-    assert wide.keys() == small.keys() - {"lm_head.weight", "embed_tokens.weight"}, "vLLM takes these from the model"
-    shapes = {name: tuple(tensor.shape) for name, tensor in wide.items() if tensor.dim() == 2}
-    assert shapes == {
-        "fc.weight": (32, 96),
-        "layers.0.self_attn.q_proj.weight": (32, 64),
-        "layers.0.self_attn.k_proj.weight": (16, 64),
-        "layers.0.self_attn.o_proj.weight": (32, 32),
-        "layers.0.mlp.down_proj.weight": (32, 20),
-    }
-
-    states, embeds = torch.randn(5, 3 * HIDDEN), torch.randn(5, HIDDEN)
-    state = states @ small["fc.weight"].T
-    wide_state = padded(states) @ wide["fc.weight"].T
-    torch.testing.assert_close(wide_state, padded(state))
-    name = "layers.0.hidden_norm.weight"
-    normed = rms_norm(state, (HIDDEN,), small[name], EPS)
-    wide_normed = rms_norm(wide_state, (HIDDEN * RATIO,), wide[name], new["rms_norm_eps"])
-    torch.testing.assert_close(wide_normed, padded(normed))
-    for part, rows in (("q", 8), ("k", 4)):
-        name = f"layers.0.self_attn.{part}_proj.weight"
-        made = padded(torch.cat([embeds, normed], 1)) @ wide[name].T
-        torch.testing.assert_close(made[:, :rows], torch.cat([embeds, normed], 1) @ small[name].T)
-    out = wide["layers.0.self_attn.o_proj.weight"]
-    assert not out[HIDDEN:].any() and not out[:, 8:].any(), "it writes nothing of the new heads, and only old entries"
-
-
-# ---- gateway/rising_load.py: what is said of the p99 of least_time beside the better backend alone
-
-
-def answers(script, seconds, route, failed=""):
-    return [script.Answer(2.0, 0.1, one, 8, route, failed) for one in seconds]
-
-
-def test_the_better_backend_alone_is_what_least_time_is_compared_with(rising_load):
-    script = rising_load("rising_load")
-    found = script.document(
-        {
-            (0, "least_time"): answers(script, [1.0, 2.5], "early"),
-            (0, "round_robin"): answers(script, [0.5, 1.0], "plain"),  # a policy, and no backend alone
-            (0, "early"): answers(script, [1.0, 2.0], "early"),
-            (0, "plain"): answers(script, [1.0, 3.0], "plain"),
-        }
-    )
-    said = "least_time_p99_above_the_better_alone_ms"
-    assert found["turns"][0][said] == found["all_turns"][said] == 500.0
-    row = found["all_turns"]["kinds"]["least_time"]
-    assert (row["requests"], row["by_backend"], row["rates"]["2"]["e2e_p99_ms"]) == (2, {"early": 2}, 2500.0)
-
-
-def test_a_request_that_failed_is_counted_and_its_time_is_not(rising_load):
-    script = rising_load("rising_load")
-    row = script.figures([*answers(script, [1.0], "early"), *answers(script, [9.0], "", "HTTP 503")])
-    assert (row["requests"], row["completed"], row["e2e_p99_ms"], row["failed"]) == (2, 1, 1000.0, ["HTTP 503"])
-    nothing = script.document(
-        {(0, "least_time"): answers(script, [1.0], "early"), (0, "plain"): answers(script, [9.0], "", "HTTP 503")}
-    )
-    assert nothing["turns"][0]["least_time_p99_above_the_better_alone_ms"] is None
-
-
-# ---- docs/generate/figure_quality.py: the arms of one folder, matched by what they are called
-
-SCORE = {"task": "t", "metric": "acc", "value": 0.5, "stderr": None, "samples": 4, "drafted": True, "same": 4}
-QUALITY_ARM = {"arm": "layer_skip", "E": 4, "k": 4, "gate": "none"}
-
-
-@pytest.fixture
-def results(tmp_path):
-    """Findings of an arm and of its baseline, as one machine found them."""
-    for arm, key in ((QUALITY_ARM, "a" * 12), ({"arm": "baseline"}, "b" * 12)):
-        named = (EVAL, key, "20261122-000000-aaaa", "2026-11-22T00:00:00+0000", "a machine")
-        baseline = None if arm["arm"] == "baseline" else "b" * 12
-        quality.save(tmp_path, Finding(*named, arm, baseline, {}, {"scores": [SCORE]}))
-    return tmp_path
-
-
-def verdict(results, arm, **more):
-    """What `selfspec verify` found on another machine, where the same arm has another key."""
-    folder = results / quality.VERDICTS
-    folder.mkdir(exist_ok=True)
-    document = {"verdict": "lossless", "arm_key": "c" * 12, "time": "2026-11-22", "cases": [], **more}
-    (folder / f"{len(list(folder.iterdir()))}.json").write_text(json.dumps(document | ({"arm": arm} if arm else {})))
-
-
-def test_a_verdict_is_told_of_the_arm_that_it_names_and_of_no_other(figures, results):
-    verdict(results, QUALITY_ARM)
-    verdict(results, {**QUALITY_ARM, "gate": "maxp"}, verdict="fault", arm_key="d" * 12)
-    verdict(results, None, verdict="not shown", arm_key="e" * 12)  # of before verdicts named their arm
-    lines = figures("figure_quality").cells(results)
-    assert [(line[0], line[-1]) for line in lines] == [("baseline", ""), ("layer_skip E=4 k=4 gate=none", "lossless")]
-    assert all("t acc 0.500" in line[-2] for line in lines)
 
 
 # ---- tests/mutation

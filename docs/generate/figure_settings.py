@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 from figure_cells import at, points_of, ratio, table
 
 from selfspec_cli.record import folder, tables
-from selfspec_cli.record.columns import AcceptRow, Record
-from selfspec_cli.record.point import OK, Point
-from selfspec_cli.report.rows import Group, groups, headline, label, times
+from selfspec_cli.record.columns import Record
+from selfspec_cli.record.point import Point
+from selfspec_cli.report.rows import groups, label
 from selfspec_cli.report.sources import folders as results_folders
 
 LOADS = (1, 4, 8, 16, 32)
@@ -89,28 +89,11 @@ def one_setting(point: Point) -> dict[str, Any]:
     }
 
 
-# ---- Tables of vLLM's other methods, from the points of results folders: every measured setting of every method
+# ---- Where another method of vLLM was faster
 
 
-COLUMNS = (
-    "method and setting",
-    "speedup",
-    "accept rate",
-    "tokens a verify step",
-    "rounds that accept 1, 2, 3, ... drafts",
-    "identical outputs",
-)
 TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
 """The prompts of a workload in words."""
-POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
-
-
-def rivals_tables(place: Path) -> str:
-    """Return the tables of every results folder in a folder."""
-    result_folders = results_folders(place)
-    if not result_folders:
-        return "Nothing has been measured on a quiet machine yet."
-    return "\n".join(line for each in result_folders for line in markdown(each)).strip()
 
 
 def lost(place: Path) -> Iterator[str]:
@@ -121,7 +104,8 @@ def lost(place: Path) -> Iterator[str]:
     for results in results_folders(place):
         points = [point for point in folder.read(results)[0] if point.ok]
         for group in groups(tables.row(point) for point in points):
-            measured = arms(group.rows)
+            drafting = (row for row in group.rows if row.arm != "baseline" and row.speedup is not None)
+            measured = sorted(drafting, key=lambda row: -row.speedup)
             ours = [row for row in measured if row.arm == "layer_skip"]
             above = [
                 row
@@ -147,45 +131,3 @@ def _method(row: Record) -> str:
 
 def _high(row: Record) -> float:
     return row.speedup_high or row.speedup or 0.0
-
-
-def markdown(place: Path) -> Iterator[str]:
-    """Yield the lines of all tables of a results folder."""
-    points = [point for point in folder.read(place)[0] if point.ok]
-    if not points:
-        raise SystemExit(
-            f"{place}: it holds no measured point; measure with: selfspec sweep experiment=rivals results_dir={place}"
-        )
-    accepted = {point.id: tables.accept_row(point) for point in points}
-    for group in groups(tables.row(point) for point in points):
-        if len(group.rows) > 1:
-            yield from _table(group, accepted, place)
-
-
-def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> Iterator[str]:
-    first = group.rows[0]
-    text = f", {TEXTS[first.workload]}" if first.workload in TEXTS else ""
-    yield f"**{group.title}**{text} ({first.device}; `{place.name}`). {headline(group.rows)}"
-    yield ""
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "|---" * len(COLUMNS) + "|"
-    for row in arms(group.rows):
-        rate = "" if row.accept_rate is None else f"{row.accept_rate:.0%}"
-        length = "" if row.mean_accepted_len is None else f"{row.mean_accepted_len:.2f}"
-        same = "" if row.identical is None else f"{row.identical} of {row.outputs}"
-        yield f"| {label(row)} | {times(row)} | {rate} | {length} | {_positions(accepted.get(row.point))} | {same} |"
-    yield ""
-
-
-def arms(rows: Sequence[Record]) -> list[Record]:
-    """Return the measured arms without the baseline, the fastest first."""
-    kept = [row for row in rows if row.arm != "baseline" and row.status == OK and row.speedup is not None]
-    return sorted(kept, key=lambda row: -(row.speedup or 0))
-
-
-def _positions(row: AcceptRow | None) -> str:
-    """Return which shares of the steps with drafts accepted at least 1, 2, 3, ... of them."""
-    if row is None or not row.rounds or not row.accepted_at:
-        return ""
-    shares = [f"{int(count) / row.rounds:.0%}" for count in row.accepted_at.split()]
-    return ", ".join(shares[:POSITIONS]) + (", ..." if len(shares) > POSITIONS else "")

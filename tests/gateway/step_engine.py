@@ -1,33 +1,20 @@
-"""An engine that computes nothing: it takes one step at a time, and the time of a step is a curve over its requests.
-
-The simulation of the tests (`tests/gateway/simulated.py`) runs it in simulated time. For `rising_load.py --simulated` it is
-an HTTP server that sleeps until its step ends, so several of them share a machine and slow nobody down:
-
-    python experiments/gateway/step_engine.py early --port 8001 --slower 2
-"""  # noqa: E501
+"""An engine that computes nothing: it takes one step at a time, and the time of a step is a curve over its requests."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import lzma
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
 from scipy.optimize import brentq
 
 ROOT = Path(__file__).parents[2]
-MODEL = "toy"
 CHUNK = 2048  # prompt tokens of one step
-
-# ---- the engine ------------------------------------------------------------------------------------------------------
 
 
 def on_curve(points: Sequence[tuple[float, float]], running: float) -> float:
@@ -152,101 +139,10 @@ def published(kind: str) -> tuple[list[tuple[float, float]], int, float]:
     return sorted(points), k, tokens
 
 
-def as_published(kind: str, slower: float = 1.0, seed: int = 0) -> Engine:
+def as_published(kind: str, slower: float) -> Engine:
     """An engine with the step times of a kind of server on an H200. slower: that many times as long."""
     points, k, tokens = published(kind)
     acceptance = brentq(lambda share: sum(share**place for place in range(k + 1)) - tokens, 0, 1) if k else 0.0
     cost = EXIT_SHARE if kind == "early" else DRAFT_SHARE
     seconds = lambda running: slower * on_curve(points, EACH * running)  # noqa: E731
-    return Engine(seconds, RATE / slower, k, acceptance, cost if k else 0.0, SLOTS, random.Random(seed))
-
-
-# ---- a server --------------------------------------------------------------------------------------------------------
-
-
-class SleepingServer:
-    """An engine behind HTTP. It sleeps until the end of each step, which takes its time whether or not this process was
-    late with the one before."""
-
-    def __init__(self, engine: Engine, says: bool) -> None:
-        self.engine, self.says = engine, says
-        self.wake = asyncio.Event()
-
-    async def run(self) -> None:
-        """Take steps for ever."""
-        at = time.monotonic()
-        while True:
-            seconds = self.engine.begin()
-            if seconds is None:
-                self.wake.clear()
-                await self.wake.wait()
-                at = time.monotonic()
-                continue
-            at += seconds
-            await asyncio.sleep(at - time.monotonic())
-            for job, tokens in self.engine.end():
-                job.of.put_nowait(tokens)
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """A stream of max_tokens words, an event for each round."""
-        body = await request.json()
-        prompt, events = body["prompt"], asyncio.Queue[int]()
-        size = len(prompt) if isinstance(prompt, list) else max(1, len(prompt) // 4)
-        job = Job(float(size), body["max_tokens"], events)
-        self.engine.jobs.append(job)
-        self.wake.set()
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        try:
-            left = body["max_tokens"]
-            while left:
-                tokens = await events.get()
-                left -= tokens
-                ids = [1] * tokens if body.get("return_token_ids") else None
-                choice = {"index": 0, "text": "word " * tokens, "token_ids": ids, "finish_reason": None}
-                await response.write(self._event([choice | {"finish_reason": None if left else "length"}]))
-            usage = {"prompt_tokens": size, "completion_tokens": body["max_tokens"]}
-            await response.write(self._event([], usage=usage) + b"data: [DONE]\n\n")
-        finally:
-            if job in self.engine.jobs:
-                self.engine.jobs.remove(job)
-        return response
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL}
-        return b"data: " + json.dumps(head | {"choices": choices} | more).encode() + b"\n\n"
-
-    async def serve(self, host: str, port: int) -> None:
-        """Answer until this process is ended."""
-
-        async def health(request: web.Request) -> web.Response:
-            return web.Response()
-
-        async def metrics(request: web.Request) -> web.Response:
-            return web.Response(text=self.engine.metrics(self.says))
-
-        async def models(request: web.Request) -> web.Response:
-            return web.json_response({"data": [{"id": MODEL}]})
-
-        app = web.Application()
-        app.add_routes([web.get("/health", health), web.get("/metrics", metrics), web.get("/v1/models", models)])
-        app.add_routes([web.post("/v1/completions", self.complete)])
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        await self.run()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=tuple(ARMS))
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--slower", type=float, default=1.0)
-    given = parser.parse_args()
-    server = SleepingServer(as_published(given.kind, given.slower), says=given.kind == "early")
-    asyncio.run(server.serve(given.host, given.port))
-
-
-if __name__ == "__main__":
-    main()
+    return Engine(seconds, RATE / slower, k, acceptance, cost if k else 0.0, SLOTS)

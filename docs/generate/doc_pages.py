@@ -10,7 +10,7 @@ from pathlib import Path
 
 from figure_cells import ROOT, table
 from figure_milestones import milestones
-from figure_settings import rivals, settings
+from figure_readme import rivals, settings
 from figure_tables import (
     by_load,
     first_drafts,

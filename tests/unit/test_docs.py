@@ -143,16 +143,16 @@ def test_a_removed_sentence_takes_its_own_line_with_it(quoted):
 
 
 def test_a_row_of_the_readme_is_one_setting(doc_pages):
-    settings = sys.modules["figure_settings"]
+    readme = sys.modules["figure_readme"]
     for keys, words in (
         ({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
         ({1: "1c455bf81bc9"}, "another load"),
         ({8: "1" * 12}, "no point"),
     ):
         with pytest.raises(ValueError, match=words):
-            settings._cells(settings.Line("m", "s", ("rivals/gpu",), keys))
-    cells = settings._cells(
-        settings.Line("m", "s", ("gpu/smollm2/h100", "gpu/smollm2/slow_host_h100"), {1: "e7dd82f25482"})
+            readme._cells(readme.Line("m", "s", ("rivals/gpu",), keys))
+    cells = readme._cells(
+        readme.Line("m", "s", ("gpu/smollm2/h100", "gpu/smollm2/slow_host_h100"), {1: "e7dd82f25482"})
     )
     assert cells == ["1.64x (2 runs)", "", "", "", ""]
 

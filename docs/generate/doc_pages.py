@@ -14,11 +14,11 @@ from figure_readme import rivals, settings
 from figure_tables import (
     by_load,
     first_drafts,
-    first_layer,
     fixed_lengths,
     hosts,
     one_line,
     served,
+    spec_bench,
 )
 from picture_one_line import picture
 
@@ -42,9 +42,11 @@ def columns() -> str:
 
 WRITTEN = (
     ("README.md", "one_line", one_line),
+    ("README.md", "spec_bench", spec_bench),
     ("docs/load.md", "one_line_served", served),
+    ("docs/load.md", "one_line_slow_host", lambda: served("served_slow_host")),
     ("docs/load.md", "one_line_8b", lambda: served("served_8b_shape")),
-    ("docs/load.md", "first_layer", first_layer),
+    ("docs/load.md", "one_line_8b_bounded", lambda: served("served_8b_shape_bounded")),
     ("docs/load.md", "fixed_lengths", fixed_lengths),
     ("docs/which_models.md", "rivals", rivals),
     ("docs/which_models.md", "settings", settings),

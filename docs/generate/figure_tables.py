@@ -84,6 +84,7 @@ def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
 FILE = "gpu/one_line_h200.json"
 WORDS = {"coding": "coding tasks", "chat": "chat questions"}
 PLAIN, RULE, SERVED = "plain", "rule", "one line"
+SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 
 
 def one_line() -> str:
@@ -131,28 +132,51 @@ def served(measurement: str = "served") -> str:
     return table((*header, "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"), rows)
 
 
-def first_layer() -> str:
-    """Write a row per cell in which the first layer drafted: each arm's tokens a second, and the rule's share."""
-    cells = data_of(FILE)["first_layer"]["cells"]
-    arms = [row["arm"] for row in cells[0]["rows"]]
+def fixed_lengths() -> str:
+    """Write plain vLLM's tokens a second on engines and what each other arm reaches of it, by prompts and requests at
+    once; and how many of the one line's outputs equal plain vLLM's, and plain vLLM's those of its second run."""
+    cells = sorted(data_of(FILE)["cells"], key=lambda cell: (-list(WORDS).index(cell["prompts"]), cell["batch"]))
+    arms = [
+        RULE,
+        *(row["arm"] for row in cells[0]["rows"] if row["arm"].startswith("k=")),
+        "before",
+        "plain 0.33",
+        "0.33",
+    ]
+    names = {
+        RULE: "the one line",
+        "before": "older selfspec",
+        "plain 0.33": "plain, vLLM 0.33",
+        "0.33": "one line, 0.33",
+    }
     rows = []
     for cell in cells:
-        speeds = {row["arm"]: row["tok_s"] for row in cell["rows"]}
-        share = f"{speeds[RULE] / speeds[PLAIN]:.2f}"
-        rows.append((f"{cell['prompts']}, {cell['batch']}", *(f"{speeds[arm]:,.0f}" for arm in arms), share))
-    header = ("prompts, requests at once", *(arm.replace(RULE, "the one line") for arm in arms))
-    return table((*header, "the one line over plain"), rows)
+        speeds, same = {row["arm"]: row["tok_s"] for row in cell["rows"]}, cell["same_as_plain"]
+        rows.append(
+            (
+                f"{cell['prompts']}, {cell['batch']}",
+                f"{speeds[PLAIN]:,.0f}",
+                *(f"{speeds[arm] / speeds[PLAIN]:.2f}" for arm in arms),
+                f"{same[RULE]} ({cell['plain_as_itself']}) of {same[PLAIN]}",
+            )
+        )
+    header = ("prompts, requests at once", "plain, tok/s", *(names.get(arm, arm) for arm in arms))
+    return table((*header, "outputs as plain (plain again)"), rows)
 
 
-def fixed_lengths() -> str:
-    """Write how many of the one line's outputs on engines equal plain vLLM's, by kind of prompts and requests at once."""
-    cells = {(cell["prompts"], cell["batch"]): cell["same_as_plain"] for cell in data_of(FILE)["cells"]}
-    batches = sorted({batch for _, batch in cells})
+def spec_bench() -> str:
+    """Write the one line's speedup on Spec-Bench by requests at once and category, for all with the least and the
+    greatest ratio of the repeats."""
+    categories = data_of(FILE)["spec_bench"]["categories"]
     rows = [
-        (prompts, *(f"{same[RULE]} of {same[PLAIN]}" if (same := cells.get((prompts, n))) else None for n in batches))
-        for prompts in WORDS
+        (f"speedup, {batch}", *(ratio(found[name]["speedup"]) for name in SPEC_BENCH), _with_range(found["all"]))
+        for batch, found in categories.items()
     ]
-    return table(("prompts, requests at once", *map(str, batches)), rows)
+    return table(("requests at once", *(name.replace("_", " ") for name in SPEC_BENCH), "all"), rows)
+
+
+def _with_range(cell: dict[str, Any]) -> str:
+    return f"**{ratio(cell['speedup'])}** ({cell['low']:.2f}, {cell['high']:.2f})"
 
 
 def _clients(level: dict[str, Any]) -> int:

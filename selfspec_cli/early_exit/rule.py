@@ -436,8 +436,10 @@ class LengthRule:
         elif best:
             self._compared = now
         plain = kinds[min(kinds)].seconds
-        step = self.times.draft_step(load, context)
-        step *= 1.0 if self.times.measured else plain / self.times.verify_pass(load, 0)
+        # A plain step takes at least what it takes the device. Where it takes less, the times at the start are too
+        # long, as those that were measured while others used the GPU.
+        real = plain / self.times.verify_pass(load, 0)
+        step = self.times.draft_step(load, context) * (min(real, 1.0) if self.times.measured else real)
         pace = self._pace.get(load)
         speed = means[best] if pace is None else pace.tokens / pace.seconds
         # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
@@ -467,7 +469,7 @@ class LengthRule:
     def _seconds(self, load: int, context: float, width: int, prompts: bool) -> float:
         """What a kind of step takes, without the tokens of prompts. What was never seen is predicted from the nearest
         kind that was: what that one took beyond the times at the start is taken to be the host's, which is the same;
-        or, with prompts, beyond a step without."""
+        or, with prompts, beyond a step without. If it took less, the times at the start are too long by as much."""
         bucket = context_bucket(context)
         seen = self._seen.get((load, bucket, width, prompts))
         if seen is not None:
@@ -481,7 +483,7 @@ class LengthRule:
         if prompts:
             return own + max(took - self._seconds(near[0], there, near[2], False), 0.0)
         expected = self.times.step(near[0], near[2], there)
-        return own + max(took - expected, 0.0) if self.times.measured else own * took / expected
+        return own + took - expected if self.times.measured and took > expected else own * took / expected
 
     def _near(self, kind: Kind) -> Kind | None:
         """The kind nearest to one that was not seen, with prompts as that one has them or not; None if there is none.

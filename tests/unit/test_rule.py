@@ -275,6 +275,23 @@ def test_drafts_that_do_not_pay_cost_little_from_the_first_second_on(requests, a
     assert engine.run(20.0) > 0.99
 
 
+def scaled(times: StepTimes, factor: float) -> StepTimes:
+    verify = {width: {n: factor * took for n, took in by_n.items()} for width, by_n in times.verify.items()}
+    return StepTimes(verify, {n: factor * took for n, took in times.draft.items()}, times.kv_token)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32, 64])
+def test_times_that_were_measured_while_others_used_the_gpu_are_found_out(requests):
+    """They are too long. What a draft step is worth follows real plain steps, and so do lengths."""
+    engine = Simulated(requests, 0.9, known=scaled(device_times(), 4.0), seed=requests)
+    engine.run(1.0)
+    assert engine.run(4.0) > 0.97
+    choice = engine.rule.choose(requests, float(requests * engine.context))
+    real = device_times().draft_step(requests, requests * engine.context)
+    per_second = choice.step_value / engine.speed(choice.width)
+    assert per_second == pytest.approx(real, rel=0.5)
+
+
 def test_plain_steps_are_seen_before_drafts_are_at_each_batch_size():
     """Drafts take the host longer, and a plain step that is predicted from them would never be tried."""
     rule = LengthRule(device_times(), clock=lambda: 1.0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from selfspec_cli.whole import cache_dir, written
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
-REPLAYS = 3
+REPLAYS = 5
 PATIENCE = 30.0
 """Seconds that a replay may take, which takes milliseconds: other engines may use the GPU."""
 
@@ -95,8 +94,8 @@ def measure(
 
 
 def _seconds(what: str, replay: Callable[[], object]) -> float:
-    """Median time of a replay. Raises RuntimeError, which names `what` is replayed, where the first one does not end:
-    without that an engine would never start, and say nothing."""
+    """Least time of a replay, for others that use the GPU only make it longer. Raises RuntimeError, which names `what`
+    is replayed, where the first one does not end: without that an engine would never start, and say nothing."""
     replay()
     ended = torch.cuda.Event()
     ended.record()
@@ -116,7 +115,7 @@ def _seconds(what: str, replay: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(taken)
+    return min(taken)
 
 
 def _bytes_per_second() -> float:

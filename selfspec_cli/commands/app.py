@@ -18,7 +18,6 @@ from selfspec_cli.commands.help import Commands
 from selfspec_cli.commands.load import load
 from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.profile import profile
-from selfspec_cli.commands.pull import pull
 from selfspec_cli.commands.quality import evaluate, ppl
 from selfspec_cli.commands.report import report
 from selfspec_cli.commands.roc import roc
@@ -32,7 +31,6 @@ from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (
     doctor,
-    pull,
     show_options,
     bench,
     sweep,

@@ -53,7 +53,6 @@ SWEEP_GOES_ON = (
 )
 BEGINS_AGAIN = "the same command begins again"
 FINDINGS_KEPT = f"what was found of arms that are complete is kept, but {BEGINS_AGAIN}"
-PULL_GOES_ON = "files that were fetched are kept, and the same command fetches the rest"
 ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 

@@ -143,7 +143,7 @@ def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     if not found:
         raise ConfigError(
             f"model={cfg.model.name}: how many layers it has is not known, because {cfg.model.path} is not on this "
-            f"machine; download it (selfspec pull model={cfg.model.path}), or name some: layer=4,8"
+            f"machine; download it (hf download {cfg.model.path}), or name some: layer=4,8"
         )
     return found
 

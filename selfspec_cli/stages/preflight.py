@@ -239,8 +239,7 @@ def not_checked(cfgs: Iterable[RunConfig]) -> list[str]:
     models = {repr(cfg.model): cfg.model for cfg in cfgs}.values()
     paths = dict.fromkeys(model.path for model in models if config_file(model) is None)
     return [
-        f"layer, vocab, lengths and the head are not checked: {path} is not here (selfspec pull model={path})"
-        for path in paths
+        f"layer, vocab, lengths and the head are not checked: {path} is not here (hf download {path})" for path in paths
     ]
 
 

@@ -56,7 +56,7 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     monkeypatch.setattr("selfspec_cli.stages.preflight.config_file", lambda model: None)
     shown = call("sweep", "model=org/name", "layer=99", "--dry-run")
     assert shown.exit_code == 0, shown.stderr
-    assert "are not checked: org/name is not here (selfspec pull model=org/name)" in shown.stderr
+    assert "are not checked: org/name is not here (hf download org/name)" in shown.stderr
     check = doctor._settings(RunConfig(model=ModelConfig(path="org/name")))
     assert check.ok is None and "not checked: org/name is not here" in check.detail
     assert verdict([check]) == "A run could work here; what depends on the model is not checked."

@@ -53,7 +53,7 @@ class Commands(NamesCommands):
         "compare": "report --compare",
         "export": "runs export",
         "gate": "check",
-        "heads": "fit --compare",
+        "heads": "fit",
         "list": "runs list",
     }
 

@@ -12,7 +12,6 @@ from typing import Any
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, folder, profiles, query, tables
 from selfspec_cli.record.columns import AcceptRow, Record
-from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
 from selfspec_cli.stages.check import history
@@ -25,8 +24,8 @@ class Sources:
     """Everything that a page shows.
 
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
-    of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
-    from: what `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
+    of each point, where there is more than one. curves, areas, costs: by the name of the place that they are from: what
+    `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
     verdicts of `selfspec check`, the oldest first.
     """
 
@@ -35,7 +34,6 @@ class Sources:
     accepts: list[AcceptRow | None]
     targets: list[Target] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    heads: dict[str, list[HeadRow]] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     areas: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -114,11 +112,6 @@ def _no_points(root: Path) -> str:
 def _beside(sources: Sources, root: Path) -> None:
     """Add what lies beside the points."""
     alone = archive.is_folder(root / folder.RUNS)
-    for file in archive.files(root, "heads.json") if alone else archive.below(root, "heads.json"):
-        if (document := _document(file, sources.warnings)) is not None:
-            name = _name(file, root)
-            sources.heads[name] = load(document)
-            sources.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
     for file in archive.below(root / "roc" if alone else root, "auc.csv"):
         name = _name(file, root)
         sources.areas[name] = list(csv.DictReader(archive.read_text(file).splitlines()))

@@ -11,9 +11,8 @@ from points import against, baseline, failed, point
 from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import documents, folder, tables
+from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.head_rows import HeadRow
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report import details, figures, page, rows, sources, table
 from selfspec_cli.report import make as report
@@ -439,7 +438,7 @@ def test_published_speedups_are_over_the_published_baselines(place):
 
 
 @pytest.mark.slow
-def test_what_roc_and_heads_left_is_in_the_page(results):
+def test_what_roc_left_is_in_the_page(results):
     place = results / "roc" / "m"
     place.mkdir(parents=True)
     (place / "auc.csv").write_text(
@@ -448,15 +447,13 @@ def test_what_roc_and_heads_left_is_in_the_page(results):
     (place / "choice.json").write_text('{"exits": [{"E": 3, "costs": {"plain": 0.008, "draft": 0.001}}]}')
     curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
     (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
-    documents.save_rows("heads", HeadRow, [HeadRow("m", 3, "lens", "full", 0.6)], {"step_times": {"T": 0.007}}, results)
     made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
     assert made["auc"].panels[0].data[0]["auc"] == 0.81
-    assert {row["arm"]: row["ms"] for row in made["steps"].panels[1].data} == {
+    assert {row["arm"]: row["ms"] for row in made["steps"].panels[0].data} == {
         "plain decoding step": 8.0,
         "draft step": 1.0,
     }
-    assert [panel.data[0]["value"] for panel in made["heads"].panels] == [0.6]
     (place / "curves.json").write_text("{")
     torn = sources.read(results)
     assert "curves.json" in torn.warnings[0] and torn.curves == {}

@@ -33,7 +33,6 @@ def of_sources(sources: Sources) -> list[Figure]:
         *engine.cost_model(together),
         *engine.energy(together),
         *profile.shares(sources.profiles),
-        *exits.heads(sources.heads),
         *exits.roc(sources.curves),
         *exits.areas(sources.areas),
         *exits.step_costs(sources.costs),

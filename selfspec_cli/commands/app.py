@@ -26,7 +26,6 @@ from selfspec_cli.commands.serve import serve
 from selfspec_cli.commands.sweep import bench, sweep
 from selfspec_cli.commands.tune import tune
 from selfspec_cli.commands.verify import verify
-from selfspec_cli.commands.views import compare_views
 from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (
@@ -38,7 +37,6 @@ COMMANDS = (
     fit_lsq,
     fit_heads,
     fit_draft_weights,
-    compare_views,
     roc,
     tune,
     serve,

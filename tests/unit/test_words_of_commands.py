@@ -128,7 +128,7 @@ def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
     assert not any(word in shown.stdout for word in ("None", "True", "False", "{", "'"))
 
 
-@pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "views", "profile"])
+@pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "profile"])
 def test_a_plan_for_people_holds_nothing_of_pythons(model, command):
     shown = call(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")
     assert shown.exit_code == 0, shown.stderr

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import Backend, SweepOptions, measure, tracked
-from selfspec_cli.commands.screen import ROWS_KEPT, Output, emit, rows_document, say, warn
+from selfspec_cli.commands.screen import ROWS_KEPT, Output, emit, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
@@ -25,6 +25,7 @@ from selfspec_cli.load_patterns.trace import asked_requests
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
+from selfspec_cli.record.columns import plain
 from selfspec_cli.record.load_words import asked as asked_in_words
 from selfspec_cli.record.load_words import searched
 from selfspec_cli.report import make as report_stage
@@ -176,7 +177,8 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, out: Output) -> None:
     warn([*result.warnings, *_warnings(result.points)])
     page, searches = _page(folder), _searched(result.points)
     if out.as_json:
-        document = {"run_id": run_id, "rows": rows_document(result.rows), "page": page, "warnings": result.warnings}
+        rows = [plain(row) for row in result.rows]
+        document = {"run_id": run_id, "rows": rows, "page": page, "warnings": result.warnings}
         emit(document | ({"found": searches} if searches else {}))
     else:
         from selfspec_cli.report import table

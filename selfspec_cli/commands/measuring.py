@@ -13,14 +13,14 @@ from rich.console import Console
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
-from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import quality, tables
-from selfspec_cli.record.columns import Record, known
+from selfspec_cli.record.columns import Record, known, plain
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tracking import Tracker, open_tracker
 from selfspec_cli.report.rows import label
@@ -141,7 +141,9 @@ def measure(
         more: dict[str, Any] = {"drafting": drafting, "warnings": [*before, *result.warnings]}
         more |= {} if page is None else {"page": page}
         more |= {"found": said} if (said := backend.found(result.points)) else {}
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})
+        emit(
+            {"run_id": result.run_id, **counts, "summary": summary, "rows": [plain(row) for row in result.rows], **more}
+        )
     else:
         from selfspec_cli.report import table
 

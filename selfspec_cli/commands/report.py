@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.screen import Output, emit, rows_document, say, warn
+from selfspec_cli.commands.screen import Output, emit, say, warn
 from selfspec_cli.commands.shared import Folder, command
+from selfspec_cli.record.columns import plain
 from selfspec_cli.report.formats import Format
 
 
@@ -98,7 +99,7 @@ def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures:
     deploy = deploying.of_report(folder, pages)
     if out.as_json:
         files = {"page": page, "figures": pictures}
-        return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
+        return emit({"rows": [plain(row) for row in made.rows], **files, "warnings": made.warnings, "deploy": deploy})
     table.show(made.rows, Console(), made.targets)
     places = sources.folders(folder)
     if places != [folder]:

@@ -101,7 +101,6 @@ class Loader:
             if repeat is not None:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
                 runs.append((run, repeat))
-                progress.speeds([one.tok_s for _, one in runs])
                 progress("repeats", number + 1, cfg.load.repeats)
             if run.interrupted:
                 facts["interrupted"] = True

@@ -26,6 +26,8 @@ RETIRED: dict[str, Any] = {
     "tracker.entity": ANY,
     **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
     "load.e2e_limit": None,
+    "load.low_clients": None,
+    "load.period": ANY,
     "load.category": "category",
     "workload.path": ANY,
 }

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,35 +120,6 @@ class Server:
             raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
-def connect(url: str, model: str | None = None) -> Server:
-    """A server that runs already.
-
-    Args:
-        url: where its API begins, with or without /v1. model: one of several that it serves.
-
-    Raises:
-        ConfigError: nobody answers there, or the server has no such model.
-    """
-    base = re.sub(r"/v1/?$", "", url.rstrip("/"))
-    if not re.match(r"https?://[^/]+", base):
-        raise ConfigError(f"--url {url}: write http://HOST:PORT")
-    try:
-        models = [str(entry["id"]) for entry in json.loads(ask(f"{base}/v1/models"))["data"]]
-    except urllib.error.HTTPError as error:
-        advice = ": set OPENAI_API_KEY" if error.code in (401, 403) else ""
-        raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{advice}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(
-            f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"
-        ) from error
-    if model is not None and model not in models:
-        raise ConfigError(f"--served-model {model}: the server at {url} has {', '.join(models)}")
-    if not models:
-        raise ConfigError(f"--url {url}: the server names no model; give one with --served-model")
-    return Server(base, model or models[0])
-
-
 def front_end(cfg: RunConfig) -> dict[str, str]:
     """The variable that chooses the front end of a server for `cfg`; it overrules that of this process.
 
@@ -237,8 +207,6 @@ def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
         OSError: nobody answers, or with an error.
     """
     headers = {"Content-Type": "application/json"}
-    if os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as answer:
         return str(answer.read().decode())

@@ -22,8 +22,6 @@ class Loads:
 
     arrivals: str | None = None  # of a load test: closed, poisson, bursty, or trace and the name of its file
     clients: int | None = None  # of a closed loop
-    low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
-    period: float | None = None  # seconds in which the number of clients goes down and up once
     rate: float | None = None  # requests a second that arrive
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop
     burst: int | None = None  # requests that arrive together

@@ -1,4 +1,4 @@
-"""Measure a server under load: one arm at one load, and a server that somebody else has started.
+"""Measure a server under load: one arm at one load.
 
 `selfspec load` runs as a sweep does (`sweep.run`): the baseline's server first, with every load, then the servers of
 the arms; here is what takes the place of an engine's bench. Prompts, their order and the moments at which requests
@@ -34,7 +34,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
 from selfspec_cli.stages import cores
-from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
+from selfspec_cli.stages.load_prompts import Prompts, of_model
 
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
@@ -55,14 +55,11 @@ def asked(cfg: RunConfig) -> RunConfig:
 class Loader:
     """Measures arms on servers; given to `sweep.run` as its bench.
 
-    folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
-    model; else text. saturation: requests a second that a baseline completed in a closed loop, by what was asked of it.
+    folder: of the raw samples of this command. saturation: requests a second that a baseline completed in a closed
+    loop, by what was asked of it.
     """
 
     folder: Path
-    path: str = COMPLETIONS
-    knows_model: bool = True
-    ignores_eos: bool = True
     saturation: dict[str, float] = field(default_factory=dict)
     _points: int = 0
 
@@ -86,7 +83,7 @@ class Loader:
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"
-        prompts = self.prompts(cfg)
+        prompts = of_model(cfg)
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
         for number in range(cfg.warmup):
             self._warm_up(cfg, server, prompts)
@@ -109,18 +106,13 @@ class Loader:
         if not runs:
             raise KeyboardInterrupt
         facts |= _facts([run for run, _ in runs], prompts, before, server, place)
-        if server.process is not None:  # one that ran already would count among the others
-            facts |= cores.shares(start, cores.now())
+        facts |= cores.shares(start, cores.now())
         return Measurement(
             repeats=tuple(repeat for _, repeat in runs),
             outputs=answers(runs[-1][0], len(prompts.bodies)),
             engine=facts,
             seconds=time.perf_counter() - began,
         )
-
-    def prompts(self, cfg: RunConfig) -> Prompts:
-        """What a config asks; raises ConfigError."""
-        return of_model(cfg) if self.knows_model else of_text(cfg, self.path)
 
     def job(self, cfg: RunConfig, server: Server, prompts: Prompts, number: int) -> Job:
         """The requests of one run. Every run of every arm sends the same prompts in the same order; each run of an arm
@@ -134,8 +126,6 @@ class Loader:
         return replace(
             base,
             clients=asked.clients,
-            levels=asked.levels,
-            period=asked.period,
             requests=load.requests,
             seconds=seconds,
             processes=processes_for(asked.clients or 1),
@@ -148,10 +138,9 @@ class Loader:
             "temperature": cfg.workload.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "ignore_eos": True,
         }
-        if self.ignores_eos:
-            body["ignore_eos"] = True
-        return Job(server.url, self.path, body, prompts.bodies)
+        return Job(server.url, COMPLETIONS, body, prompts.bodies)
 
     def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> None:
         """Each client asks once, as many of them as the load may have at once."""
@@ -169,7 +158,7 @@ class Loader:
             return cfg, {}
         clients = load.clients or cfg.engine.max_num_seqs
         closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
-        name = digest([to_plain(baseline_of(closed)), server.url if server.process is None else ""])
+        name = digest([to_plain(baseline_of(closed)), ""])
         if name not in self.saturation:
             self._warm_up(closed, server, prompts)
             job = self.job(closed, server, prompts, 0)
@@ -261,15 +250,12 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "kv_blocks": kv_blocks(server.metrics()),
         "failed_requests": len(failed),
         "errors": dict(Counter(str(request.error)[:120] for request in failed).most_common(ERRORS)),
-        "sent_again": sum(request.again for request in [*samples, *failed]),
         "unlike_answers": unlike(runs, len(prompts.bodies)),
-        "tokens_counted": all(run.counted for run in runs),
         "client_cpu": max((run.cpu for run in runs if run.cpu is not None), default=None),
         "late_p99_ms": (latency.quantiles([request.late for request in samples]) or (0.0,))[-1],
         "rss_mib": now,
         "rss_growth_mib": None if now is None or before is None else now - before,
         "samples": str(place),
-        "server": server.url if server.process is None else None,
         "cut_requests": prompts.cut,
     }
     if (kinds := by_category(runs, prompts.categories)) != {}:
@@ -300,12 +286,8 @@ def warnings(engine: dict[str, Any]) -> list[str]:
     if failed := engine.get("failed_requests"):
         counted = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
         found.append(f"{failed} requests failed: {counted}")
-    if again := engine.get("sent_again"):
-        found.append(f"{again} requests were sent a second time: the server had closed the connection that they used")
     if (engine.get("client_cpu") or 0) > BUSY:
         found.append(f"the clients used {engine['client_cpu']:.0%} of a core: they, too, may be what was measured")
     if engine.get("late_p99_ms", 0.0) > LATE_MS:
         found.append(f"requests were sent up to {engine['late_p99_ms']:.0f} ms late (99th percentile)")
-    if engine.get("tokens_counted") is False:
-        found.append("the server does not count its tokens: each output was taken for one")
     return found

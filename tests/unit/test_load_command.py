@@ -9,8 +9,6 @@ LOADS = [
     (["load.rate=2", "load.clients=4"], "load.rate=2 and load.clients=4: give one of them"),
     (["load.rate=2", "load.share=0.5"], "load.rate=2 and load.share=0.5: give one of them"),
     (["load.clients=4", "load.burst=8"], "bursts arrive at a rate; give load.rate or load.share"),
-    (["load.clients=4", "load.low_clients=4"], "of a closed loop (load.clients) it is the smaller number of clients"),
-    (["load.rate=2", "load.low_clients=4"], "load.low_clients=4 with load.clients=None: of a closed loop"),
     (["load.clients=8", "load.requests=4"], "fewer requests than clients; use load.requests=8 or more"),
     (["load.rate=0"], "load.rate=0.0: out of range; allowed: more than 0"),
     (["load.client=4"], "did you mean 'load.clients'?"),
@@ -20,13 +18,7 @@ LOADS = [
     (["--slo", "ttft_p98=200"], "did you mean 'ttft_p9"),
     (["--slo", "ttft_p99=soon"], "the limit is a number of milliseconds above 0, such as ttft_p99=200"),
     (["--slo", "ttft_p99=200", "load.rate=2"], "--slo with load.rate: it finds the load itself"),
-    (["--chat"], "--chat is about a server that runs already: say where it is with --url"),
-    (["--baseline-url", "http://127.0.0.1:9"], "say where it is with --url"),
-    (["--url", "127.0.0.1:9"], "--url 127.0.0.1:9: write http://HOST:PORT"),
-    (["--url", "http://127.0.0.1:9"], "no OpenAI API answers there"),
     (["load.frontend=rusty"], "did you mean 'rust'?"),
-    (["--url", "http://127.0.0.1:9", "load.frontend=rust"], "is about servers that selfspec starts"),
-    (["--url", "http://127.0.0.1:9", "load.share=0.5"], "say with how many clients it is saturated"),
 ]
 
 

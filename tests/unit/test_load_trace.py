@@ -1,17 +1,15 @@
 """Replay of a trace: its times, lengths and shared blocks, in the forms of Mooncake and BurstGPT."""
 
 import json
-from importlib.util import find_spec
 
-import openai_server
 import pytest
-from commands import call, document
+from commands import call
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, LoadConfig
 from selfspec_cli.load_patterns.trace import Request, asked_requests, is_trace
-from selfspec_cli.record import folder, tables
+from selfspec_cli.record import tables
 from selfspec_cli.record.load_words import asked as in_words
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import load_prompts, preflight
@@ -141,24 +139,3 @@ def test_settings_that_contradict_a_trace_are_named(mooncake, tmp_path, word, sa
     words = ["workload=trace", f"workload.path={mooncake}", word, f"results_dir={tmp_path}/r"]
     result = call("load", *words, *(["load.rate=2"] if "burst" in word else []))
     assert result.exit_code == 2 and said in result.stderr
-
-
-@pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
-def test_a_server_is_asked_as_the_trace_says(mooncake, tmp_path):
-    url, asked, end = openai_server.serve()
-    words = ["workload=trace", f"workload.path={mooncake}", "workload.output_len=8", "load.repeats=1", "warmup=0"]
-    limits = ["load.ttft_limit=60000", "load.tpot_limit=60000"]
-    try:
-        result = call("load", "--url", url, *words, *limits, f"results_dir={tmp_path / 'r'}", "--json")
-    finally:
-        end()
-    assert result.exit_code == 0, result.stderr
-    bodies = [body for _, body in asked if body.get("stream")]
-    assert sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) == [(80, 6), (2800, 4), (4400, 8)]
-    (point,), _ = folder.read(tmp_path / "r")
-    row = tables.row(point)
-    assert row.arrivals == "trace conversation_trace.jsonl" and row.rate == pytest.approx(20.0)
-    assert len(point.repeats[0].requests) == 3 and row.goodput == pytest.approx(row.req_s)
-    assert row.ttft_p99_ms is not None and row.tpot_p99_ms is not None
-    warning = "1 requests of the trace are longer than workload.input_len or output_len, and were cut"
-    assert any(warning in one for one in document(result)["warnings"]) or warning in result.stderr

@@ -264,13 +264,6 @@ def test_an_arm_that_was_timed_on_a_busy_machine_is_marked(own, others, mark):
     assert (said.replace("1 of 2 arms", "1 of 1 arms") in rows.headline([base])) == bool(mark)
 
 
-def test_a_server_that_ran_already_is_no_arm_that_is_missing():
-    alone = replace(ARM, arm="server", speedup=None, speedup_low=None, speedup_high=None)
-    for found in (rows.headline([alone]), rows.overview(rows.groups([alone]))):
-        assert found.startswith("A server that ran already was measured alone; with --baseline-url")
-    assert rows.headline([BASE]) == "No verified arm has been measured yet."
-
-
 def test_the_headline_prefers_real_acceptance_and_says_where_there_is_none():
     assert "1.62x) the baseline (E=4 k=5 · lens · varH ≤ 5, 62%" in rows.headline([BASE, SET, ARM])
     assert "2.00x) the baseline (E=4 k=5 · lens · varH ≤ 5 · acceptance set to 3" in rows.headline([BASE, SET])

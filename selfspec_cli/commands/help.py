@@ -61,7 +61,7 @@ class Commands(NamesCommands):
 class RunsCommands(NamesCommands):
     """`selfspec runs`: words such as results_dir=FOLDER or a condition are meant for its list."""
 
-    meant: ClassVar[dict[str, str]] = {"compare": "diff", "ls": "list", "rm": "delete"}
+    meant: ClassVar[dict[str, str]] = {"ls": "list", "rm": "delete"}
 
     def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
         """As for any group; a condition or a setting in place of a command is answered with the list."""

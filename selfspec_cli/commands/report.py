@@ -77,11 +77,6 @@ def report(
         read = sources.read(folder, where or [])
         warnings, text = read.warnings, (static if by is None else by_category).text(read, form)
     warn(warnings)
-    say_text(text, form)
-
-
-def say_text(text: str, form: Format) -> None:
-    """Print a report's text; Markdown that nobody asked for is drawn where the output is a terminal."""
     console = Console()
     if form is Format.html and console.is_terminal:
         console.print(Markdown(text))

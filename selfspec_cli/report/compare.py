@@ -103,7 +103,7 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
         )
         raise ConfigError(f"{word}: there is no such folder{why}")
     ways: list[Callable[[Point], bool]] = [
-        lambda point: point.id == word or point.key == word,
+        lambda point: len(word) >= 4 and point.id.startswith(word),
         lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
         lambda point: point.run_id == word,
         lambda point: word.lower() in point.device.lower(),
@@ -140,19 +140,6 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
         by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
     return between(words, [*sides[0].values()], [*sides[1].values()], warnings)
-
-
-def of_two(a: Point, b: Point) -> Comparison:
-    """Compare two points, whatever they are arms of.
-
-    Raises:
-        ConfigError: one of them failed.
-    """
-    for point in (a, b):
-        if not point.ok:
-            raise ConfigError(f"{point.id} failed ({point.reason}), so there is nothing to compare")
-    pair = _pair([(a, tables.row(a))], [(b, tables.row(b))], ())
-    return Comparison(a.id, b.id, [pair], _differing([a], [b]))
 
 
 Measured = tuple[Point, Record]

@@ -39,7 +39,6 @@ def test_a_command_alone_shows_its_plan_and_what_to_type(command, tmp_path, monk
     [
         (("runs", "results_dir=X"), "selfspec runs list results_dir=X"),
         (("runs", "speedup>1.5", "--json"), "selfspec runs list 'speedup>1.5' --json"),
-        (("runs", "compare", "a", "b"), "selfspec runs diff a b"),
         (("runs", "shwo"), "did you mean 'show'?"),
         (("compare", "a", "b"), "selfspec report --compare a b"),
         (("gate", "FILE"), "selfspec check FILE"),

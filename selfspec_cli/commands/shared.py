@@ -68,8 +68,7 @@ Corpus = Annotated[
     str,
     typer.Option(
         "--corpus",
-        help="stdlib, a text file, a .json, .jsonl or .parquet (ShareGPT, or FILE:COLUMN), "
-        "hf:NAME\\[@CONFIG][:SPLIT[:COLUMN]] such as hf:org/set@en:train[:1%]:text, or random.",
+        help="stdlib, a text file, a .json, .jsonl or .parquet (ShareGPT, or FILE:COLUMN), or random.",
     ),
 ]
 Ridge = Annotated[

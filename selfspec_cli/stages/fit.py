@@ -101,8 +101,7 @@ def _warnings(engine: Engine, request: Request) -> list[str]:
         return []
     return [
         "this is a chat model (its tokenizer has a chat template), and its heads are fitted on Python's standard "
-        "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them, or "
-        "hf:NAME"
+        "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them"
     ]
 
 

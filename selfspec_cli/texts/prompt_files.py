@@ -126,8 +126,8 @@ def _later_turns(content: Any) -> tuple[str, ...]:
     return tuple(content[1:]) if is_texts and all(isinstance(turn, str) for turn in content) else ()
 
 
-def rows(name: str) -> Iterable[Any]:
-    """Return the rows of a file of prompts as they are; raises ConfigError."""
+def rows(name: str, setting: str = "workload.prompts") -> Iterable[Any]:
+    """Return the rows of a file as they are; raises ConfigError, which begins with the setting that names it."""
     path = prompts_file(name)
     try:
         if path.suffix == ".parquet":
@@ -141,8 +141,8 @@ def rows(name: str) -> Iterable[Any]:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ImportError as error:
         needed = f"reading .parquet needs pyarrow; {install('data')}"
-        raise ConfigError(f"workload.prompts={name}: {needed}") from error
+        raise ConfigError(f"{setting}={name}: {needed}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"workload.prompts={name}: it cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())[:200]}"
+            f"{setting}={name}: it cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())[:200]}"
         ) from error

@@ -48,7 +48,7 @@ def test_fit_hands_on_the_grid(monkeypatch, model):
     assert not asked
 
 
-@pytest.mark.parametrize("corpus", ["gone.json", "hf:a:train:text:more"])
+@pytest.mark.parametrize("corpus", ["gone.json", "hf:org/set"])
 def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, corpus):
     result = call("fit", "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
     assert result.exit_code == 2

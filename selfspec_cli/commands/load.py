@@ -51,7 +51,6 @@ def load(
     words, more = split_at_dashes(overrides)
     runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
     for cfg in runs:
-        server.front_end(cfg)
         if not out.dry_run and cfg.load.kind:
             _check_prompts(cfg)
     measure("load", runs, SweepOptions(again=True), out, servers(runs, more))

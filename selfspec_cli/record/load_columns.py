@@ -25,7 +25,6 @@ class Loads:
     rate: float | None = None  # requests a second that arrive
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop
     burst: int | None = None  # requests that arrive together
-    frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
     failed_requests: int | None = None  # refused, broken off or without an output
     req_s: float | None = None  # requests that end in a second, median of the runs
     goodput: float | None = None  # requests a second that keep the stated limits of latency (`load.*_limit`),
@@ -38,7 +37,6 @@ def asked_for(load: LoadConfig) -> dict[str, Any]:
         "batch": None,
         "repeats": load.repeats,
         **load_patterns.columns(load),
-        "frontend": None if load.frontend == "python" else load.frontend,
         "ttft_limit_ms": load.ttft_limit,
         "tpot_limit_ms": load.tpot_limit,
     }

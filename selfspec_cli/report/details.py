@@ -28,7 +28,6 @@ SHOWN = (
     "delta_ppl",
     "identical",
     "verdict",
-    "cost",
     "batch",
     "model",
     "device",

@@ -103,12 +103,6 @@ COLUMNS: list[Column] = [
         lambda row: f"{row.cpu_others:.0%} !" if disturbed(row.cpu_own, row.cpu_others) else "",
     ),
     (
-        "cost",
-        "money for measuring the point and for its share of the start of the engine, divided equally among the points "
-        "that use it; `launcher.price_hour` is the price of an hour",
-        lambda row: _number(4)(row.cost),
-    ),
-    (
         "PPL",
         "perplexity of a held-out text under the arm's own predictions; an arm that verifies its drafts has none of "
         "its own",

@@ -75,7 +75,7 @@ def test_the_settings_say_the_pattern_and_so_do_the_columns_of_its_rows(given, n
 
 def test_what_is_asked_is_compared_and_a_rate_is_not_where_it_follows_from_a_share():
     def asked(**given):
-        return load_patterns.comparable(load_patterns.columns(LoadConfig(**given)) | {"frontend": None})
+        return load_patterns.comparable(load_patterns.columns(LoadConfig(**given)))
 
     different = [
         asked(clients=8),
@@ -85,7 +85,7 @@ def test_what_is_asked_is_compared_and_a_rate_is_not_where_it_follows_from_a_sha
         asked(rate=2.0, burst=4),
     ]
     assert len(set(different)) == len(different)
-    share = load_patterns.columns(LoadConfig(share=0.5)) | {"frontend": None}
+    share = load_patterns.columns(LoadConfig(share=0.5))
     assert load_patterns.comparable(share | {"rate": 3.1}) == load_patterns.comparable(share | {"rate": 3.2})
 
 

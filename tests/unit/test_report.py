@@ -120,20 +120,6 @@ def test_what_was_not_measured_is_blank_and_not_zero():
     assert table.cells(zero)[-1] == "0/32"
 
 
-def test_what_a_point_cost_is_a_column_where_the_price_is_known():
-    base = baseline(config={"launcher": {"price_hour": 3.0}})
-    unpriced = against(base)
-    paid = next(show for name, _, show in table.COLUMNS if name == "cost")
-    assert [paid(tables.row(one)) for one in (base, unpriced)] == [f"{3 * 2 / 3600:.4f}", ""]
-    assert "cost" not in {name for name, _, _ in table.filled([tables.row(unpriced)], table.COLUMNS)}
-    (column,) = [
-        one
-        for one in details.table(sources.Sources([base], [tables.row(base)], [None]))["columns"]
-        if one["name"] == "cost"
-    ]
-    assert column["shown"] and column["values"] == [pytest.approx(3 * 2 / 3600, rel=1e-3)]
-
-
 def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():
     found = replace(
         ARM,

@@ -13,8 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as waiting
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -159,28 +157,6 @@ def run(
     if not interrupted and (failed or not result.samples):
         raise ClientsError(_why(log))
     return result
-
-
-def warm_up(job: Job, clients: int, *, check: Callable[[], None]) -> None:
-    """Each of `clients` asks once, all together; nothing is timed or kept.
-
-    Raises:
-        ClientsError: no request ended well.
-    """
-    from selfspec_cli.engine.server import ask
-
-    bodies = [dict(job.body) | dict(job.prompts[number % len(job.prompts)]) for number in range(clients)]
-    pool = ThreadPoolExecutor(clients)
-    try:
-        answers = [pool.submit(ask, f"{job.url}{job.path}", body, job.timeout) for body in bodies]
-        while waiting(answers, timeout=POLL_SECONDS).not_done:
-            interrupts.check()
-            check()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    problems = [problem for answer in answers if (problem := answer.exception()) is not None]
-    if len(problems) == len(answers):
-        raise ClientsError(f"no request of the warm-up ended well: {problems[0]}")
 
 
 def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:

@@ -57,11 +57,6 @@ class Exit:
         return exit_name(self.cfg)
 
     @property
-    def vocabulary(self) -> str:
-        """The draft vocabulary, as users write it."""
-        return self.cfg.vocab
-
-    @property
     def name(self) -> str:
         """For people, and for files."""
         return name_of(self.cfg)

@@ -25,7 +25,6 @@ from selfspec_cli.engine.clients import (
     Run,
     check_installed,
     processes_for,
-    warm_up,
 )
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
@@ -86,7 +85,7 @@ class Loader:
         prompts = of_model(cfg)
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
         for number in range(cfg.warmup):
-            self._warm_up(cfg, server, prompts)
+            self._warm_up(cfg, server, prompts, place / f"warm-up-{number + 1}")
             progress("warm-up", number + 1, cfg.warmup)
         before, start = server.resident_mib(), cores.now()
         runs: list[tuple[Run, Repeat]] = []
@@ -142,11 +141,12 @@ class Loader:
         }
         return Job(server.url, COMPLETIONS, body, prompts.bodies)
 
-    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> None:
-        """Each client asks once, as many of them as the load may have at once."""
+    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path) -> None:
+        """Each client asks once, as many of them as the load may have at once; nothing of it is counted."""
         load = cfg.load
         clients = load.clients or max(load.pattern.at_once(load), min(FEW, cfg.engine.max_num_seqs))
-        warm_up(self._job(cfg, server, prompts), clients, check=server.check)
+        job = replace(self._job(cfg, server, prompts), clients=clients, requests=clients)
+        _uninterrupted(self._run(cfg, server, job, place, ignore))
 
     def _with_rate(
         self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path, progress: Progress
@@ -160,7 +160,7 @@ class Loader:
         closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
         name = digest([to_plain(baseline_of(closed)), ""])
         if name not in self.saturation:
-            self._warm_up(closed, server, prompts)
+            self._warm_up(closed, server, prompts, place / "warm-up-saturation")
             job = self.job(closed, server, prompts, 0)
             found = _uninterrupted(self._run(cfg, server, job, place / "saturation", progress))
             self.saturation[name] = len(found.good) / found.seconds

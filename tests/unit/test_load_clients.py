@@ -149,14 +149,6 @@ def test_where_one_of_several_processes_cannot_run_the_others_end(toy, tmp_path,
         clients.run(job, tmp_path, check=nothing)
 
 
-def test_a_warm_up_asks_once_for_each_client_and_says_when_nobody_answers(toy, tmp_path):
-    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}, {"prompt": [13]}], clients=3, requests=9)
-    clients.warm_up(job, 3, check=nothing)  # one of them fails
-    assert sorted(body["prompt"] for _, body in toy.asked) == [[1], [1], [13]]
-    with pytest.raises(ClientsError, match="no request of the warm-up ended well: HTTP Error 400"):
-        clients.warm_up(Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}]), 2, check=nothing)
-
-
 def test_processes_of_clients_leave_the_server_most_of_the_cores(monkeypatch):
     for cores, asked, wanted in ((2, 256, 1), (16, 256, 4), (16, 64, 1), (16, 65, 2), (64, 256, 4), (8, 256, 2)):
         monkeypatch.setattr(clients.os, "cpu_count", lambda cores=cores: cores)

@@ -10,6 +10,7 @@ up by name and users type the value.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -322,6 +323,17 @@ def to_plain(value: Any) -> dict[str, Any]:
     """A config as nested dicts of YAML's own types (enums by value)."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))
     return plain
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves += flat(value, f"{above}{name}.")
+        else:
+            leaves.append((f"{above}{name}", value))
+    return leaves
 
 
 def dump(cfg: RunConfig) -> str:

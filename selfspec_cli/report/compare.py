@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config import retired
-from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
+from selfspec_cli.config.schema import ConfigError, RunConfig, flat, to_plain
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import archive, folder, query, tables
@@ -251,14 +251,3 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         nested = isinstance(default, Mapping) and default and isinstance(value, Mapping)
         complete[name] = completed(value, default) if nested else value
     return complete | {name: value for name, value in config.items() if name not in defaults and value}
-
-
-def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves += flat(value, f"{above}{name}.")
-        else:
-            leaves.append((f"{above}{name}", value))
-    return leaves

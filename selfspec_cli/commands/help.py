@@ -55,6 +55,7 @@ class Commands(NamesCommands):
         "gate": "check",
         "heads": "fit",
         "list": "runs list",
+        "views": "sweep",
     }
 
 

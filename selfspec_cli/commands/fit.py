@@ -1,4 +1,4 @@
-"""`selfspec fit`, `fit-lsq` and `fit-weights`: fit exit heads, compare them, and fit copies of weights."""
+"""`selfspec fit`, `fit-lsq` and `fit-weights`: fit exit heads and copies of weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from selfspec_cli.commands import configs, deploying, screen
+from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import on_engines
-from selfspec_cli.commands.screen import BEGINS_AGAIN, ROWS_KEPT, Output, emit, say, warn
+from selfspec_cli.commands.screen import Output, say, warn
 from selfspec_cli.commands.shared import Corpus, Overrides, Pairs, Ridge, command
-from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.texts import corpora
 
@@ -59,46 +57,28 @@ def fit_lsq(
 
 @command(
     "fit",
-    epilog="Examples: selfspec fit head=lsq,lsq_argmax,translator_r15 layer=4,8,12 vocab=full,4096   ·   selfspec fit "
-    "--compare layer=2,4,8,12 vocab=full,1024",
-    then=lambda words: ROWS_KEPT if words["compare"] else BEGINS_AGAIN,
+    epilog="Example: selfspec fit head=lsq,lsq_argmax,translator_r15 layer=4,8,12 vocab=full,4096",
 )
 def fit_heads(
     out: Output,
     overrides: Overrides = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Fit every head that is not named, predict speedups, measure the best.")
-    ] = False,
     pairs: Pairs = 50_000,
     ridge: Ridge = None,
-    top: Annotated[int, typer.Option("--top", min=0, help="With --compare: how many to measure in the engine.")] = 5,
     corpus: Corpus = "stdlib",
 ) -> None:
-    """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies. With
-    --compare say which pays: agreement, accepted length, bytes, predicted speedup; and measure the best ones."""
-    if compare and ridge is not None:
-        raise ConfigError("--ridge with --compare: heads that are compared have theirs chosen; leave it out")
-    words = overrides or []
-    plan = head_plan.to_compare(words, configs.several) if compare else head_plan.to_fit(configs.several(words))
-    if compare:
-        return _compare(out, plan, pairs, top, corpus)
-    fitted = _fit(out, "fit", plan, pairs, ridge, corpus)
+    """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies; say how
+    often each agrees with the full model on held-out text."""
+    fitted = _fit(out, "fit", head_plan.to_fit(configs.several(overrides)), pairs, ridge, corpus)
     if fitted is not None:
         _show_fitted(out, fitted)
 
 
-def _planned(out: Output, plan: HeadPlan, corpus: str) -> bool:
-    """Check what is to be fitted; whether it is a dry run, which is answered here."""
+def _fit(out: Output, name: str, plan: HeadPlan, pairs: int, ridge: float | None, corpus: str) -> FitResult | None:
+    """Fit the heads of a plan; None for a dry run."""
     preflight.check_folder(plan.cfg.head_dir, "head_dir")
     corpora.check(corpus)
     if out.dry_run:
         out.plan(plan.facts())
-    return out.dry_run
-
-
-def _fit(out: Output, name: str, plan: HeadPlan, pairs: int, ridge: float | None, corpus: str) -> FitResult | None:
-    """Fit the heads of a plan; None for a dry run."""
-    if _planned(out, plan, corpus):
         return None
     from selfspec_cli.stages import fit
 
@@ -110,31 +90,6 @@ def _fit(out: Output, name: str, plan: HeadPlan, pairs: int, ridge: float | None
 
 def _show_fitted(out: Output, fitted: FitResult) -> None:
     out.answer(asdict(fitted), lambda: screen.show_heads(fitted.reports, fitted.seconds))
-
-
-def _compare(out: Output, plan: HeadPlan, pairs: int, top: int, corpus: str) -> None:
-    """Fit, predict and measure; show the table of heads, the best of them, and what could not be measured."""
-    if _planned(out, plan, corpus):
-        return
-    from selfspec_cli.report import heads as heads_report
-    from selfspec_cli.stages import heads
-
-    with on_engines(out, "heads", plan.cfg) as stage:
-        comparison = heads.run(plan, pairs=pairs, top=top, corpus=corpus, **stage)
-    figure = heads_report.draw(comparison.rows, Path(plan.cfg.results_dir) / "heads.png")
-    comparison.files |= {"figure": figure} if figure else {}
-    best = plan.to_deploy(comparison.rows)
-    deploy = {} if best is None else deploying.chosen("fit", *best)
-    if out.as_json:
-        emit(comparison.document() | ({"deploy": deploy} if deploy else {}))
-        raise typer.Exit(comparison.exit_code)
-    Console(width=None if Console().is_terminal else 136).print(heads_report.table(comparison.rows))
-    if (first := comparison.best) is not None:
-        say(f"best: {first.label} k={first.best_k}, predicted {first.predicted_speedup:.2f}x", "bold")
-    screen.show_files(comparison.files)
-    warn(comparison.failed)
-    deploying.show(deploy) if deploy else None
-    raise typer.Exit(comparison.exit_code)
 
 
 @command("fit-weights", epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4,int8")

@@ -53,15 +53,22 @@ class Commands(NamesCommands):
         "compare": "report --compare",
         "export": "runs export",
         "gate": "check",
-        "heads": "fit --compare",
+        "heads": "fit",
         "list": "runs list",
+        "views": "sweep",
     }
+
+    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
+        """As for any group; `pull` is no word for `ppl`."""
+        if word == "pull":
+            return "selfspec pull is gone: vLLM downloads a model by itself, and so does hf download MODEL"
+        return super().answer(ctx, word, args)
 
 
 class RunsCommands(NamesCommands):
     """`selfspec runs`: words such as results_dir=FOLDER or a condition are meant for its list."""
 
-    meant: ClassVar[dict[str, str]] = {"compare": "diff", "ls": "list", "rm": "delete"}
+    meant: ClassVar[dict[str, str]] = {"ls": "list", "rm": "delete"}
 
     def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
         """As for any group; a condition or a setting in place of a command is answered with the list."""

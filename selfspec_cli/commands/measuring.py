@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,14 +13,14 @@ from rich.console import Console
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
-from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, rows_document, say, warn
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import quality, tables
-from selfspec_cli.record.columns import Record, known
+from selfspec_cli.record.columns import Record, known, plain
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tracking import Tracker, open_tracker
 from selfspec_cli.report.rows import label
@@ -35,14 +34,13 @@ class SweepOptions:
     """Which points a sweep measures, and until when.
 
     again: finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed. max_hours: begin
-    no point after that; None for no limit. execute: run the code that the model writes (stages/humaneval.py).
+    no point after that; None for no limit.
     """
 
     again: bool = False
     reuse_baseline: bool = False
     retry_failed: bool = False
     max_hours: float | None = None
-    execute: bool = False
 
     @property
     def plan(self) -> dict[str, bool]:
@@ -143,7 +141,9 @@ def measure(
         more: dict[str, Any] = {"drafting": drafting, "warnings": [*before, *result.warnings]}
         more |= {} if page is None else {"page": page}
         more |= {"found": said} if (said := backend.found(result.points)) else {}
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})
+        emit(
+            {"run_id": result.run_id, **counts, "summary": summary, "rows": [plain(row) for row in result.rows], **more}
+        )
     else:
         from selfspec_cli.report import table
 
@@ -173,11 +173,10 @@ def _sweep(
     ends = None if options.max_hours is None else time.time() + 3600 * options.max_hours
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         open_engine, bench = backend.opened(shown, run_id)
-        more: dict[str, Any] = {"execute": True} if options.execute else {}
         result = sweep_stage.run(
             runs,
             open_engine=open_engine,
-            bench=partial(bench, **more),
+            bench=bench,
             progress=shown,
             tracker=tracker,
             go_on=lambda: ends is None or time.time() < ends,

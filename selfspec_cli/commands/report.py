@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.screen import Output, emit, rows_document, say, warn
+from selfspec_cli.commands.screen import Output, emit, say, warn
 from selfspec_cli.commands.shared import Folder, command
+from selfspec_cli.record.columns import plain
 from selfspec_cli.report.formats import Format
 
 
@@ -76,11 +77,6 @@ def report(
         read = sources.read(folder, where or [])
         warnings, text = read.warnings, (static if by is None else by_category).text(read, form)
     warn(warnings)
-    say_text(text, form)
-
-
-def say_text(text: str, form: Format) -> None:
-    """Print a report's text; Markdown that nobody asked for is drawn where the output is a terminal."""
     console = Console()
     if form is Format.html and console.is_terminal:
         console.print(Markdown(text))
@@ -98,7 +94,7 @@ def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures:
     deploy = deploying.of_report(folder, pages)
     if out.as_json:
         files = {"page": page, "figures": pictures}
-        return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
+        return emit({"rows": [plain(row) for row in made.rows], **files, "warnings": made.warnings, "deploy": deploy})
     table.show(made.rows, Console(), made.targets)
     places = sources.folders(folder)
     if places != [folder]:

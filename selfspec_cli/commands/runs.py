@@ -1,4 +1,4 @@
-"""`selfspec runs`: list, filter, show, compare, delete and export the points of a results folder."""
+"""`selfspec runs`: list, filter, show, delete and export the points of a results folder."""
 
 import json
 import sys
@@ -10,7 +10,6 @@ import typer
 
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.help import RunsCommands
-from selfspec_cli.commands.report import say_text
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
 from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -18,13 +17,10 @@ from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
-from selfspec_cli.report.formats import Format
 from selfspec_cli.report.rows import group_title, label, times
 from selfspec_cli.stages import preflight
 
-app = typer.Typer(
-    cls=RunsCommands, no_args_is_help=True, help="List, filter, show, compare, delete and export measured points."
-)
+app = typer.Typer(cls=RunsCommands, no_args_is_help=True, help="List, filter, show, delete and export measured points.")
 
 RESULTS = "results_dir"
 OF_FOLDER: dict[str, Any] = {"settings": False, "dry_run": False}  # of a command that reads a folder
@@ -80,19 +76,6 @@ def show(out: Output, ids: Ids) -> None:
         print(json.dumps(_document(point), indent=1, ensure_ascii=False, default=str))
 
 
-@command("diff", epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0", **OF_FOLDER)
-def diff(out: Output, ids: Ids) -> None:
-    """Two points: what differs between them, and whether the difference in speed is more than noise."""
-    from selfspec_cli.report import compare, compared
-
-    folder, names = _place(ids)
-    if len(names) != 2:
-        raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
-    a, b = (_one(_points(folder), name) for name in names)
-    form = Format.json if out.as_json else Format.html
-    say_text(compared.text(compare.of_two(a, b), form), form)
-
-
 @command(
     "delete",
     epilog="Examples: selfspec runs delete 826f5a288485   ·   selfspec runs delete status~memory --yes",
@@ -141,7 +124,7 @@ def export(
     out.answer(facts, lambda: show_facts(facts))
 
 
-for one in (list_points, show, diff, delete, export):
+for one in (list_points, show, delete, export):
     app.command(**one.typer)(one)
 
 

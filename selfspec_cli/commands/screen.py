@@ -23,7 +23,6 @@ from selfspec_cli.config.facts import engine_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import view
 from selfspec_cli.extras import remedy
-from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.folder import RecordError
 from selfspec_cli.record.tables import planned
 from selfspec_cli.report.rows import group_title, label
@@ -53,7 +52,6 @@ SWEEP_GOES_ON = (
 )
 BEGINS_AGAIN = "the same command begins again"
 FINDINGS_KEPT = f"what was found of arms that are complete is kept, but {BEGINS_AGAIN}"
-PULL_GOES_ON = "files that were fetched are kept, and the same command fetches the rest"
 ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 
@@ -83,28 +81,12 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
         _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
 
 
-NOT_WRITABLE = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EEXIST,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.EINVAL,
-    errno.EIO,
-    errno.ENOTSUP,
-}
-"""Why a folder cannot be made or a file written: rights, a name that is taken, too long or not allowed, the disk."""
-
-
 def _of_disk(error: OSError) -> str | None:
     """What to do about a folder of results or heads that cannot be written, or a full disk; None for other errors."""
     place = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{place}: {error.strerror}; free some space, or choose a folder on another disk (results_dir=)"
-    if error.errno not in NOT_WRITABLE or error.filename is None or not _is_written_to(Path(os.fsdecode(place))):
+    if error.filename is None or not _is_written_to(Path(os.fsdecode(place))):
         return None  # such as a program that may not be run: the error names it
     return f"{place}: {error.strerror}; choose another folder (results_dir=, head_dir=), or make this one writable"
 
@@ -287,8 +269,3 @@ def show_files(files: dict[str, str]) -> None:
     """Where what was made lies."""
     for name, path in files.items():
         say(f"{name}: {path}")
-
-
-def rows_document(rows: list[Record]) -> list[dict[str, Any]]:
-    """Rows as JSON: the columns of summary.csv, null where nothing was measured, and what other tables hold."""
-    return [plain(row) for row in rows]

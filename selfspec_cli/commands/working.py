@@ -1,53 +1,78 @@
 """While a command works: its own lines on the terminal, everything else in a log file beside the record.
 
-On a terminal one picture is drawn in place. Into a pipe go lines: one as each part begins and ends, and one whenever
-nothing was said for `QUIET` seconds. The picture is not drawn while requests are timed, because an engine on the CPU
-shares its process with this screen: it changes between repeats, and follows the clock only while an engine starts.
+A line says what has begun or ended. On a terminal a status below the lines says what is being done; in a pipe a line
+says it whenever nothing was said for `QUIET` seconds. The status is not drawn while requests are timed, because an
+engine on the CPU shares its process with this screen: it changes between repeats, and follows the clock only while an
+engine starts.
 """
 
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from selfspec_cli import interrupts, terminal
-from selfspec_cli.commands import progress_table, screen
+from selfspec_cli.commands import screen
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.progress import Progress
-from selfspec_cli.record import folder
+from selfspec_cli.record import folder, tables
 from selfspec_cli.record.point import Point
-from selfspec_cli.stages.plan import Plan, Planned
+from selfspec_cli.report.rows import label, times
+from selfspec_cli.report.table import speed
+from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 LOGS = "logs"
 QUIET = 30.0  # seconds between two lines into a pipe
 SHOWN = 12  # lines of the log that a failure shows
+OF_AN_ARM = ("warm-up", "repeats")  # counts that make no line of their own in a pipe
+
+
+@dataclass
+class Count:
+    """Something that is counted. began, said: when it was, and when a line last spoke of it."""
+
+    began: float
+    said: float
+    done: int = 0
+    total: int = 0
 
 
 class Screen(Progress):
     """What a user sees of a command at work. plans: what its sweeps were to measure."""
 
-    def __init__(self, stream: TextIO, log: Path | None, *, in_place: bool | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        log: Path | None,
+        *,
+        in_place: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.console = Console(file=stream)
-        self.log = log
-        self.state = progress_table.State()
+        self.log, self.clock = log, clock
         self.plans: list[Plan] = []
-        self._named = False  # whether a line has said where the log is
-        self._said: dict[str, float] = {}  # when a count was last spoken of
-        self._busy = False  # whether a line has said that other programs are in the way
-        self._ready = threading.Event()
+        self.arms: dict[str, str] = {}  # of the sweep: name by run key
+        self.finished: set[str] = set()
+        self.expected: float | None = None  # seconds of the sweep, before anything was measured
+        self.counts: dict[str, Count] = {}
+        self.doing, self.since = "at work", clock()
+        self._sweep_began = clock()
+        self._starting = self._busy = self._named = False  # an engine starts; a line has named: other programs, the log
         self._closed = threading.Event()
         self._spoke = time.monotonic()  # when the last line was said
-        draws = self.console.is_terminal if in_place is None else in_place
-        self._live = (
-            Live(
+        self._live = None
+        if self.console.is_terminal if in_place is None else in_place:
+            self._live = Live(
                 console=self.console,
                 auto_refresh=False,
                 transient=True,
@@ -55,39 +80,36 @@ class Screen(Progress):
                 redirect_stderr=False,
                 get_renderable=self._picture,
             )
-            if draws
-            else None
-        )
 
-    def _picture(self) -> RenderableType:
-        return progress_table.draw(self.state, None if self.log is None else str(self.log), self.console.width)
+    # ---- how it is shown -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Begin to draw, or to speak."""
         if self._live is not None:
             self._live.start(refresh=True)
-        else:
-            threading.Thread(target=self._break_silence, daemon=True).start()
+        threading.Thread(target=self._follow_the_clock, daemon=True).start()
 
-    def _break_silence(self) -> None:
-        """Say what is being done whenever nothing was said for `QUIET` seconds, until the screen closes."""
-        while not self._closed.wait(max(self._spoke + QUIET - time.monotonic(), 0.01)):
-            if time.monotonic() - self._spoke >= QUIET:
-                self.say(progress_table.in_one_line(self.state))
+    def _follow_the_clock(self) -> None:
+        while not self._closed.wait(min(QUIET, 1.0)):
+            if self._live is not None:
+                if self._starting:
+                    self._live.refresh()
+            elif time.monotonic() - self._spoke >= QUIET:
+                self.say(self.status())
 
     def close(self, keep: bool) -> None:
-        """Stop drawing. keep: leave the last picture on the terminal."""
+        """Stop drawing. keep: leave the last status on the terminal."""
         self._closed.set()
-        self.started()
+        self.refresh()
         if self._live is not None:
             self._live.transient = not keep
             self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """A line above the picture, broken between words. The first one into a pipe is followed by where the log is."""
+        """A line above the status, broken between words. The first one is followed by where the log is."""
         self._spoke = time.monotonic()
         self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
-        if self._live is None and self.log is not None and not self._named:
+        if self.log is not None and not self._named:
             self._named = True
             self.say(f"log: {self.log}")
 
@@ -96,65 +118,82 @@ class Screen(Progress):
         if self._live is not None:
             self._live.refresh()
 
-    # ---- what stages report ---------------------------------------------------------------------------------------
+    def status(self) -> str:
+        """What is being done, and for how long."""
+        return ", ".join(
+            [self.doing, *map(self._counted, self.counts), f"{duration(self.clock() - self.since)} so far"]
+        )
+
+    def _counted(self, what: str) -> str:
+        count = self.counts[what]
+        pace = (self.clock() - count.began) / count.done if count.done else None
+        left = None if pace is None else pace * (count.total - count.done)
+        return f"{what}: {count.done:,} of {count.total:,}{_about(left)}"
+
+    def _picture(self) -> Text:
+        lines = [self.status()]
+        if self.arms:
+            so_far = duration(self.clock() - self._sweep_began)
+            lines += [f"{len(self.finished)} of {len(self.arms)} arms measured, {so_far} so far{_about(self.left())}"]
+        return Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis")
+
+    def left(self) -> float | None:
+        """Seconds until the sweep ends, by what was measured; by earlier runs before that; None if neither says."""
+        so_far = self.clock() - self._sweep_began
+        if not self.finished:
+            return None if self.expected is None else max(self.expected - so_far, 0.0)
+        repeats = self.counts.get("repeats")
+        done = len(self.finished) + (repeats.done / repeats.total if repeats else 0.0)
+        return so_far / done * (len(self.arms) - done)
+
+    # ---- what stages report ----------------------------------------------------------------------------------------
+
+    def _begin(self, doing: str) -> None:
+        self.doing, self.since = doing, self.clock()
+        if self._live is None:
+            self.say(doing)
+        self.refresh()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        count = self.state.count(what, done, total)
+        now = self.clock()
+        count = self.counts.setdefault(what, Count(now, now))
+        count.done, count.total = done, total
+        quiet = done < total and now - count.said < QUIET
+        if self._live is None and what not in OF_AN_ARM and not quiet:
+            count.said = now
+            self.say(self._counted(what))
+        if done >= total:
+            del self.counts[what]
         self.refresh()
-        if self._live is not None or what in progress_table.OF_AN_ARM:
-            return
-        now = self.state.clock()
-        if done >= total or now - self._said.get(what, count.began) >= QUIET:
-            self._said[what] = now
-            left = self.state.count_left(count) if done < total else None
-            self.say(
-                f"{what}: {done:,} of {total:,}"
-                + ("" if left is None else f", about {progress_table.duration(left)} left")
-            )
 
     def ended(self, what: str, done: int, total: int) -> None:
-        self.state.counts.pop(what, None)
+        self.counts.pop(what, None)
         self.refresh()
-        if self._live is None and what not in progress_table.OF_AN_ARM and done < total:
+        if self._live is None and what not in OF_AN_ARM and done < total:
             self.say(f"{what}: ended after {done:,} of {total:,}")
-
-    def speeds(self, tok_s: Sequence[float]) -> None:
-        arm = self.state.arms.get(self.state.current or "")
-        if arm is not None:
-            arm.tok_s = list(tok_s)
 
     def planned(self, plan: Plan) -> None:
         self.plans.append(plan)
-        self.state.plan(plan)
+        apart = distinguishing_settings(plan.points)
+        names = {one.key: (label(tables.planned(one.cfg, one.key)), apart[one.key]) for one in plan.points}
+        self.arms = {key: "  ".join(filter(None, words)) for key, words in names.items()}
+        self.finished, self.expected, self._sweep_began = set(), plan.seconds, self.clock()
         self.say(screen.plan_in_short(plan))
         self.refresh()
 
     def starting(self, what: str) -> None:
-        self.state.engine = (what, self.state.clock())
-        if self._live is None:
-            return self.say(f"starting an engine: {what}")
-        self.refresh()
-        self._ready = threading.Event()
-        threading.Thread(target=self._follow_the_clock, args=(self._ready,), daemon=True).start()
-
-    def _follow_the_clock(self, ready: threading.Event) -> None:
-        while not ready.wait(1.0):
-            self.refresh()
+        self._starting = True
+        self._begin(f"starting an engine: {what}")
 
     def started(self) -> None:
-        if self.state.engine is None:
-            return
-        self._ready.set()
-        self.state.starts.append(self.state.clock() - self.state.engine[1])
-        self.state.engine = None
-        self.refresh()
+        if self._starting:
+            self._starting = False
+            self.doing, self.since = "at work", self.clock()
+            self.refresh()
 
     def measuring(self, planned: Planned) -> None:
-        self.state.measuring(planned)
-        arm = self.state.arms.get(planned.key)
-        if self._live is None and arm is not None:
-            self.say(f"measuring {arm.name}")
-        self.refresh()
+        if planned.key in self.arms:
+            self._begin(f"measuring {self.arms[planned.key]}")
 
     def busy(self, others: float) -> None:
         if not self._busy:
@@ -166,16 +205,17 @@ class Screen(Progress):
             )
 
     def measured(self, point: Point) -> None:
-        self.state.measured(point)
-        arm = self.state.arms[point.key]
-        if not point.ok:
-            self.failed(arm.name, str(point.reason))
-        elif self._live is None:
-            done = sum(one.state in ("done", "failed") for one in self.state.arms.values())
-            left = self.state.left()
-            tail = f"; about {progress_table.duration(left)} left" if left else ""
-            speedup = f", {arm.speedup}" if arm.speedup else ""
-            self.say(f"arm {done} of {len(self.state.arms)}: {arm.name}: {arm.speed} tok/s{speedup}{tail}")
+        row = tables.row(point)
+        name = self.arms.setdefault(point.key, label(row))
+        self.finished.add(point.key)
+        for what in OF_AN_ARM:
+            self.counts.pop(what, None)
+        if point.ok:
+            place = f"arm {len(self.finished)} of {len(self.arms)}"
+            speedup = f", {times(row)}" if point.compared_with is not None else ""
+            self.say(f"{place}: {name}: {speed(row)} tok/s{speedup}{_about(self.left())}")
+        else:
+            self.failed(name, str(point.reason))
         self.refresh()
 
     def failed(self, what: str, reason: str) -> None:
@@ -190,6 +230,15 @@ class Screen(Progress):
             self.say("\n".join(["the last lines of the log:", *(f"  {line[:400]}" for line in lines)]), "dim")
         if self.log is not None:
             self.say(f"all of it: {self.log}", "dim")
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: 0:03:20."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _about(left: float | None) -> str:
+    return f", about {duration(left)} left" if left else ""
 
 
 @contextmanager

@@ -101,8 +101,6 @@ def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
 def _unused(load: LoadConfig) -> Iterator[str]:
     """Settings that came later, where a load test does not use them: its key is what it was before there were any."""
     yield from load_patterns.unused_settings(load)
-    if load.frontend == "python":
-        yield "frontend"
     if load.slo is None:
         yield "slo"
 
@@ -180,8 +178,6 @@ class Keys:
         facts |= method_settings(cfg) | {"device": device_of(cfg)}
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
-        if cfg.load.kind and cfg.load.frontend != "python":
-            facts["frontend"] = cfg.load.frontend
         return digest(facts)
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:

@@ -106,13 +106,13 @@ def refuse_address(word: str, key: str) -> None:
         )
 
 
-def in_hub_cache(model: ModelConfig, file: str, commit: str | None = None) -> Path | None:
-    """A file of a model on the Hub in the local cache, at a commit or at the model's revision; None where it is not."""
+def in_hub_cache(model: ModelConfig, file: str) -> Path | None:
+    """A file of a model on the Hub in the local cache, at the model's revision; None where it is not."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:  # it comes with vLLM
         return None
-    found = try_to_load_from_cache(model.path, file, revision=commit or model.revision)
+    found = try_to_load_from_cache(model.path, file, revision=model.revision)
     return Path(found) if isinstance(found, str) else None
 
 

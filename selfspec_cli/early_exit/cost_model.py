@@ -2,18 +2,18 @@
 
 A round drafts k tokens one after the other and then verifies them in one pass of the full model:
 
-    round(k) = verify + start + k * (draft + per_layer * layers + head + verify_token)
+    round(k) = verify + start + k * (draft + verify_token)
 
 The expectation of tokens a round is Leviathan et al.'s, arXiv:2211.17192; theirs has a separate draft model where the
-first layers of the target draft here. `Costs` come from one of three places: `Costs.from_bytes` (memory traffic, before
-anything is timed), `fit_costs` (timed arms of one exit) and `fit_step_times` (timed rounds at several exits).
+first layers of the target draft here. `Costs` come from one of two places: `Costs.from_bytes` (memory traffic, before
+anything is timed) and `fit_costs` (timed arms of one exit).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,11 @@ class Costs:
     """What the steps of decoding cost, all in one unit: measured seconds, or counted bytes.
 
     plain: a decoding step of the full model without drafts; positive.
-    draft: a draft step, apart from what the next fields hold.
+    draft: a draft step.
     verify: a verify pass, as far as it does not grow with the drafts.
     verify_token: what one more draft adds to the verify pass (nothing where the weights are the traffic).
     start: what drafting takes once a round on top of its steps; after a verify pass the first step finds its weights
         outside the cache.
-    per_layer, layers: a decoder layer in a draft step, and how many there are. 0 where `draft` holds them already.
-    head: the exit head in a draft step. 0 where `draft` holds it already.
     """
 
     plain: float
@@ -35,12 +33,9 @@ class Costs:
     verify: float
     verify_token: float = 0.0
     start: float = 0.0
-    per_layer: float = 0.0
-    layers: int = 0
-    head: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.plain > 0 and self.head >= 0 and self.verify_token >= 0 and self.start >= 0):
+        if not (self.plain > 0 and self.verify_token >= 0 and self.start >= 0):
             raise ValueError(f"costs must be positive; given {self}")
 
     @classmethod
@@ -56,15 +51,11 @@ class Costs:
         draft = read["draft"] + (context if attended is None else attended) * read["draft_kv_token"]
         return cls(plain=full, draft=draft, verify=full)
 
-    def at(self, layers: int, head: float) -> Costs:
-        """The same machine with another exit: after `layers` layers, with a head that takes `head`."""
-        return replace(self, layers=layers, head=head)
-
     @property
     def step(self) -> float:
         """What one more draft costs: its draft step, and its place in the verify pass."""
-        # Measured rounds may put what a step takes besides its layers below zero; a step is never a gain.
-        return max(0.0, self.draft + self.per_layer * self.layers) + self.head + self.verify_token
+        # Measured rounds may put a draft step below zero; a step is never a gain.
+        return max(0.0, self.draft) + self.verify_token
 
     def round(self, k: float) -> float:
         """Cost of a round that drafts and verifies k tokens; k may be a mean. Raises ValueError for a negative k."""
@@ -115,26 +106,6 @@ def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: f
     if start < 0 or draft <= 0:  # noise, or arms of one length only
         start, draft = 0.0, sum(drafting) / sum(lengths)
     return Costs(plain, draft, statistics.fmean(verify) - verify_token * statistics.fmean(lengths), verify_token, start)
-
-
-def fit_step_times(plain: float, rounds: Sequence[tuple[int, int, float]], head: float) -> Costs:
-    """Costs of every exit of a model from timed rounds at several, by least squares (exact for three).
-
-    plain: seconds of a decoding step without drafts. rounds: (exit layer, k, seconds a round), at least three, with two
-    layers and two k among them, all with one head that takes `head` seconds. What k adds to the verify pass lands in
-    `draft`, for it is as linear in k. `Costs.at` then names an exit. Raises ValueError for rounds that do not determine
-    the times, or in which noise outweighs the verify pass, and for a `plain` that is not positive.
-    """
-    import torch
-
-    rows = torch.tensor([[1.0, k, k * layer] for layer, k, _ in rounds], dtype=torch.float64)
-    if len(rounds) < 3 or torch.linalg.matrix_rank(rows) < 3:
-        raise ValueError("step times need rounds at two exit layers and at two draft lengths, three at least")
-    seconds = torch.tensor([[measured - k * head] for _, k, measured in rounds], dtype=torch.float64)
-    verify, draft, per_layer = torch.linalg.lstsq(rows, seconds).solution.flatten().tolist()
-    if not verify > 0:
-        raise ValueError(f"rounds that put a verify pass at {verify:.3g} are too noisy to tell its steps apart")
-    return Costs(plain, draft, verify, per_layer=per_layer)
 
 
 def expected_tokens(a: float, k: int) -> float:

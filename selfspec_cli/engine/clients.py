@@ -13,8 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as waiting
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +22,7 @@ from selfspec_cli import children, interrupts
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.terminal import last_lines
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 MICRO = 1_000_000
 POLL_SECONDS = 0.2
 TELL_SECONDS = 1.0  # between two looks at how far a run is
@@ -44,9 +42,8 @@ class Job:
     closed loop ends after `requests`, or begins no more requests after `seconds`.
 
     prompts: for each what the body of its request says besides `body`; request n asks the prompt n modulo their number.
-    levels, period: as `load_patterns.base.Schedule` has them, for a closed loop. timeout: seconds that a client waits
-    for a part of an answer. processes: that the clients are spread over, because one of them reads no more than some
-    20,000 outputs a second.
+    timeout: seconds that a client waits for a part of an answer. processes: that the clients are spread over, because
+    one of them reads no more than some 20,000 outputs a second.
     """
 
     url: str
@@ -57,8 +54,6 @@ class Job:
     arrivals: Sequence[float] | None = None
     requests: int | None = None
     seconds: float | None = None
-    levels: Sequence[tuple[float, int]] = ()
-    period: float | None = None
     timeout: float = 600.0
     processes: int = 1
 
@@ -66,9 +61,7 @@ class Job:
 @dataclass(frozen=True)
 class Sample:
     """One request. sent, events: seconds of the machine's monotonic clock. late: seconds that it was sent after its
-    time. tokens: counted by the server, or the outputs where it counts none. error: why it failed; None for one that
-    ended well. again: it was sent a second time, `sent` being the first, because a connection that was kept from an
-    earlier request was closed before any byte of the answer."""
+    time. tokens: counted by the server. error: why it failed; None for one that ended well."""
 
     number: int
     sent: float
@@ -78,18 +71,16 @@ class Sample:
     digest: str
     late: float
     error: str | None
-    again: bool = False
 
 
 @dataclass
 class Run:
     """What came back. began: when the first request was sent. cpu: share of a core that the clients used, of their
-    busiest process; None for a run that was cut short. interrupted: it was. counted: the server counted its tokens."""
+    busiest process; None for a run that was cut short. interrupted: it was."""
 
     samples: list[Sample] = field(default_factory=list)
     cpu: float | None = None
     interrupted: bool = False
-    counted: bool = True
 
     @property
     def good(self) -> list[Sample]:
@@ -168,28 +159,6 @@ def run(
     return result
 
 
-def warm_up(job: Job, clients: int, *, check: Callable[[], None]) -> None:
-    """Each of `clients` asks once, all together; nothing is timed or kept.
-
-    Raises:
-        ClientsError: no request ended well.
-    """
-    from selfspec_cli.engine.server import ask
-
-    bodies = [dict(job.body) | dict(job.prompts[number % len(job.prompts)]) for number in range(clients)]
-    pool = ThreadPoolExecutor(clients)
-    try:
-        answers = [pool.submit(ask, f"{job.url}{job.path}", body, job.timeout) for body in bodies]
-        while waiting(answers, timeout=POLL_SECONDS).not_done:
-            interrupts.check()
-            check()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    problems = [problem for answer in answers if (problem := answer.exception()) is not None]
-    if len(problems) == len(answers):
-        raise ClientsError(f"no request of the warm-up ended well: {problems[0]}")
-
-
 def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
     """The settings of each process. Process n of N asks the requests n, n + N, n + 2 N and so on."""
     whole, count = asdict(job), max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
@@ -264,18 +233,16 @@ def read(samples: Path) -> Run:
             run.cpu = max(run.cpu or 0.0, entry["client_cpu_s"] / max(entry["client_s"], 1e-9))
             continue
         events = tuple(moment / MICRO for moment in entry["events_us"])
-        run.counted = run.counted and (entry["tokens"] is not None or entry["error"] is not None)
         run.samples.append(
             Sample(
                 number=entry["number"],
                 sent=entry["sent_us"] / MICRO,
                 events=events,
-                tokens=len(events) if entry["tokens"] is None else entry["tokens"],
+                tokens=entry["tokens"] or 0,
                 prompt_tokens=entry["prompt_tokens"],
                 digest=entry["digest"],
                 late=entry["late_us"] / MICRO,
                 error=entry["error"],
-                again=entry.get("again", False),
             )
         )
     return run

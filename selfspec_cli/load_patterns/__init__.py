@@ -16,15 +16,13 @@ from selfspec_cli.load_patterns.base import LoadPattern
 PATTERNS = Registry(
     "load pattern", LoadPattern, "selfspec_cli.load_patterns", "PATTERN", "selfspec.load_patterns", first="closed"
 )
-FRONTEND = "frontend"
 
 if TYPE_CHECKING:
     from selfspec_cli.load_patterns.closed import ClosedSettings
     from selfspec_cli.load_patterns.poisson import PoissonSettings
-    from selfspec_cli.load_patterns.trace import TraceSettings
 
     @dataclass
-    class PatternSettings(ClosedSettings, PoissonSettings, TraceSettings):
+    class PatternSettings(ClosedSettings, PoissonSettings):
         """The settings of every pattern, as far as a type checker knows them."""
 
 else:
@@ -32,7 +30,7 @@ else:
         "PatternSettings", [], bases=tuple(one.settings for one in PATTERNS.values())[::-1]
     )
 
-COLUMNS = ("arrivals", *(name for one in PATTERNS.values() for name in one.columns), FRONTEND)
+COLUMNS = ("arrivals", *(name for one in PATTERNS.values() for name in one.columns))
 """The columns of a row that describe the requests to a server; equal values mean equal loads."""
 
 
@@ -66,10 +64,10 @@ def unused_settings(load: Any) -> list[str]:
 
 
 def columns(load: Any) -> dict[str, Any]:
-    """Return `COLUMNS` of a load test without the front end; columns of other patterns are None."""
+    """Return `COLUMNS` of a load test; columns of other patterns are None."""
     pattern = chosen(load)
     assert pattern is not None
-    return dict.fromkeys(name for name in COLUMNS if name != FRONTEND) | pattern.values(load)
+    return dict.fromkeys(COLUMNS) | pattern.values(load)
 
 
 def pattern_of(row: Any) -> LoadPattern | None:
@@ -81,10 +79,9 @@ def pattern_of(row: Any) -> LoadPattern | None:
 
 
 def label(row: Any) -> str:
-    """Return a row's load in words, with its front end."""
+    """Return a row's load in words."""
     pattern = pattern_of(row)
-    load = row.arrivals if pattern is None else pattern.label(row)
-    return load + (f", front end in {row.frontend.capitalize()}" if row.frontend else "")
+    return str(row.arrivals) if pattern is None else pattern.label(row)
 
 
 def comparable(row: Any, *, without: tuple[str, ...] = ()) -> tuple[Any, ...]:

@@ -10,26 +10,16 @@ from typing import Any
 class Schedule:
     """The requests of one run. Exactly one of clients and arrivals is given.
 
-    clients: number of clients of a closed loop, each of which sends a request when its last one has ended. levels:
-    (seconds, clients), rising in seconds from 0: from that time on the first `clients` clients may begin requests, and
-    the others wait; empty if all may always. period: seconds after which the levels repeat; None: the last one lasts.
-    arrivals: times of an open loop (seconds from the beginning, rising).
+    clients: number of clients of a closed loop, each of which sends a request when its last one has ended. arrivals:
+    times of an open loop (seconds from the beginning, rising).
     """
 
     clients: int | None = None
-    levels: tuple[tuple[float, int], ...] = ()
-    period: float | None = None
     arrivals: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.clients is None) == (self.arrivals is None):
             raise ValueError("a schedule has clients, or arrivals")
-        moments = [moment for moment, _ in self.levels]
-        if self.levels and (moments[0] != 0 or moments != sorted(set(moments))):
-            raise ValueError(f"the levels of a schedule begin at 0 and rise in time; given {self.levels}")
-        lasting = [clients for _, clients in (self.levels if self.period is not None else self.levels[-1:])]
-        if self.levels and max(lasting) != self.clients:
-            raise ValueError(f"some of {self.clients} clients would wait for ever; given {self.levels}")
 
 
 class LoadPattern:
@@ -38,7 +28,7 @@ class LoadPattern:
     help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`. columns: of a row,
     that hold its settings (record/tables.py); a pattern without any is written in the column `arrivals`. rank: among
     patterns whose settings are given, the highest rank is used: 0 a closed loop, 1 an open loop, 2 a variant of one of
-    these, 3 a trace. in_every_key: its settings but for `unused` are in the key of every load test, as in older
+    these. in_every_key: its settings but for `unused` are in the key of every load test, as in older
     results; False for a new pattern.
     """
 

@@ -24,8 +24,6 @@ MADE = (
     "quality.csv",
     "profiles.csv",
     "accept.tsv",
-    "heads.csv",
-    "views.csv",
 )
 """Tables that are made of the other files, and therefore not kept."""
 KEPT = (".json", ".csv", ".tsv", ".yaml")

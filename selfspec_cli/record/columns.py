@@ -97,7 +97,6 @@ class Details:
     power_w: float | None = None  # mean board power (NVML)
     cpu_own: float | None = None  # while timed, this command's share of the processor cores, 0 to 1
     cpu_others: float | None = None  # that of other programs, or of other guests of the machine
-    cost: float | None = None  # money: launcher.price_hour for measuring, and an equal share of the start of the engine
 
 
 OTHERS, TAKEN = 0.1, 0.75

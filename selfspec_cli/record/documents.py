@@ -1,9 +1,7 @@
-"""Documents of a results folder, such as findings and profiles: each is a dataclass and a JSON file of its own. Rows of
-one kind are two files: NAME.csv to look at, NAME.json with the facts that hold for all of them."""
+"""Documents of a results folder, such as findings and profiles: each is a dataclass and a JSON file of its own."""
 
-import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -42,22 +40,3 @@ def read(folder: Path, kind: type[T]) -> Iterator[T]:
         with suppress(TypeError):
             if data.get("format") == FORMAT:
                 yield kind(**{name: value for name, value in data.items() if name in names})
-
-
-def save_rows(name: str, kind: type[Any], rows: Sequence[Any], facts: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Write `folder`/`name`.csv and .json; returns "csv" and "json" -> path. kind: the dataclass of the rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table, document = folder / f"{name}.csv", folder / f"{name}.json"
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([column.name for column in fields(kind)])
-        for row in rows:
-            writer.writerow([_cell(getattr(row, column.name)) for column in fields(kind)])
-    document.write_text(json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
-    return {"csv": str(table), "json": str(document)}
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value

@@ -20,14 +20,11 @@ FACT = "slo"
 class Loads:
     """What a load test asked of a server, and what it found besides speed and latencies, which every point has."""
 
-    arrivals: str | None = None  # of a load test: closed, poisson, bursty, or trace and the name of its file
+    arrivals: str | None = None  # of a load test: closed, poisson, bursty, or a pattern that a package adds
     clients: int | None = None  # of a closed loop
-    low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
-    period: float | None = None  # seconds in which the number of clients goes down and up once
     rate: float | None = None  # requests a second that arrive
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop
     burst: int | None = None  # requests that arrive together
-    frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
     failed_requests: int | None = None  # refused, broken off or without an output
     req_s: float | None = None  # requests that end in a second, median of the runs
     goodput: float | None = None  # requests a second that keep the stated limits of latency (`load.*_limit`),
@@ -40,7 +37,6 @@ def asked_for(load: LoadConfig) -> dict[str, Any]:
         "batch": None,
         "repeats": load.repeats,
         **load_patterns.columns(load),
-        "frontend": None if load.frontend == "python" else load.frontend,
         "ttft_limit_ms": load.ttft_limit,
         "tpot_limit_ms": load.tpot_limit,
     }

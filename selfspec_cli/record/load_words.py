@@ -24,7 +24,7 @@ def searched(point: Point, row: Record) -> str | None:
 
 
 def asked(row: Record) -> str:
-    """How much is asked of an engine at once, in words, and of which front end."""
+    """How much is asked of an engine at once, in words."""
     if row.arrivals is None:
         return f"batch {row.batch}"
     return load_patterns.label(row)

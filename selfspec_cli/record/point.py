@@ -91,11 +91,11 @@ class Point:
     with nothing.
 
     id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
-    start_seconds: that starting its engine took, without a process's first import of vLLM. start_shared_by: points that
-    the engine was started for; None in files from before there was one. arm: what was measured, by the names of a row's
-    columns. figures: of a point whose raw values were not kept, the columns of both tables that were, and its drafting
-    summary. arm_key: names the arm, whatever the workload (`Keys.arm`); None in files from before there was one.
-    quality: columns that `quality.attach` found for the arm; no part of the file, for they are found later.
+    start_seconds: that starting its engine took, without a process's first import of vLLM. arm: what was measured, by
+    the names of a row's columns. figures: of a point whose raw values were not kept, the columns of both tables that
+    were, and its drafting summary. arm_key: names the arm, whatever the workload (`Keys.arm`); None in files from
+    before there was one. quality: columns that `quality.attach` found for the arm; no part of the file, for they are
+    found later.
     """
 
     id: str
@@ -122,7 +122,6 @@ class Point:
     figures: dict[str, Any] | None = None
     repeats: tuple[Repeat, ...] = ()
     arm_key: str | None = None
-    start_shared_by: int | None = None
     quality: dict[str, Any] = field(default_factory=dict)
 
     @property

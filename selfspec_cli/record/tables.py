@@ -157,22 +157,12 @@ def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
     return min(drafted, verified.places) / verified.rounds if verified.rounds else None
 
 
-def _cost(point: Point) -> float | None:
-    """Money for measuring a point and for an equal share of the start of its engine, where the price of an hour and the
-    seconds are known. Without the start, where it is not known how many points shared it."""
-    price = ((point.config or {}).get("launcher") or {}).get("price_hour")
-    if price is None or point.seconds is None:
-        return None
-    start = (point.start_seconds or 0.0) / point.start_shared_by if point.start_shared_by else 0.0
-    return float(price) * (point.seconds + start) / 3600
-
-
 def _measured(record: Record, point: Point) -> Record:
     """Every figure that follows from the raw values of a point."""
     against, engine = point.compared_with, point.engine
     facts: dict[str, Any] = {name: engine[name] for name in ENGINE_COLUMNS if engine.get(name) is not None}
     times: dict[str, Any] = latency.summary(request for repeat in point.repeats for request in repeat.requests)
-    record = replace(record, ppl=point.perplexity, cost=_cost(point), **facts, **known(times))
+    record = replace(record, ppl=point.perplexity, **facts, **known(times))
     if speeds := point.tok_s:
         record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
         record.speedup = 1.0 if point.arm["arm"] == "baseline" else None

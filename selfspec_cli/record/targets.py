@@ -17,7 +17,7 @@ from selfspec_cli.record.point import Point
 
 COLUMNS = {column.name: str(column.type) for column in fields(Record)}
 NUMBERS = [name for name, kind in COLUMNS.items() if kind.startswith(("int", "float"))]
-_LESS_IS_BETTER = re.compile(r".*_(ms|w|mib)|.*ppl.*|cost|failed_requests")
+_LESS_IS_BETTER = re.compile(r".*_(ms|w|mib)|.*ppl.*|failed_requests")
 OF_BASELINE = "baseline_tok_s"
 
 Range = tuple[float, float]

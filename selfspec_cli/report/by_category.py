@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from string import ascii_uppercase
 from typing import Any
 
@@ -90,14 +87,11 @@ ABOUT = (
 def text(sources: Sources, form: Format) -> str:
     """The report in a format that is text; raises ConfigError."""
     if form is Format.json:
-        return json.dumps(document(sources), ensure_ascii=False, indent=1) + "\n"
+        return static.as_json(document(sources))
     if form is Format.csv:
         rows = document(sources)
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | {"accepted": " ".join(f"{share:.4g}" for share in row["accepted"])} for row in rows)
-        return buffer.getvalue()
+        lines = [row | {"accepted": " ".join(f"{share:.4g}" for share in row["accepted"])} for row in rows]
+        return static.as_csv([[*rows[0]], *([*line.values()] for line in lines)])
     parts: list[str] = []
     for title, head, body, notes in matrices(sources):
         parts += [f"### {title}", static.table(head, body), *notes]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config import retired
-from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
+from selfspec_cli.config.schema import ConfigError, RunConfig, flat, to_plain
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import archive, folder, query, tables
@@ -103,7 +103,7 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
         )
         raise ConfigError(f"{word}: there is no such folder{why}")
     ways: list[Callable[[Point], bool]] = [
-        lambda point: point.id == word or point.key == word,
+        lambda point: len(word) >= 4 and point.id.startswith(word),
         lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
         lambda point: point.run_id == word,
         lambda point: word.lower() in point.device.lower(),
@@ -140,19 +140,6 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
         by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
     return between(words, [*sides[0].values()], [*sides[1].values()], warnings)
-
-
-def of_two(a: Point, b: Point) -> Comparison:
-    """Compare two points, whatever they are arms of.
-
-    Raises:
-        ConfigError: one of them failed.
-    """
-    for point in (a, b):
-        if not point.ok:
-            raise ConfigError(f"{point.id} failed ({point.reason}), so there is nothing to compare")
-    pair = _pair([(a, tables.row(a))], [(b, tables.row(b))], ())
-    return Comparison(a.id, b.id, [pair], _differing([a], [b]))
 
 
 Measured = tuple[Point, Record]
@@ -264,14 +251,3 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         nested = isinstance(default, Mapping) and default and isinstance(value, Mapping)
         complete[name] = completed(value, default) if nested else value
     return complete | {name: value for name, value in config.items() if name not in defaults and value}
-
-
-def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves += flat(value, f"{above}{name}.")
-        else:
-            leaves.append((f"{above}{name}", value))
-    return leaves

@@ -1,8 +1,5 @@
 """A comparison of two sets of points as text: for people, a pull request, or a program."""
 
-import csv
-import io
-import json
 from typing import Any
 
 from selfspec_cli.report import static
@@ -18,14 +15,11 @@ MOST_ARMS = 6  # of one side alone that are named
 def text(comparison: Comparison, form: Format) -> str:
     """The comparison in one of the formats that are text."""
     if form is Format.json:
-        return json.dumps(document(comparison), ensure_ascii=False, indent=1, default=str) + "\n"
+        return static.as_json(document(comparison))
     body = [_line(pair) for pair in comparison.pairs]
     if form is Format.csv:
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(["workload", *HEAD])
-        writer.writerows([pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True))
-        return buffer.getvalue()
+        lines = [[pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True)]
+        return static.as_csv([["workload", *HEAD], *lines])
     parts = [comparison.found]
     for where in dict.fromkeys(pair.where for pair in comparison.pairs):
         lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from selfspec_cli.config.schema import flat
 from selfspec_cli.record.columns import Record, header, meanings
 from selfspec_cli.record.point import Point
-from selfspec_cli.report.compare import flat
 from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources
@@ -28,7 +28,6 @@ SHOWN = (
     "delta_ppl",
     "identical",
     "verdict",
-    "cost",
     "batch",
     "model",
     "device",

@@ -17,8 +17,6 @@ from selfspec_cli.record.tables import UNVERIFIED
 
 RIVALS = ("vllm", "ngram", "draft_model")
 """Arms that draft by vLLM's own methods."""
-ELSEWHERE = "server"
-"""The arm of a server that ran already, of which nobody here knows how it decodes."""
 
 
 def gate_label(row: Record) -> str:
@@ -41,7 +39,7 @@ def label(row: Record) -> str:
 
 
 def _arm(row: Record) -> str:
-    if row.arm in ("baseline", "server"):
+    if row.arm in ("baseline", "server"):  # an older version asked servers that ran already
         return row.arm
     runner = f" ({row.runner})" if row.runner else ""
     drawn = f" · {row.draft_sample_method} drafts" if row.draft_sample_method is not None else ""
@@ -192,15 +190,11 @@ def headline(rows: Iterable[Record]) -> str:
     rows = list(rows)
     candidates, have_intervals = fastest(rows)
     if not candidates:
-        return " ".join([_nothing_compared(rows), *_of_others(rows)])
+        return " ".join([NOTHING, *_of_others(rows)])
     return " ".join([_fastest_in_words(candidates, have_intervals, rows), *_of_the_host(rows), *_of_others(rows)])
 
 
-def _nothing_compared(rows: Iterable[Record]) -> str:
-    """What is said where no speedup was measured."""
-    if any(row.arm == ELSEWHERE and row.status == OK for row in rows):
-        return "A server that ran already was measured alone; with --baseline-url it is compared with another."
-    return "No verified arm has been measured yet."
+NOTHING = "No verified arm has been measured yet."
 
 
 LITTLE_BUSY = 0.5
@@ -265,7 +259,7 @@ def overview(tables: list[Group]) -> str:
         return tables[0].headline
     ranked = [(best[0], have_intervals) for group in tables for best, have_intervals in [fastest(group.rows)] if best]
     if not ranked:
-        return _nothing_compared(row for group in tables for row in group.rows)
+        return NOTHING
     unsure = sum(not have_intervals for _, have_intervals in ranked)
     surely = [row for row, have_intervals in ranked if have_intervals and (row.speedup_low or 0) > 1]
     parts = [f"{len(tables)} tables, each with a baseline of its own, so arms of different tables are not compared."]

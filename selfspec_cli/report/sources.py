@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, folder, profiles, query, tables
 from selfspec_cli.record.columns import AcceptRow, Record
-from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
 from selfspec_cli.stages.check import history
@@ -25,9 +23,8 @@ class Sources:
     """Everything that a page shows.
 
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
-    of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
-    from: what `selfspec fit --compare` and `selfspec roc` wrote. profiles: what `selfspec profile` found. checks:
-    verdicts of `selfspec check`, the oldest first.
+    of each point, where there is more than one. curves: what `selfspec roc` wrote, by the place that it is from.
+    profiles: what `selfspec profile` found. checks: verdicts of `selfspec check`, the oldest first.
     """
 
     points: list[Point]
@@ -35,10 +32,7 @@ class Sources:
     accepts: list[AcceptRow | None]
     targets: list[Target] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    heads: dict[str, list[HeadRow]] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    areas: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    costs: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -114,19 +108,9 @@ def _no_points(root: Path) -> str:
 def _beside(sources: Sources, root: Path) -> None:
     """Add what lies beside the points."""
     alone = archive.is_folder(root / folder.RUNS)
-    for file in archive.files(root, "heads.json") if alone else archive.below(root, "heads.json"):
+    for file in archive.below(root / "roc" if alone else root, "curves.json"):
         if (document := _document(file, sources.warnings)) is not None:
-            name = _name(file, root)
-            sources.heads[name] = load(document)
-            sources.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
-    for file in archive.below(root / "roc" if alone else root, "auc.csv"):
-        name = _name(file, root)
-        sources.areas[name] = list(csv.DictReader(archive.read_text(file).splitlines()))
-        if (document := _document(file.with_name("choice.json"), sources.warnings)) is not None:
-            exits = document.get("exits") or []
-            sources.costs |= {f"{name} E={exit_['E']}": exit_["costs"] for exit_ in exits if "costs" in exit_}
-        if (document := _document(file.with_name("curves.json"), sources.warnings)) is not None:
-            sources.curves[name] = document["panels"]
+            sources.curves[_name(file, root)] = document["panels"]
 
 
 def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:

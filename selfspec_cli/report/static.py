@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +24,7 @@ def text(sources: Sources, form: Format) -> str:
     if form is Format.csv:
         return file_of(Summary, sources.rows)
     if form is Format.json:
-        return json.dumps(document(sources), ensure_ascii=False, indent=1) + "\n"
+        return as_json(document(sources))
     parts = [overview(groups(sources.rows))]
     shown = filled(sources.rows, columns(sources.targets))
     for group in groups(sources.rows):
@@ -34,6 +36,18 @@ def text(sources: Sources, form: Format) -> str:
     origins = details.provenance(sources.points)
     parts += [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
     return "\n\n".join(parts) + "\n"
+
+
+def as_json(document: Any) -> str:
+    """A document on several lines."""
+    return json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n"
+
+
+def as_csv(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows as comma-separated values; the first is the header."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue()
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -18,7 +18,8 @@ def _number(digits: int) -> Callable[[float | None], str]:
     return lambda value: "" if value is None else f"{value:,.{digits}f}"
 
 
-def _speed(row: Record) -> str:
+def speed(row: Record) -> str:
+    """Tokens a second: the median, and the slowest and fastest repeat."""
     if row.tok_s_median is None:
         return ""
     spread = f" ({row.tok_s_min:,.0f}–{row.tok_s_max:,.0f})" if row.tok_s_min and row.tok_s_max else ""
@@ -72,7 +73,7 @@ COLUMNS: list[Column] = [
         "set, every round yields so many tokens whatever was drafted, and the speed says what drafting costs alone",
         label,
     ),
-    ("tok/s", "generated tokens a second: median (slowest to fastest repeat)", _speed),
+    ("tok/s", "generated tokens a second: median (slowest to fastest repeat)", speed),
     (
         "speedup",
         "tok/s over that of the baseline in the same table, with the 95 % interval (bootstrap over the repeats of both "
@@ -100,12 +101,6 @@ COLUMNS: list[Column] = [
         "share of the processor that other programs had while the arm was timed, where it was so much that the arm's "
         "figures are not to be trusted",
         lambda row: f"{row.cpu_others:.0%} !" if disturbed(row.cpu_own, row.cpu_others) else "",
-    ),
-    (
-        "cost",
-        "money for measuring the point and for its share of the start of the engine, divided equally among the points "
-        "that use it; `launcher.price_hour` is the price of an hour",
-        lambda row: _number(4)(row.cost),
     ),
     (
         "PPL",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import shutil
 import sys
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec_cli.config import machine, memory, model_digest, paths
+from selfspec_cli.config import machine, paths
 from selfspec_cli.config.facts import device_of, engine_name
+from selfspec_cli.config.model_digest import WEIGHT_FILES
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
-from selfspec_cli.stages import preflight, pull
+from selfspec_cli.stages import preflight
 from selfspec_cli.vllm_plugin import versions as vllm_versions
 from selfspec_cli.vllm_plugin.releases import admission
 
@@ -145,16 +147,16 @@ def _model(cfg: RunConfig) -> Check:
 
 
 def _on_the_hub(cfg: RunConfig, place: str) -> Check:
-    """Whether a model on the Hub can be had, and whether it fits; a Hub that cannot be asked hinders nothing that is in
-    the cache."""
-    commit = model_digest.snapshot(cfg.model)
-    if commit is not None and pull.is_whole(cfg, commit):
+    """Whether the cache holds a model of the Hub: its config.json, and all weights that their index names."""
+    config = paths.in_hub_cache(cfg.model, "config.json")
+    index = config and config.with_name("model.safetensors.index.json")
+    if index and index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        here = all(index.with_name(shard).is_file() for shard in shards)
+    else:
+        here = config is not None and any(file.suffix in WEIGHT_FILES for file in config.parent.iterdir())
+    if here:
         return Check("model", None, f"{place} is in the Hugging Face cache")
-    try:
-        download = pull.plan(cfg)
-    except ConfigError as error:
-        return Check("model", False, str(error))
-    except pull.PullError as error:
-        return Check("model", None, f"{place} is not in the cache, and {error}")
-    size = f"{download.to_fetch / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
-    return Check("model", download.fits, f"{place}: {size}; {download.needs}")
+    return Check(
+        "model", None, f"{place} is not in the Hugging Face cache: vLLM downloads it (or: hf download {place})"
+    )

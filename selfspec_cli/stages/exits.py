@@ -57,11 +57,6 @@ class Exit:
         return exit_name(self.cfg)
 
     @property
-    def vocabulary(self) -> str:
-        """The draft vocabulary, as users write it."""
-        return self.cfg.vocab
-
-    @property
     def name(self) -> str:
         """For people, and for files."""
         return name_of(self.cfg)
@@ -143,7 +138,7 @@ def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     if not found:
         raise ConfigError(
             f"model={cfg.model.name}: how many layers it has is not known, because {cfg.model.path} is not on this "
-            f"machine; download it (selfspec pull model={cfg.model.path}), or name some: layer=4,8"
+            f"machine; download it (hf download {cfg.model.path}), or name some: layer=4,8"
         )
     return found
 

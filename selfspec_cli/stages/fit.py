@@ -32,8 +32,7 @@ GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it gr
 class Request:
     """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
     target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one. corpus: see
-    corpora.py. replay: prompts (of the config's workload) on whose generations heads are tested too; 0 is none. timed:
-    time each head on that number of states; None does not.
+    corpora.py.
     """
 
     layers: tuple[int, ...]
@@ -42,8 +41,6 @@ class Request:
     ridge: float | None = None
     vocabularies: tuple[str, ...] = ()
     corpus: str = "stdlib"
-    replay: int = 0
-    timed: int | None = None
 
 
 @dataclass
@@ -104,8 +101,7 @@ def _warnings(engine: Engine, request: Request) -> list[str]:
         return []
     return [
         "this is a chat model (its tokenizer has a chat template), and its heads are fitted on Python's standard "
-        "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them, or "
-        "hf:NAME"
+        "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them"
     ]
 
 
@@ -152,8 +148,6 @@ def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, p
     # Its ridge, and the scale of a head whose outputs are no distribution, are chosen on these.
     _stream(engine, "validate", corpus, "fitting", HELD_OUT_PAIRS, cfg.seed + 1, progress)
     _stream(engine, "test", corpus, "held_out", HELD_OUT_PAIRS, cfg.seed, progress)
-    if request.replay:
-        _replay(cfg, engine, request, corpus, progress)
 
 
 def _solve(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus) -> list[dict[str, Any]]:
@@ -170,7 +164,7 @@ def _solve(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus) -> 
         tag = str(draft_vocab.tag_of(vocab, ids))
         vocabularies[tag], words[tag] = ids.tolist(), vocab
     about = {"corpus": corpus.name, "versions": machine.versions()}
-    reports = engine.call("early_exit_fit", str(folder), about, vocabularies, request.timed)
+    reports = engine.call("early_exit_fit", str(folder), about, vocabularies)
     return [found | {"vocab": words[found["vocab"]]} for found in reports]
 
 
@@ -208,23 +202,3 @@ def _collected(engine: Engine, mode: str) -> int:
     if state["error"] is not None:
         raise FitError(state["error"])
     return int(state[mode])
-
-
-def _replay(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, progress: Progress) -> None:
-    """Let the model generate from held-out prompts, then read its states over what it generated.
-
-    What is drafted behind a generated token depends on generated tokens alone, so the agreement there is the acceptance
-    that greedy drafts will have, and rounds can be laid over it (`tokens_a_round`).
-    """
-    work = cfg.workload
-    # Not the seed of the workload: its own prompts are what the engine is measured on afterwards.
-    prompts = corpus.windows(
-        "held_out", engine.encode, engine.vocab_size, work.input_len, request.replay, cfg.seed + 1000
-    )
-    engine.call("early_exit_collect_mode", "test")  # full: nothing is taken while the model generates
-    generated = engine.generate(prompts, work.output_len, batch=CHUNK).outputs
-    engine.call("early_exit_collect_mode", "replay")
-    whole = [prompt + tokens[:-1] for prompt, tokens in zip(prompts, generated, strict=True)]
-    for number, tokens in enumerate(whole, start=1):  # one by one, so that no pass holds a part of one
-        engine.generate([tokens], 1, batch=1)
-        progress("replay", _collected(engine, "replay") and number, len(whole))

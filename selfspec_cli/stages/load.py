@@ -1,4 +1,4 @@
-"""Measure a server under load: one arm at one load, and a server that somebody else has started.
+"""Measure a server under load: one arm at one load.
 
 `selfspec load` runs as a sweep does (`sweep.run`): the baseline's server first, with every load, then the servers of
 the arms; here is what takes the place of an engine's bench. Prompts, their order and the moments at which requests
@@ -17,6 +17,7 @@ from typing import Any
 from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
+from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import (
     BUSY,
     COMPLETIONS,
@@ -25,16 +26,15 @@ from selfspec_cli.engine.clients import (
     Run,
     check_installed,
     processes_for,
-    warm_up,
 )
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
-from selfspec_cli.load_patterns.trace import PATTERN, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
 from selfspec_cli.stages import cores
-from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
+from selfspec_cli.texts import prompt_files
+from selfspec_cli.texts.prompts import file_prompts, workload_prompts
 
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
@@ -44,25 +44,40 @@ LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it i
 
 
 def asked(cfg: RunConfig) -> RunConfig:
-    """`cfg` as a load test: the times of a trace if its prompts are one, and a closed loop of FEW clients where nothing
-    says how much to ask."""
-    if is_trace(cfg.workload.prompts):
-        return replace(cfg, load=replace(cfg.load, trace=cfg.workload.prompts))
+    """`cfg` as a load test: a closed loop of FEW clients where nothing says how much to ask."""
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
+    exact: every prompt has exactly `workload.input_len` tokens."""
+
+    bodies: list[dict[str, Any]]
+    categories: list[str]
+    exact: bool
+
+
+def prompts_of(cfg: RunConfig) -> Prompts:
+    """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
+    work = cfg.workload
+    tokens = workload_prompts(cfg, ModelTokens(cfg))
+    bodies: list[dict[str, Any]] = [{"prompt": one} for one in tokens]
+    if work.temperature:  # each has a seed, so that both sides and every repeat draw alike
+        bodies = [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
+    kinds = [prompt.category for prompt in file_prompts(cfg)] if prompt_files.is_prompt_file(work.prompts) else []
+    return Prompts(bodies, kinds if any(kinds) else [], len({len(one) for one in tokens}) == 1)
 
 
 @dataclass
 class Loader:
     """Measures arms on servers; given to `sweep.run` as its bench.
 
-    folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
-    model; else text. saturation: requests a second that a baseline completed in a closed loop, by what was asked of it.
+    folder: of the raw samples of this command. saturation: requests a second that a baseline completed in a closed
+    loop, by what was asked of it.
     """
 
     folder: Path
-    path: str = COMPLETIONS
-    knows_model: bool = True
-    ignores_eos: bool = True
     saturation: dict[str, float] = field(default_factory=dict)
     _points: int = 0
 
@@ -86,22 +101,19 @@ class Loader:
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"
-        prompts = self.prompts(cfg)
+        prompts = prompts_of(cfg)
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
         for number in range(cfg.warmup):
-            self._warm_up(cfg, server, prompts)
+            self._warm_up(cfg, server, prompts, place / f"warm-up-{number + 1}")
             progress("warm-up", number + 1, cfg.warmup)
         before, start = server.resident_mib(), cores.now()
         runs: list[tuple[Run, Repeat]] = []
         for number in range(cfg.load.repeats):
             job, used = self.job(cfg, server, prompts, number), server.cpu_seconds()
-            if cfg.load.kind == PATTERN.name and job.arrivals and job.arrivals[-1] > 0:
-                facts["rate"] = (len(job.arrivals) - 1) / job.arrivals[-1]
             run, repeat = self._timed(cfg, server, job, place / f"repeat-{number + 1}", progress)
             if repeat is not None:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
                 runs.append((run, repeat))
-                progress.speeds([one.tok_s for _, one in runs])
                 progress("repeats", number + 1, cfg.load.repeats)
             if run.interrupted:
                 facts["interrupted"] = True
@@ -110,18 +122,13 @@ class Loader:
         if not runs:
             raise KeyboardInterrupt
         facts |= _facts([run for run, _ in runs], prompts, before, server, place)
-        if server.process is not None:  # one that ran already would count among the others
-            facts |= cores.shares(start, cores.now())
+        facts |= cores.shares(start, cores.now())
         return Measurement(
             repeats=tuple(repeat for _, repeat in runs),
             outputs=answers(runs[-1][0], len(prompts.bodies)),
             engine=facts,
             seconds=time.perf_counter() - began,
         )
-
-    def prompts(self, cfg: RunConfig) -> Prompts:
-        """What a config asks; raises ConfigError."""
-        return of_model(cfg) if self.knows_model else of_text(cfg, self.path)
 
     def job(self, cfg: RunConfig, server: Server, prompts: Prompts, number: int) -> Job:
         """The requests of one run. Every run of every arm sends the same prompts in the same order; each run of an arm
@@ -135,8 +142,6 @@ class Loader:
         return replace(
             base,
             clients=asked.clients,
-            levels=asked.levels,
-            period=asked.period,
             requests=load.requests,
             seconds=seconds,
             processes=processes_for(asked.clients or 1),
@@ -149,16 +154,16 @@ class Loader:
             "temperature": cfg.workload.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "ignore_eos": True,
         }
-        if self.ignores_eos:
-            body["ignore_eos"] = True
-        return Job(server.url, self.path, body, prompts.bodies)
+        return Job(server.url, COMPLETIONS, body, prompts.bodies)
 
-    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> None:
-        """Each client asks once, as many of them as the load may have at once."""
+    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path) -> None:
+        """Each client asks once, as many of them as the load may have at once; nothing of it is counted."""
         load = cfg.load
         clients = load.clients or max(load.pattern.at_once(load), min(FEW, cfg.engine.max_num_seqs))
-        warm_up(self._job(cfg, server, prompts), clients, check=server.check)
+        job = replace(self._job(cfg, server, prompts), clients=clients, requests=clients)
+        _uninterrupted(self._run(cfg, server, job, place, ignore))
 
     def _with_rate(
         self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path, progress: Progress
@@ -170,9 +175,9 @@ class Loader:
             return cfg, {}
         clients = load.clients or cfg.engine.max_num_seqs
         closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
-        name = digest([to_plain(baseline_of(closed)), server.url if server.process is None else ""])
+        name = digest([to_plain(baseline_of(closed)), ""])
         if name not in self.saturation:
-            self._warm_up(closed, server, prompts)
+            self._warm_up(closed, server, prompts, place / "warm-up-saturation")
             job = self.job(closed, server, prompts, 0)
             found = _uninterrupted(self._run(cfg, server, job, place / "saturation", progress))
             self.saturation[name] = len(found.good) / found.seconds
@@ -262,16 +267,12 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "kv_blocks": kv_blocks(server.metrics()),
         "failed_requests": len(failed),
         "errors": dict(Counter(str(request.error)[:120] for request in failed).most_common(ERRORS)),
-        "sent_again": sum(request.again for request in [*samples, *failed]),
         "unlike_answers": unlike(runs, len(prompts.bodies)),
-        "tokens_counted": all(run.counted for run in runs),
         "client_cpu": max((run.cpu for run in runs if run.cpu is not None), default=None),
         "late_p99_ms": (latency.quantiles([request.late for request in samples]) or (0.0,))[-1],
         "rss_mib": now,
         "rss_growth_mib": None if now is None or before is None else now - before,
         "samples": str(place),
-        "server": server.url if server.process is None else None,
-        "cut_requests": prompts.cut,
     }
     if (kinds := by_category(runs, prompts.categories)) != {}:
         facts["categories"] = kinds
@@ -296,17 +297,11 @@ def warnings(engine: dict[str, Any]) -> list[str]:
     found = []
     if engine.get("interrupted"):
         found.append("it was interrupted, and holds what had ended until then")
-    if cut := engine.get("cut_requests"):
-        found.append(f"{cut} requests of the trace are longer than workload.input_len or output_len, and were cut")
     if failed := engine.get("failed_requests"):
         counted = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
         found.append(f"{failed} requests failed: {counted}")
-    if again := engine.get("sent_again"):
-        found.append(f"{again} requests were sent a second time: the server had closed the connection that they used")
     if (engine.get("client_cpu") or 0) > BUSY:
         found.append(f"the clients used {engine['client_cpu']:.0%} of a core: they, too, may be what was measured")
     if engine.get("late_p99_ms", 0.0) > LATE_MS:
         found.append(f"requests were sent up to {engine['late_p99_ms']:.0f} ms late (99th percentile)")
-    if engine.get("tokens_counted") is False:
-        found.append("the server does not count its tokens: each output was taken for one")
     return found

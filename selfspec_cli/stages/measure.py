@@ -127,8 +127,6 @@ def run(
         if number >= warmup:
             for arm, generations in zip(arms, taken, strict=True):
                 arm.repeats.append(generations)
-        if number >= warmup and len(arms) == 1:
-            progress.speeds(arms[0].tok_s)
         _report(progress, number + 1, warmup, repeats)
         seconds = sum(part.seconds for generations in taken for part in generations)
         last = number + 1 == warmup + repeats

@@ -12,7 +12,7 @@ from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.config.keys import Keys
-from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
+from selfspec_cli.config.schema import ConfigError, RunConfig, flat, to_plain
 from selfspec_cli.record import tables
 from selfspec_cli.record.point import Point
 
@@ -171,21 +171,13 @@ def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
         alike.setdefault(shown, []).append(planned)
     texts = {}
     for same in alike.values():
-        settings = [_flat(to_plain(planned.cfg)) for planned in same] if len(same) > 1 else [{}]
-        names = dict.fromkeys(name for flat in settings for name in flat)
-        differing = [name for name in names if any(flat.get(name) != settings[0].get(name) for flat in settings)]
-        for planned, flat in zip(same, settings, strict=True):
-            values = {name: "null" if flat.get(name) is None else flat[name] for name in differing}
+        settings = [dict(flat(to_plain(planned.cfg))) for planned in same] if len(same) > 1 else [{}]
+        names = dict.fromkeys(name for own in settings for name in own)
+        differing = [name for name in names if any(own.get(name) != settings[0].get(name) for own in settings)]
+        for planned, own in zip(same, settings, strict=True):
+            values = {name: "null" if own.get(name) is None else own[name] for name in differing}
             texts[planned.key] = " ".join(f"{name}={value}" for name, value in values.items())
     return texts
-
-
-def _flat(settings: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
-    return flat
 
 
 def results_dir(cfgs: Sequence[RunConfig]) -> str:

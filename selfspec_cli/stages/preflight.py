@@ -40,7 +40,6 @@ from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.resolved import warnings_for
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.extras import install
-from selfspec_cli.load_patterns.trace import is_trace
 from selfspec_cli.texts import chat
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -118,8 +117,6 @@ def check_prompts(cfg: RunConfig) -> None:
             f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
             f"({', '.join(PROMPT_TABLES)}) that exists"
         )
-    if cfg.load.trace is None and is_trace(prompts):
-        raise ConfigError(f"workload.prompts={prompts}: this is a trace of requests; replay it with selfspec load")
 
 
 def check_files(cfg: RunConfig) -> None:
@@ -239,8 +236,7 @@ def not_checked(cfgs: Iterable[RunConfig]) -> list[str]:
     models = {repr(cfg.model): cfg.model for cfg in cfgs}.values()
     paths = dict.fromkeys(model.path for model in models if config_file(model) is None)
     return [
-        f"layer, vocab, lengths and the head are not checked: {path} is not here (selfspec pull model={path})"
-        for path in paths
+        f"layer, vocab, lengths and the head are not checked: {path} is not here (hf download {path})" for path in paths
     ]
 
 

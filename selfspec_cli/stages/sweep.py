@@ -34,8 +34,6 @@ class Engine(Protocol):
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 Bench = Callable[[RunConfig, Any, Progress], Measurement]
-Started = tuple[float, int]
-"""Seconds that the start of an engine took, and for how many points it was started."""
 
 
 @dataclass
@@ -101,7 +99,7 @@ class _Run:
         except Exception as error:
             self.result.warnings.append(f"{what}: {on_one_line(error)}")
 
-    def fail(self, planned: Planned, error: Exception, prefix: str = "", started: Started | None = None) -> None:
+    def fail(self, planned: Planned, error: Exception, prefix: str = "", started: float | None = None) -> None:
         """Write down that a point could not be measured, and why."""
         interrupts.check()  # an engine whose processes got the interrupt too fails, and that says nothing of the point
         self.errors[planned.key] = error
@@ -214,7 +212,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             for planned in waiting:  # none of them can start: they share this engine
                 context.fail(planned, error)
             return
-        started = getattr(engine, "start_seconds", time.perf_counter() - began), len(waiting)
+        started = getattr(engine, "start_seconds", time.perf_counter() - began)
         try:
             while waiting and context.go_on():
                 interrupts.check()
@@ -224,7 +222,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             context.or_warn("closing an engine", stack.close)
 
 
-def _measure(context: _Run, planned: Planned, engine: Engine, started: Started) -> bool:
+def _measure(context: _Run, planned: Planned, engine: Engine, started: float) -> bool:
     """Measure one point and save it; False when the engine can no longer be trusted."""
     cfg = planned.cfg
     context.progress.measuring(planned)
@@ -246,7 +244,7 @@ def _point(
     context: _Run,
     planned: Planned,
     measured: Measurement | None,
-    started: Started | None,
+    started: float | None,
     reason: str | None = None,
 ) -> Point:
     """Everything that is known of a point, measured or failed."""
@@ -265,8 +263,7 @@ def _point(
         status=OK if reason is None else FAILED,
         reason=reason,
         seconds=measured.seconds,
-        start_seconds=started and started[0],
-        start_shared_by=started and started[1],
+        start_seconds=started,
         device=planned.device,
         arm=tables.identity(cfg, measured.engine.get("layer")),
         config=to_plain(cfg),

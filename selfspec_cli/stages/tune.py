@@ -185,7 +185,7 @@ def costly_copies(cfgs: Sequence[RunConfig]) -> list[str]:
         return []
     return [
         f"draft_weights={','.join(kinds)}: the CPU dequantises copies, so drafts take as long on them as on the "
-        "model's own weights; selfspec views predicts what they save where they are not dequantised"
+        "model's own weights; what is accepted is the same on every device, speeds are not"
     ]
 
 

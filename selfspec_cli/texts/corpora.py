@@ -2,18 +2,10 @@
 
     stdlib          Python's standard library; heads are tested on the modules that are held out everywhere
     FILE            plain text
-    FILE[:COLUMN]   rows in a .json, .jsonl or .parquet file, read by the `datasets` library
-    hf:...          a data set of the Hugging Face Hub, read by the same library, see below
+    FILE[:COLUMN]   rows in a .json, .jsonl or .parquet file
     random          random token ids, for dummy weights, which speak no language; says nothing about heads
 
-    hf:NAME[@CONFIG][:SPLIT[:COLUMN]]
-
-NAME is the data set's id and may hold a slash, CONFIG one of its configurations, SPLIT `train` unless it is given, with
-an optional slice in brackets: `train[:1000]`, `train[10%:20%]`, `train+test`. COLUMN holds the text; the default is
-`text`, or `conversations` in ShareGPT's form: [{"from": ..., "value": ...}, ...]. For example
-`hf:wikimedia/wikipedia@20231101.en:train[:1%]:text`. Rows of a whole split are streamed, and only the needed rows are
-read; slices and joined splits the library takes from a complete download.
-
+COLUMN holds the text; the default is `text`, or `conversations` in ShareGPT's form: [{"from": ..., "value": ...}, ...].
 Every tenth block of a user's own text is held out for the test, and blocks that repeat the held-out modules are left
 out.
 """
@@ -21,16 +13,14 @@ out.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.extras import install
-from selfspec_cli.texts import library
+from selfspec_cli.config.schema import PROMPT_TABLES, ConfigError
+from selfspec_cli.texts import library, prompt_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,12 +28,10 @@ if TYPE_CHECKING:
 Texts = list[tuple[str, str]]
 Encode = Callable[[str], list[int]]
 
-FORM = "hf:NAME[@CONFIG][:SPLIT[:COLUMN]]"
 BLOCK = 20_000  # characters; short documents are joined into blocks of this length, so that whole windows fit
 HELD_OUT_EVERY = 10
 MOST_CHARACTERS = 100_000_000  # of a data set; far more than any fit reads
 COLUMNS = ("text", "conversations")  # the first of these that exists, unless the user names one
-TABLES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # suffix -> what `datasets` calls the format
 COUNTED_CHARACTERS = 6_000_000  # of a corpus, for token frequencies
 
 
@@ -100,7 +88,7 @@ def load(source: str) -> Corpus:
     """Return the corpus that `source` names; the docstring of this file has the forms.
 
     Raises:
-        ConfigError: no such file, a file of another shape, too little text, or `datasets` is not installed.
+        ConfigError: no such file, a file of another shape, or too little text.
     """
     if source == "stdlib":
         return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
@@ -138,20 +126,15 @@ def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
 
 
 def _has_rows(source: str) -> bool:
-    return source.startswith("hf:") or _file(source)[0].suffix in TABLES
+    return _file(source)[0].suffix in PROMPT_TABLES
 
 
 def _rows(source: str) -> Iterator[str]:
-    """Yield the rows of a data set, or the paragraphs of a plain text; raises as `load`."""
-    if source.startswith("hf:"):
-        yield from _data_set(source)
-        return
+    """Yield the rows of a table, or the paragraphs of a plain text; raises as `load`."""
     check(source)
     path, column = _file(source)
-    if path.suffix in TABLES:
-        if path.stat().st_size:  # the library fails on an empty file
-            rows = _load(source, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
-            yield from _texts(source, rows, column)
+    if path.suffix in PROMPT_TABLES:
+        yield from _texts(source, prompt_files.rows(str(path), "corpus"), column)
         return
     try:
         yield from path.read_text(encoding="utf-8").split("\n\n")
@@ -165,12 +148,10 @@ def check(source: str) -> None:
     Raises:
         ConfigError: with the allowed forms.
     """
-    if source.startswith("hf:"):
-        parse(source)
-    elif source not in ("stdlib", "random") and not _file(source)[0].is_file():
+    if source not in ("stdlib", "random") and not _file(source)[0].is_file():
         raise ConfigError(
-            f"corpus={source}: there is no such file; allowed: stdlib, random, {FORM}, a .json, .jsonl "
-            "or .parquet file, or a text file"
+            f"corpus={source}: there is no such file; allowed: stdlib, random, a .json, .jsonl or .parquet file, or a "
+            "text file"
         )
 
 
@@ -208,67 +189,13 @@ def _blocks(documents: Iterable[str]) -> Iterator[list[str]]:
         yield held
 
 
-@dataclass(frozen=True)
-class HubName:
-    """A data set of the Hub. column: None for the first of COLUMNS that exists."""
-
-    name: str
-    config: str | None = None
-    split: str = "train"
-    column: str | None = None
-
-
-_SPLIT = r"[\w.-]+(?:\[[^\[\]]*\])?"
-_HUB = re.compile(
-    rf"hf:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<config>[^:@\[\]]+))?"
-    rf"(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*)(?::(?P<column>[^:]+))?)?"
-)
-
-
-def parse(source: str) -> HubName:
-    """Read `hf:NAME[@CONFIG][:SPLIT[:COLUMN]]`.
-
-    >>> parse("hf:org/set@en:train[:1%]:body")
-    HubName(name='org/set', config='en', split='train[:1%]', column='body')
-
-    Raises:
-        ConfigError: it is not of that form.
-    """
-    match = _HUB.fullmatch(source)
-    if match is None:
-        raise ConfigError(
-            f"corpus={source}: write {FORM}, for example hf:wikimedia/wikipedia@20231101.en:train[:1%]:text"
-        )
-    return HubName(match["name"], match["config"], match["split"] or "train", match["column"])
-
-
 def _file(source: str) -> tuple[Path, str | None]:
     """Split a path from the column after it, if there is one; a file with the whole name takes precedence."""
     path = Path(source).expanduser()
     name, colon, column = source.rpartition(":")
-    if colon and not path.exists() and Path(name).suffix in TABLES:
+    if colon and not path.exists() and Path(name).suffix in PROMPT_TABLES:
         return Path(name).expanduser(), column
     return path, None
-
-
-def _data_set(source: str) -> Iterator[str]:
-    """Yield the text of a data set of the Hub, row by row."""
-    name = parse(source)
-    streamed = {} if set("[+") & set(name.split) else {"streaming": True}
-    return _texts(source, _load(source, name.name, name.config, split=name.split, **streamed), name.column)
-
-
-def _load(source: str, *args: Any, **options: Any) -> Any:
-    """Call `datasets.load_dataset`, and turn its errors into ConfigError."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        how = f"{install('data')}, or pip install datasets"
-        raise ConfigError(f"corpus={source}: needs the package datasets; {how}") from error
-    try:
-        return load_dataset(*args, **options)
-    except Exception as error:  # the library raises its own types, the Hub's and the network's
-        raise ConfigError(f"corpus={source}: cannot be loaded ({_said(error)})") from error
 
 
 def _texts(source: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
@@ -284,21 +211,8 @@ def _texts(source: str, rows: Iterable[Mapping[str, Any]], column: str | None) -
                 yield content
             elif content is not None:
                 yield "\n\n".join(str(turn["value"]) for turn in content)
-    except ConfigError:
-        raise
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"corpus={source}: a row's {name!r} is neither text nor a ShareGPT conversation, a list of "
-            f'{{"value": ...}} ({_said(error)})'
+            '{"value": ...}'
         ) from error
-    except Exception as error:  # as in _load: a stream is read only now
-        raise ConfigError(f"corpus={source}: cannot be read ({_said(error)})") from error
-
-
-def _said(error: Exception) -> str:
-    """Return the innermost cause of an error in one line, because the library wraps errors."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    words = " ".join(str(cause).split())
-    return f"{type(cause).__name__}: {words[:300]}" if words else type(cause).__name__

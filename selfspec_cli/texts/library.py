@@ -161,14 +161,12 @@ def token_windows(
     length: int,
     count: int,
     seed: int,
-    unit: str = "tokens",
 ) -> list[list[int]]:
     """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
 
     Each window begins at a line start that is not blank; no two begin at the same line, though they may overlap.
     Texts take turns, so that a long module does not crowd out a short one. `encode` maps text to token ids
-    without special tokens; unit: what the message calls them. Raises ValueError if `length` or `count` is below 1
-    or the texts hold too few windows.
+    without special tokens. Raises ValueError if `length` or `count` is below 1 or the texts hold too few windows.
     """
     if length < 1 or count < 1:
         raise ValueError(f"length and count must be at least 1, got length={length}, count={count}")
@@ -189,7 +187,7 @@ def token_windows(
                 return windows
         turns = [turn for turn in turns if turn[1]]
     raise ValueError(
-        f"not enough text for {count} windows of {length} {unit}: "
+        f"not enough text for {count} windows of {length} tokens: "
         f"{len(texts)} texts ({sum(len(text) for _, text in texts):,} characters) hold {len(windows)}"
     )
 

@@ -21,14 +21,12 @@ import torch
 from torch import nn
 from torch._inductor import config
 from vllm.config import CompilationConfig
-from vllm.config.cache import CacheConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 import selfspec_cli
-from selfspec_cli.config.memory import VLLM_SHARE
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import compat, trunk, versions
@@ -186,10 +184,6 @@ def test_artifacts_of_a_cpu_can_still_not_be_loaded():
     assert "loaded_fn._artifacts.compiled_fn.finalize_loading(" in loader
     assert "CompilationMode.DYNAMO_TRACE_ONCE" in inspect.getsource(module("vllm.platforms.cpu"))
     assert "VLLM_USE_AOT_COMPILE" in module("vllm.envs").environment_variables
-
-
-def test_the_share_of_a_gpu_that_vllm_takes_is_the_one_that_doctor_and_pull_assume():
-    assert CacheConfig().gpu_memory_utilization == VLLM_SHARE
 
 
 # ---- Names of vLLM's that begin with an underscore, which it may change without a word: the plugin uses these and

@@ -31,7 +31,7 @@ EXITS = (2, LAYERS // 2)
 PAIRS, RIDGE = 3000, 1e-3
 NAMES = ("lens", "lsq", "lsq_argmax", "lsq_bias", "translator", "translator_r4", "translator_bias")
 SOME = range(0, 32, 4)
-INPUT, OUTPUT, REPLAYED = 24, 64, 12
+INPUT, OUTPUT, PROMPTS = 24, 64, 12
 
 
 def config(path: Path, folder: Path, **changes: Any) -> RunConfig:
@@ -67,8 +67,6 @@ def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
         ridge=RIDGE,
         corpus="random",
         vocabularies=("full", str(folder / "quarter.txt")),
-        replay=REPLAYED,
-        timed=1,
     )
     reports = {(r["layer"], r["head"], "full" if r["vocab"] == "full" else "quarter"): r for r in done.reports}
     assert len(reports) == len(done.reports) == len(EXITS) * len(NAMES) * 2
@@ -79,9 +77,7 @@ def test_every_head_is_saved_under_a_name_of_its_own(fitted, report):
     paths = [found["path"] for key, found in fitted.reports.items() if key[1:] != ("lens", "full")]
     assert len(set(paths)) == len(paths) == len(fitted.reports) - len(EXITS)
     for (layer, name, vocab), found in fitted.reports.items():
-        report(
-            f"E={layer} {name} {vocab}: {found['agreement']:.3f} of text, {found['agreement_generated']:.3f} generated"
-        )
+        report(f"E={layer} {name} {vocab}: {found['agreement']:.3f} of text")
         if (name, vocab) == ("lens", "full"):
             continue
         metadata = read_metadata(found["path"])
@@ -103,7 +99,6 @@ def test_heads_are_as_good_as_their_data_allow(fitted):
             small = fitted.reports[layer, name, "quarter"]
             assert small["agreement"] <= shares[name]
             assert small["bytes_per_step"] < fitted.reports[layer, name, "full"]["bytes_per_step"]
-            assert small["head_us"] > 0
 
 
 def test_the_fit_is_that_of_transformers_hidden_states(fitted):
@@ -140,20 +135,17 @@ KEYS = [
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, expected, report, key):
-    """Tokens a round as predicted from the replay, and as the engine counts them on the same prompts."""
+def test_fitted_heads_draft_losslessly(fitted, expected, report, key):
     found, k = fitted.reports[key], 3
-    prompts = corpora.load("random").windows("held_out", None, VOCAB, INPUT, REPLAYED, seed=1000)
+    prompts = corpora.load("random").windows("held_out", None, VOCAB, INPUT, PROMPTS, seed=1000)
     with live(fitted.path, layer_skip(key[0], k, head_path=found.get("path")), max_num_batched_tokens=512) as engine:
-        outputs = tokens(engine.generate(prompts, [greedy(OUTPUT)] * REPLAYED))
+        outputs = tokens(engine.generate(prompts, [greedy(OUTPUT)] * PROMPTS))
         made = engine.counts()
         # `lsq` was fitted to random text, whose next token is anything: hardly any of its drafts is accepted, or none.
         assert made.drafted > 0 and (made.accepted > 0 or key[1] == "lsq"), made
         expected("llama").check(engine, SOME).require_both_verdicts()
     generated = sum(map(len, outputs)) - len(outputs)  # the first token of each comes from its prefill
-    report(f"{key}: predicted {found[f'tokens_k{k}']:.3f}, engine {generated / made.rounds:.3f} tokens a round")
-    # A request's last round may have nothing left to draft for, and then has no draft to count.
-    assert generated / made.rounds == pytest.approx(found[f"tokens_k{k}"], rel=0.03)
+    report(f"{key}: {generated / made.rounds:.3f} tokens a round")
 
 
 def test_rows_split_over_ranks_are_the_same_projection(fitted):

@@ -41,9 +41,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp_path):
     want, names = expected("llama"), ("lens", "one_direction", "translator_r1")
     assert "one_direction" in examples()
-    done = fit.run(
-        config(want.path, tmp_path), layers=[EXIT], heads=names, pairs=2000, ridge=1e-3, corpus="random", replay=4
-    )
+    done = fit.run(config(want.path, tmp_path), layers=[EXIT], heads=names, pairs=2000, ridge=1e-3, corpus="random")
     found = {report["head"]: report for report in done.reports}
     assert found["one_direction"]["agreement"] == pytest.approx(found["translator_r1"]["agreement"], abs=0.01)
     for name in names[1:2]:

@@ -1,18 +1,13 @@
 """A server with the OpenAI API that knows no model: what clients are tried on. `openai_server.py --port N` runs it.
 
 What it does is in the prompt: {"prompt": [n, ...]} is answered by outputs n0, n1, ... (an output may hold two tokens);
-the prompt [13] is refused with HTTP 400, [14] breaks off in the middle, [15] is answered after two seconds. [16] is
-answered on a new connection alone: one that was used before is reset after 0.3 seconds, before any byte of an answer.
-[17] is never answered: its connection is closed. [18] breaks off in the first line of the answer's head. To a body
-with "lines" the answer is these lines, as they stand. A chat that
-says "reasoning", "reasoning_content" or "call" is answered in that part of a message, another one in its content.
+the prompt [13] is refused with HTTP 400, [14] breaks off in the middle, [15] is answered after two seconds, [17] never:
+its connection is closed. To a body with "lines" the answer is these lines, as they stand.
 """
 
 import json
-import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -34,9 +29,7 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     asked: ClassVar[list] = []
     step = 0.002  # seconds between outputs
-    knows_ignore_eos = True
     lock = threading.Lock()
-    requests = 0  # on this connection
     shared = False  # whether outputs take longer in proportion to the requests that are answered at once
     at_once: ClassVar[set] = set()
 
@@ -62,23 +55,14 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.lock:
             self.asked.append((time.monotonic(), body))
-        if not self.knows_ignore_eos and "ignore_eos" in body:
-            return self.reply('{"error": "unknown ignore_eos"}', 400)
         if self.path == "/collective_rpc":
             return self.reply(json.dumps({"results": [self.called(body["method"])]}))
-        prompt = body.get("prompt") or body["messages"][0]["content"]
-        self.requests += 1
+        prompt = body["prompt"]
         if prompt == [13]:
             return self.reply('{"error": "no luck"}', 400)
-        if prompt == [16] and self.requests > 1:
-            time.sleep(0.3)
-            return self.reset()
         if prompt == [17]:
             self.close_connection = True
             return None
-        if prompt == [18]:
-            self.wfile.write(b"HTTP/1.1 200")
-            return self.reset()
         if not body.get("stream"):
             return self.reply(json.dumps({"choices": [{"text": "x"}]}))
         if prompt == [15]:
@@ -94,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         self.at_once.add(id(self))
         for number in range(tokens // 2):  # two tokens an output
             time.sleep(self.step * (len(self.at_once) if self.shared else 1))
-            self.chunk({"choices": [self.choice(f"{prompt[0]}.{number} ", prompt)]})
+            self.chunk({"choices": [{"text": f"{prompt[0]}.{number} "}]})
             if prompt == [14]:
                 self.close_connection = True
                 return self.connection.shutdown(socket.SHUT_RDWR)
@@ -103,31 +87,12 @@ class Handler(BaseHTTPRequestHandler):
         self.event(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 
-    def reset(self):
-        """Close the connection as a process that dies does: the client sees a connection reset."""
-        self.close_connection = True
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        os.close(self.connection.detach())
-
     def called(self, method):
         """The answers of a drafting worker: two drafts for each request so far."""
         if method != "early_exit_counters":
             return None
         drafted = 2 * sum("prompt" in body for _, body in self.asked)
         return {"rounds": 1, "steps": 2, "drafted": drafted, "gate_ended": 0, "length_histogram": [0, 0, 1]}
-
-    def choice(self, text, prompt):
-        if "chat" not in self.path:
-            return {"text": text}
-        if prompt == "call":
-            call = {
-                "index": 0,
-                "id": f"call-{time.monotonic_ns()}",
-                "type": "function",
-                "function": {"arguments": text},
-            }
-            return {"delta": {"tool_calls": [call]}}
-        return {"delta": {prompt if prompt in ("reasoning", "reasoning_content") else "content": text}}
 
     def chunk(self, document):
         self.event(b"data: " + json.dumps(document).encode() + b"\n\n")
@@ -144,17 +109,10 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # of five, which is Python's own, some of a burst are reset before they are heard
 
 
-def serve(step=0.002, knows_ignore_eos=True, port=0, keep_alive=None, shared=False):
-    """A server in this process: (its address, what it was asked, a function that ends it). keep_alive: seconds after
-    which it closes a connection on which nothing is asked; None: never. shared: requests slow each other down."""
-    own = {
-        "asked": [],
-        "at_once": set(),
-        "shared": shared,
-        "step": step,
-        "knows_ignore_eos": knows_ignore_eos,
-        "timeout": keep_alive,
-    }
+def serve(step=0.002, port=0, shared=False):
+    """A server in this process: (its address, what it was asked, a function that ends it). shared: requests slow each
+    other down."""
+    own = {"asked": [], "at_once": set(), "shared": shared, "step": step}
     handler = type("Own", (Handler,), own)
     server = Server(("127.0.0.1", port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

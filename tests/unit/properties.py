@@ -28,9 +28,6 @@ costs = st.builds(
     verify=times,
     verify_token=st.floats(0, 10),
     start=st.floats(0, 10),
-    per_layer=st.floats(0, 1),
-    layers=st.integers(0, 32),
-    head=st.floats(0, 1),
 )
 
 

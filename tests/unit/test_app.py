@@ -99,7 +99,6 @@ def test_every_command_has_help_with_an_example(command):
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
         (("fit-lsq", "--layer", "2", "head_dir=empty.yaml", "--dry-run"), "head_dir=empty.yaml: "),
         (("fit", "head=lsq", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
-        (("fit", "--compare", "layer=2", "vocab=full", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("roc", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
         (("report", "results_dir=nothing"), "there is no such folder"),
@@ -416,10 +415,6 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
         (("bench",), "the same command begins again; selfspec sweep with the same words measures only the rest"),
         (("fit-lsq", "--layer", "2"), "interrupted; the same command begins again"),
         (("fit", "head=lsq", "layer=2"), "interrupted; the same command begins again"),
-        (
-            ("fit", "--compare", "layer=2", "vocab=full"),
-            "rows measured so far are kept, but the same command begins again",
-        ),
         (("roc",), "interrupted; the same command begins again"),
         (("tune",), "kept, and the same command goes on from there"),
     ],

@@ -1,4 +1,4 @@
-"""`selfspec fit`, with and without --compare: what it hands on, and what it refuses before any engine starts."""
+"""`selfspec fit`: what it hands on, and what it refuses before any engine starts."""
 
 from dataclasses import dataclass, field
 
@@ -9,8 +9,6 @@ from exit_heads import lsq_head
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
-from selfspec_cli.early_exit.head_spec import examples
-from selfspec_cli.record.head_rows import HeadRow
 
 
 @pytest.fixture(autouse=True)
@@ -27,18 +25,6 @@ class Fitted:
     reports: list
     seconds: float = 1.0
     warnings: list = field(default_factory=list)
-
-
-@dataclass
-class Found:
-    rows: list
-    best: HeadRow | None = None
-    files: dict = field(default_factory=dict)
-    failed: list = field(default_factory=list)
-    exit_code: int = 0
-
-    def document(self):
-        return {"rows": len(self.rows)}
 
 
 def test_fit_hands_on_the_grid(monkeypatch, model):
@@ -62,10 +48,9 @@ def test_fit_hands_on_the_grid(monkeypatch, model):
     assert not asked
 
 
-@pytest.mark.parametrize("corpus", ["gone.json", "hf:a:train:text:more"])
-@pytest.mark.parametrize("command", [("fit",), ("fit", "--compare")])
-def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, command, corpus):
-    result = call(*command, "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
+@pytest.mark.parametrize("corpus", ["gone.json", "hf:org/set"])
+def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, corpus):
+    result = call("fit", "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
     assert result.exit_code == 2
     assert f"corpus={corpus}" in result.stderr
 
@@ -73,29 +58,6 @@ def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, command, 
 def test_a_rank_of_ones_own(monkeypatch, model):
     found = document(call("fit", "head=translator_r20,translator_r30", "layer=2", model, "--dry-run", "--json"))
     assert found["heads"] == ["lens", "translator_r20", "translator_r30"]
-
-
-def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model, tmp_path):
-    plans = []
-
-    def run(plan, **more):
-        plans.append((plan, more["top"]))
-        return Found([HeadRow("m", 2, "lens", "full", 0.5)])
-
-    stand_in(monkeypatch, "selfspec_cli.stages.heads", run)
-    result = call("fit", "--compare", model, "--top", "3")
-    assert result.exit_code == 0, result.output
-    assert "lens" in result.stdout
-    assert (tmp_path / "results" / "heads.png").stat().st_size > 1000
-    plan, top = plans[0]
-    assert (plan.layers, plan.vocabularies, tuple(plan.heads), top) == (
-        (1, 2, 4, 6),
-        ("full", "16"),
-        examples(),
-        3,
-    )
-    assert document(call("fit", "--compare", "layer=3", "head=lens,lsq", model, "--json")) == {"rows": 1}
-    assert (plans[1][0].layers, list(plans[1][0].heads)) == ((3,), ["lens", "lsq"])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +74,6 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model,
         (("fit", "head=lsq", "head.target=argmax", "layer=2"), "use head=lsq_argmax"),
         (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
         (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
-        (("fit", "--compare", "head=lnes"), "'lens'"),
         (("bench", "head=lsq_argmax", "layer=2"), "selfspec fit head=lsq_argmax layer=2"),
         (("sweep", "head=lens", "layer=2", "vocab=full,65"), "must be in 1..64"),
     ],

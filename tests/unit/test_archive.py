@@ -59,7 +59,7 @@ def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
 
 def test_the_same_files_give_the_same_bytes_and_made_tables_are_left_out(results):
     again = Path("again.jsonl.xz")
-    for left in ("heads.csv", "figure.png", ".lock"):
+    for left in ("profiles.csv", "figure.png", ".lock"):
         (Path("mine") / left).write_text("x")
     assert call("runs", "export", "results_dir=mine", "--archive", str(again)).exit_code == 0
     assert again.read_bytes() == results.read_bytes()

@@ -131,14 +131,11 @@ class FakeEngine:
 def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
     moments = iter([cores.Moment(0, 0, 0), cores.Moment(500, 0, 100), cores.Moment(1500, 100, 700)])
     monkeypatch.setattr(cores, "now", lambda: next(moments))
-    engine, seen, speeds = FakeEngine(), [], []
+    engine, seen = FakeEngine(), []
 
     class Heard(Progress):
         def __call__(self, *words):
             seen.append(words)
-
-        def speeds(self, tok_s):
-            speeds.append(list(tok_s))
 
         def busy(self, others):
             seen.append(others)
@@ -154,7 +151,6 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
     assert found.perplexity is None
     assert found.seconds > 0
     assert seen == [("warm-up", 1, 1), 0.8, *(("repeats", number, 3) for number in (1, 2, 3))]
-    assert speeds[-1] == pytest.approx([18.0, 12.0, 9.0]) and [len(one) for one in speeds] == [1, 2, 3]
 
 
 def test_a_file_with_categories_is_measured_by_category(tmp_path):

@@ -47,7 +47,7 @@ def test_the_command_hands_on_what_was_typed_and_nothing_of_the_launcher(monkeyp
 
 def test_what_the_machine_that_is_found_can_use_is_handed_on_and_the_rest_is_refused():
     runner = CliRunner()
-    more = ["launcher.price_hour=2.99", "launcher.workers=3"]
+    more = ["launcher.workers=3"]
     shown = runner.invoke(app, ["sweep", *WORDS, *more, "--max-hours", "2", "--retry-failed", "--dry-run", "--json"])
     assert shown.exit_code == 0, shown.output
     (words,) = [word.partition("=")[2] for word in json.loads(shown.stdout)["command"] if "SELFSPEC_WORDS=" in word]

@@ -30,9 +30,7 @@ from selfspec_cli.config.schema import (
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import folder
-from selfspec_cli.record.head_rows import HeadRow
 from selfspec_cli.stages import tune
-from selfspec_cli.stages.head_plan import HeadPlan
 
 NAMES = ("file", "words", "environment")
 CUDA = EngineConfig(device="cuda")
@@ -273,20 +271,6 @@ def test_a_report_without_a_gain_says_so(model, tmp_path):
     save(results, base, RunConfig(model=model, method=Method.baseline))
     save(results, against(base, "1", 90.0, 91.0, 89.0), RunConfig(model=model, layer=2, k=3))
     assert "Nothing here is faster than plain decoding" in call("report").stdout
-
-
-def test_heads_deploys_the_fastest_that_was_measured_before_any_prediction(model):
-    plan = HeadPlan(RunConfig(model=model), (2, 4), {"lens": HeadConfig(), "lsq": HeadConfig("lsq")}, ("full",))
-    rows = [
-        HeadRow("small", 2, "lens", "full", predicted_speedup=1.9, best_k=3),
-        HeadRow("small", 4, "lsq", "full", predicted_speedup=1.5, best_k=5, measured_speedup=1.4),
-        HeadRow("small", 4, "lens", "full", predicted_speedup=1.6, best_k=4, measured_speedup=1.3),
-    ]
-    cfg, speedup = plan.to_deploy(rows)
-    assert (cfg.layer, cfg.k, cfg.head.kind, cfg.method, speedup) == (4, 5, "lsq", Method.layer_skip, 1.4)
-    cfg, speedup = plan.to_deploy(rows[:1])
-    assert (cfg.layer, cfg.k, speedup) == (2, 3, 1.9)
-    assert plan.to_deploy([HeadRow("small", 2, "lens", "full")]) is None
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
+import json
 from dataclasses import replace
 
 import pytest
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
-from selfspec_cli.config.schema import ConfigError, EngineConfig, HeadConfig, ModelConfig, RunConfig
-from selfspec_cli.stages import doctor, preflight, pull
+from selfspec_cli.config.schema import EngineConfig, HeadConfig, ModelConfig, RunConfig
+from selfspec_cli.stages import doctor, preflight
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
 
@@ -101,29 +102,30 @@ def test_a_model_without_weights_cannot_run(cfg, versions, tmp_path):
     assert "nowhere" in run(cfg)[1]["model"].detail
 
 
-@pytest.mark.parametrize("fits", [True, None, False])
-def test_a_model_on_the_hub_is_said_to_fit_or_not_before_it_is_downloaded(versions, monkeypatch, fits):
-    files = (("model.safetensors", 3 << 30),)
-    found = pull.Pull("org/name", "0" * 40, files, files, fits, "needs weights 3.0 GiB")
-    monkeypatch.setattr(pull, "plan", lambda cfg: found)
-    fine, checks = run(RunConfig(model=ModelConfig(path="org/name")))
-    assert fine is (fits is not False)
-    assert checks["model"].ok is fits
-    assert "3.0 GiB to download (selfspec pull model=org/name); needs weights" in checks["model"].detail
+def test_a_model_on_the_hub_is_in_the_cache_once_all_its_weights_are(versions, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--org--name"
+    snapshot = place / "snapshots" / ("0" * 40)
 
+    def detail():
+        fine, checks = run(RunConfig(model=ModelConfig(path="org/name")))
+        assert fine and checks["model"].ok is None
+        return checks["model"].detail
 
-def test_a_hub_that_does_not_answer_is_no_hindrance_and_one_that_says_no_is(versions, monkeypatch):
-    def answered(error):
-        def plan(cfg):
-            raise error
-
-        monkeypatch.setattr(pull, "plan", plan)
-        return run(RunConfig(model=ModelConfig(path="org/name")))
-
-    fine, checks = answered(pull.PullError("no answer"))
-    assert fine
-    assert checks["model"].ok is None
-    assert not answered(ConfigError("gated"))[0]
+    absent = "org/name is not in the Hugging Face cache: vLLM downloads it (or: hf download org/name)"
+    assert detail() == absent
+    snapshot.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    assert detail() == absent
+    (snapshot / "a-1.safetensors").touch()
+    assert detail() == "org/name is in the Hugging Face cache"
+    index = {"weight_map": {"one": "a-1.safetensors", "two": "a-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert detail() == absent
+    (snapshot / "a-2.safetensors").touch()
+    assert detail() == "org/name is in the Hugging Face cache"
 
 
 def test_what_a_sweep_would_refuse_is_a_failure(cfg, versions, tmp_path):

@@ -16,9 +16,9 @@ def test_expected_tokens_from_positions():
     assert cm.expected_tokens_from_positions([0.6] * 3) == pytest.approx(cm.expected_tokens(0.6, 3))
 
 
-def costs(plain=10.0, draft=2.0, head=0.5):
+def costs(plain=10.0, draft=2.5):
     """A verify pass that takes as long as a plain step, whatever it verifies."""
-    return Costs(plain, draft, verify=plain, head=head)
+    return Costs(plain, draft, verify=plain)
 
 
 def tokens(a, longest=16):
@@ -29,11 +29,10 @@ def test_round_and_speedup_by_hand():
     assert costs().round(3) == pytest.approx(17.5)
     assert costs().speedup(4, 3) == pytest.approx(40 / 17.5)
     assert costs().speedup(1, 0) == 1
-    whole = Costs(plain=10, draft=1, verify=11, verify_token=0.25, start=0.5, per_layer=0.1, layers=8, head=0.3)
-    assert whole.step == pytest.approx(1 + 0.8 + 0.3 + 0.25)
-    assert whole.round(2.5) == pytest.approx(11 + 0.5 + 2.5 * 2.35)
-    # What a step takes besides its layers may come out of noise as negative; a step is never a gain.
-    assert replace(whole, draft=-3.0).at(8, 0.3).step == pytest.approx(0.3 + 0.25)
+    whole = Costs(plain=10, draft=2, verify=11, verify_token=0.25, start=0.5)
+    assert whole.round(2.5) == pytest.approx(11 + 0.5 + 2.5 * 2.25)
+    # A draft step may come out of noise as negative; a step is never a gain.
+    assert replace(whole, draft=-3.0).step == 0.25
 
 
 def test_efficiency():
@@ -49,26 +48,6 @@ def test_bytes_give_what_the_bench_always_predicted():
     full, draft = 16e9 + context * 131_072.0, 5e9 + context * 32_768.0
     assert Costs.from_bytes(read, context).speedup(2.4, 2.9) == pytest.approx(2.4 * full / (full + 2.9 * draft), abs=0)
     assert Costs.from_bytes(read, context, attended=64).draft == 5e9 + 64 * 32_768.0
-
-
-def test_step_times_come_back_from_their_own_rounds():
-    true = Costs(plain=8.0, draft=0.4, verify=9.0, per_layer=0.25)
-    rounds = [(layer, k, true.at(layer, 0.3).round(k)) for layer, k in ((2, 2), (2, 6), (12, 6))]
-    assert cm.fit_step_times(8.0, rounds, head=0.3).to_dict() == pytest.approx(true.to_dict())
-
-
-@pytest.mark.parametrize("rounds", [[], [(2, 2, 1.0), (2, 6, 2.0)], [(2, 2, 1.0), (2, 6, 2.0), (2, 4, 1.5)]])
-def test_rounds_that_determine_nothing(rounds):
-    words = r"^step times need rounds at two exit layers and at two draft lengths, three at least$"
-    with pytest.raises(ValueError, match=words):
-        cm.fit_step_times(8.0, rounds, 0.1)
-
-
-@pytest.mark.parametrize("seconds", [(1.0, 20.0, 21.0), (0.0, 0.0, 0.0)])
-def test_rounds_of_noise_are_refused_when_they_are_fitted(seconds):
-    rounds = [(layer, k, time) for (layer, k), time in zip([(2, 2), (2, 6), (12, 6)], seconds, strict=True)]
-    with pytest.raises(ValueError, match="too noisy"):
-        cm.fit_step_times(8.0, rounds, 0.1 if any(seconds) else 0.0)
 
 
 @pytest.mark.parametrize("start", [0.0, 0.6])
@@ -108,7 +87,7 @@ def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
         lambda: cm.expected_tokens_from_positions([0.5, -0.1]),
         lambda: costs(plain=0),
         lambda: costs(plain=float("nan")),
-        lambda: costs(head=-1),
+        lambda: Costs(1.0, 1.0, 1.0, start=-1.0),
         lambda: costs().round(-1),
     ],
 )

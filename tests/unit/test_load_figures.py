@@ -10,7 +10,6 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.record import tables
 from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Measurement, Repeat, from_json, to_json
 from selfspec_cli.report import figures, sources
 from selfspec_cli.report.rows import group_title
@@ -84,22 +83,6 @@ def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
     # A setting that a bench does not look at changes no key, so what was measured before is found again.
     assert Keys().settings(plain) == Keys().settings(timed)
     assert len({Keys().settings(cfg) for cfg in (plain, closed, rate)}) == 3
-    varying, slower = (
-        compose_runs(None, ["method=baseline", "load.clients=4", *words])[0]
-        for words in (["load.low_clients=1"], ["load.low_clients=1", "load.period=4"])
-    )
-    assert len({Keys().settings(cfg) for cfg in (closed, varying, slower)}) == 3
-    # The key of every other load test is what it was before clients could come and go.
-    assert Keys().settings(closed) == Keys().settings(replace(closed, load=replace(closed.load, period=4.0)))
-    columns = tables.identity(varying)
-    assert [columns[name] for name in ("arrivals", "clients", "low_clients", "period")] == ["closed", 4, 1, 10.0]
-    assert asked(tables.row(replace(point(), arm=columns))) == "4 and 1 clients, alternating every 5 s"
-    assert [tables.identity(closed)[name] for name in ("low_clients", "period")] == [None, None]
-    rust = replace(closed, load=replace(closed.load, frontend="rust"))
-    assert Keys().settings(rust) != Keys().settings(closed)
-    columns = tables.identity(rust)
-    assert columns["frontend"] == "rust" and tables.identity(closed)["frontend"] is None
-    assert asked(tables.row(replace(point(), arm=columns))) == "4 clients, front end in Rust"
     columns = tables.identity(rate)
     assert (columns["arrivals"], columns["rate"], columns["burst"], columns["batch"]) == ("bursty", 2.0, 8, None)
 

@@ -17,7 +17,7 @@ from commands import call, document
 from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.engine import clients, server
-from selfspec_cli.engine.server import ServerError, front_end, open_server
+from selfspec_cli.engine.server import ServerError, open_server
 from selfspec_cli.extras import install
 from selfspec_cli.record import folder, tables
 from selfspec_cli.stages import cores
@@ -154,23 +154,6 @@ def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):
         found.process.wait()
         with pytest.raises(ServerError, match="exit code -9"):
             found.check()
-
-
-@pytest.mark.parametrize(
-    ("asked", "of_the_user", "wanted"),
-    [
-        ("python", None, {}),
-        ("python", "1", {"VLLM_USE_RUST_FRONTEND": "0"}),
-        ("rust", None, {"VLLM_USE_RUST_FRONTEND": "1"}),
-        ("rust", "0", {"VLLM_USE_RUST_FRONTEND": "1"}),
-    ],
-)
-def test_the_front_end_is_the_one_that_the_row_says(monkeypatch, asked, of_the_user, wanted):
-    monkeypatch.setattr("selfspec_cli.engine.deployment.versions.installed", lambda: ("vllm", "0.32.0"))
-    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    if of_the_user is not None:
-        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", of_the_user)
-    assert front_end(SimpleNamespace(load=LoadConfig(frontend=asked))) == wanted
 
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path):

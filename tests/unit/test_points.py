@@ -109,20 +109,6 @@ def test_the_row_of_a_baseline_has_how_many_of_its_outputs_it_repeats():
     assert (tables.row(arm).identical, tables.row(arm).outputs) != (1, 2)  # an arm's are compared with the baseline's
 
 
-def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():
-    made = point(config={"launcher": {"price_hour": 3.0}})
-    assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # how many points shared the start is not known
-    shared = replace(made, start_seconds=10.0, start_shared_by=4)
-    assert tables.row(shared).cost == pytest.approx(3.0 * (2.0 + 10.0 / 4) / 3600)
-    for unknown in (
-        point(),
-        point(config=None),
-        point(config={"launcher": {"price_hour": None}}),
-        replace(made, seconds=None),
-    ):
-        assert tables.row(unknown).cost is None
-
-
 def test_figures_that_were_kept_without_their_raw_values_stay_as_they_were():
     made = replace(point(), figures={"tok_s_median": 7.0, "speedup": 1.25}, repeats=())
     row = tables.row(made)
@@ -178,8 +164,8 @@ def test_a_point_has_a_line_only_in_tables_of_which_it_has_a_value():
     assert held == ["summary.csv", "details.csv", "quality.csv"]
     assert f"\n{row.key},lossless,," in columns.text(columns.Quality, [row])
     assert columns.text(columns.Loads, [row]).count("\n") == 1
-    loaded = tables.row(point(arm=ARM | {"arrivals": "poisson", "rate": 2.5, "frontend": "rust"}))
-    assert f"\n{loaded.key},poisson,,,,2.5,,,rust," in columns.text(columns.Loads, [row, loaded])
+    loaded = tables.row(point(arm=ARM | {"arrivals": "poisson", "rate": 2.5}))
+    assert f"\n{loaded.key},poisson,,2.5,,," in columns.text(columns.Loads, [row, loaded])
     assert columns.plain(row)["verdict"] == "lossless"
     assert "clients" not in columns.plain(row) and columns.plain(row)["threshold"] is not None
 

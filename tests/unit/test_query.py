@@ -76,11 +76,10 @@ def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
     assert "holds no runs/" in call("runs", "list", "results_dir=empty").stderr
 
 
-def test_diff_says_what_differs_and_whether_it_is_noise(place):
-    result = call("runs", "diff", "1111", "3333")
+def test_two_points_are_compared_by_the_beginnings_of_their_ids(place):
+    result = call("report", "--compare", "1111", "3333")
     assert "slower" in result.stdout and "No setting, version or machine differs" in result.stdout
-    assert "failed (" in call("runs", "diff", "1111", "2222").stderr
-    assert "name the two" in call("runs", "diff", "1111").stderr
+    assert "no arm in common" in call("report", "--compare", "1111", "2222").stderr  # that one failed
 
 
 def test_delete_asks_first_and_makes_the_tables_again(place):

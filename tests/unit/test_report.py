@@ -11,9 +11,8 @@ from points import against, baseline, failed, point
 from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import documents, folder, tables
+from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.head_rows import HeadRow
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report import details, figures, page, rows, sources, table
 from selfspec_cli.report import make as report
@@ -119,20 +118,6 @@ def test_what_was_not_measured_is_blank_and_not_zero():
     zero = replace(ARM, accept_rate=0.0, identical=0)
     assert table.cells(zero)[3] == "0%"
     assert table.cells(zero)[-1] == "0/32"
-
-
-def test_what_a_point_cost_is_a_column_where_the_price_is_known():
-    base = baseline(config={"launcher": {"price_hour": 3.0}})
-    unpriced = against(base)
-    paid = next(show for name, _, show in table.COLUMNS if name == "cost")
-    assert [paid(tables.row(one)) for one in (base, unpriced)] == [f"{3 * 2 / 3600:.4f}", ""]
-    assert "cost" not in {name for name, _, _ in table.filled([tables.row(unpriced)], table.COLUMNS)}
-    (column,) = [
-        one
-        for one in details.table(sources.Sources([base], [tables.row(base)], [None]))["columns"]
-        if one["name"] == "cost"
-    ]
-    assert column["shown"] and column["values"] == [pytest.approx(3 * 2 / 3600, rel=1e-3)]
 
 
 def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():
@@ -263,13 +248,6 @@ def test_an_arm_that_was_timed_on_a_busy_machine_is_marked(own, others, mark):
     said = "other programs had up to 38% of the processor while 1 of 2 arms were timed"
     assert (said in rows.headline([base, arm, FAILED])) == bool(mark)
     assert (said.replace("1 of 2 arms", "1 of 1 arms") in rows.headline([base])) == bool(mark)
-
-
-def test_a_server_that_ran_already_is_no_arm_that_is_missing():
-    alone = replace(ARM, arm="server", speedup=None, speedup_low=None, speedup_high=None)
-    for found in (rows.headline([alone]), rows.overview(rows.groups([alone]))):
-        assert found.startswith("A server that ran already was measured alone; with --baseline-url")
-    assert rows.headline([BASE]) == "No verified arm has been measured yet."
 
 
 def test_the_headline_prefers_real_acceptance_and_says_where_there_is_none():
@@ -439,24 +417,13 @@ def test_published_speedups_are_over_the_published_baselines(place):
 
 
 @pytest.mark.slow
-def test_what_roc_and_heads_left_is_in_the_page(results):
+def test_what_roc_left_is_in_the_page(results):
     place = results / "roc" / "m"
     place.mkdir(parents=True)
-    (place / "auc.csv").write_text(
-        "model,E,head,gate,drafted,auc,auc_at_stake,expected_speedup\nm,3,lens,margin,100,0.81,,2.5\n"
-    )
-    (place / "choice.json").write_text('{"exits": [{"E": 3, "costs": {"plain": 0.008, "draft": 0.001}}]}')
     curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
     (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
-    documents.save_rows("heads", HeadRow, [HeadRow("m", 3, "lens", "full", 0.6)], {"step_times": {"T": 0.007}}, results)
     made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
-    assert made["auc"].panels[0].data[0]["auc"] == 0.81
-    assert {row["arm"]: row["ms"] for row in made["steps"].panels[1].data} == {
-        "plain decoding step": 8.0,
-        "draft step": 1.0,
-    }
-    assert [panel.data[0]["value"] for panel in made["heads"].panels] == [0.6]
     (place / "curves.json").write_text("{")
     torn = sources.read(results)
     assert "curves.json" in torn.warnings[0] and torn.curves == {}

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from commands import model_folder
 from points import point
 from pseudo_terminal import Terminal
 
-from selfspec_cli.commands import progress_table, working
+from selfspec_cli.commands import working
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.terminal import last_lines
@@ -50,7 +51,7 @@ def log_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 140])
-def test_a_sweep_draws_one_table_in_place_and_nothing_of_anybody_elses(tmp_path, columns):
+def test_a_sweep_shows_its_lines_over_a_status_and_nothing_of_anybody_elses(tmp_path, columns):
     shown = shown_in(tmp_path, SWEEP, columns).read()
     assert shown.child.exitstatus == 0, shown.last
     assert "noise" not in shown.raw
@@ -58,15 +59,13 @@ def test_a_sweep_draws_one_table_in_place_and_nothing_of_anybody_elses(tmp_path,
     assert {word for word in WAYS if f"noise-{word} generate" in log.read_text()} == set(WAYS)
     assert re.fullmatch(r"\d{8}-\d{6}-\w+-sweep\.log", log.name)
     drawn = [seen for seen in shown.seen if "of 4 arms measured" in seen and f"log: results/logs/{log.name}" in seen]
-    assert any("starting an engine: model, baseline" in seen for seen in drawn)
-    last = drawn[-1].splitlines()
-    arms = [line for line in last if line.lstrip().startswith(("baseline", "E=3 k="))]
-    assert len(arms) == 4  # each on one line
-    assert any(re.search(r"3 of 3 +\d+\.\d \(\d+ to \d+\)", line) for line in arms)
-    assert sum("2.00x (2.00 to 2.00)" in line for line in arms) >= 2, drawn[-1]
-    assert any("left" in seen for seen in drawn)
+    assert any("starting an engine: model, baseline, 0:00:0" in seen for seen in drawn)
+    assert any("3 of 4 arms measured" in seen and "left" in seen for seen in drawn)
+    lines = [line for line in drawn[-1].splitlines() if line.startswith("arm ")]
+    assert [line[:10] for line in lines] == [f"arm {number} of 4" for number in (1, 2, 3, 4)]
+    assert "2.00x (2.00x to 2.00x)" in " ".join(drawn[-1].split())
     assert "4 measured, 0 skipped, 0 failed" in shown.last
-    assert "arms measured" not in shown.last  # the table gives way to the result
+    assert "arms measured" not in shown.last  # the status gives way to the result
     assert not shown.screen.cursor.hidden
 
 
@@ -91,7 +90,7 @@ def test_a_pipe_gets_a_line_an_arm_and_no_control_characters(tmp_path):
     arms = [line for line in lines if line.startswith("arm ")]
     assert [line.split(":")[0] for line in arms] == [f"arm {number} of 4" for number in (1, 2, 3, 4)]
     assert "tok/s" in arms[0] and "left" in arms[0]
-    assert "2.00x (2.00 to 2.00)" in arms[1]
+    assert "2.00x (2.00x to 2.00x)" in arms[1]
 
 
 @pytest.mark.slow
@@ -124,7 +123,7 @@ def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
     [("starting an engine", "1000"), (" of 200", "0")],
     ids=["while an engine starts", "while it measures"],
 )
-def test_an_interrupt_leaves_the_table_and_says_what_the_same_command_does(tmp_path, when, start):
+def test_an_interrupt_leaves_the_status_and_says_what_the_same_command_does(tmp_path, when, start):
     shown = shown_in(tmp_path, [*SWEEP[:-1], "repeats=200"], 80, NOISY_START=start)
     shown.read(until=when)
     while "noise-child2" not in log_of(tmp_path).read_text():  # the line on the screen comes before the engine's own
@@ -134,7 +133,7 @@ def test_an_interrupt_leaves_the_table_and_says_what_the_same_command_does(tmp_p
     assert shown.child.exitstatus == 130, shown.last
     assert "of 4 arms measured" in shown.last
     assert f"log: results/logs/{log_of(tmp_path).name}" in shown.last
-    assert "noise" not in shown.raw  # nothing of the log covers the table
+    assert "noise" not in shown.raw  # nothing of the log covers the status
     said = " ".join(shown.last.split())
     assert "the same command measures the rest, and the baseline anew unless you add --reuse-baseline" in said
     assert not shown.screen.cursor.hidden
@@ -171,64 +170,41 @@ def planned(**more):
     return planning.plan([RunConfig(method=Method.baseline), *cfgs])
 
 
+def screen_of(clock, plan=None):
+    """A screen that writes into a text, and that text; plan: of the sweep that it shows."""
+    text = io.StringIO()
+    screen = working.Screen(text, Path("a.log"), in_place=False, clock=clock)
+    if plan is not None:
+        screen.planned(plan)
+    return screen, text
+
+
 def test_time_left_comes_from_what_was_measured():
-    clock = Clock()
-    state, plan = progress_table.State(clock), planned()
+    clock, plan = Clock(), planned()
     plan.seconds = 100.0
-    state.plan(plan)
+    screen, _ = screen_of(clock, plan)
     clock.now = 30.0
-    assert state.left() == pytest.approx(70.0)  # by earlier runs
-    first, second, _ = plan.points
-    state.starts = [6.0]
-    state.arms[first.key].state, state.arms[first.key].seconds = "done", 10.0
-    assert state.left() == pytest.approx(2 * 10.0 + 6.0)  # two arms, and the second engine
-    state.measuring(second)
-    state.count("repeats", 3, 6)
-    assert state.left() == pytest.approx(1.5 * 10.0 + 6.0)
-
-
-def test_time_left_of_workers_includes_the_starts_that_nobody_here_sees():
-    clock = Clock()
-    state, plan = progress_table.State(clock), planned()
-    state.plan(plan)
-    clock.now = 50.0
-    state.arms[plan.points[0].key].state, state.arms[plan.points[0].key].seconds = "done", 10.0
-    assert state.left() == pytest.approx(2 * 50.0)
+    assert screen.left() == pytest.approx(70.0)  # by earlier runs
+    screen.finished = {plan.points[0].key}
+    assert screen.left() == pytest.approx(2 * 30.0)
+    screen.measuring(plan.points[1])
+    screen("repeats", 3, 6)
+    assert screen.left() == pytest.approx(30.0 / 1.5 * 1.5)
 
 
 def test_a_point_that_came_whole_has_its_speed():
-    state, found = progress_table.State(Clock()), point()
-    state.measured(found)
-    assert found.tok_s
-    assert state.arms[found.key].tok_s == list(found.tok_s)
+    (screen, text), found = screen_of(Clock()), point()
+    screen.measured(found)
+    assert re.match(rf"arm 1 of 1: .*: {statistics.median(found.tok_s):,.1f} \(", text.getvalue())
 
 
 def test_nothing_is_promised_before_anything_is_known():
-    state = progress_table.State(Clock())
-    state.plan(planned())
-    assert state.left() is None
-
-
-def test_a_long_sweep_shows_the_arms_around_the_one_in_hand():
-    state, text = progress_table.State(Clock()), io.StringIO()
-    cfgs = [RunConfig(gate=GateConfig("varH"), threshold=float(tau)) for tau in range(1, 40)]
-    plan = planning.plan(cfgs)
-    state.plan(plan)
-    for chosen in plan.points[:20]:
-        state.arms[chosen.key].state = "done"
-    state.measuring(plan.points[20])
-    from rich.console import Console
-
-    Console(file=text, width=100).print(progress_table.draw(state, "a.log", 100))
-    assert "varH ≤ 20" in text.getvalue() and "varH ≤ 39" not in text.getvalue()
-    assert "(28 more)" in text.getvalue()
-    assert len(text.getvalue().splitlines()) < 20
+    assert screen_of(Clock(), planned())[0].left() is None
 
 
 def test_a_long_count_in_a_pipe_is_spoken_of_now_and_then():
-    text, clock = io.StringIO(), Clock()
-    screen = working.Screen(text, Path("a.log"), in_place=False)
-    screen.state.clock = clock
+    clock = Clock()
+    screen, text = screen_of(clock)
     for done in range(1, 101):
         clock.now = float(done)
         screen("trials E3-lens", done, 100)
@@ -240,12 +216,11 @@ def test_a_long_count_in_a_pipe_is_spoken_of_now_and_then():
     screen.ended("exits", 3, 5)
     screen.ended("trials E3-lens", 100, 100)  # that it is complete was said
     assert text.getvalue().splitlines()[len(lines) :] == ["exits: ended after 3 of 5"]
-    assert screen.state.counts == {}
+    assert screen.counts == {}
 
 
 def test_durations():
-    found = [progress_table.duration(seconds) for seconds in (0.4, 59, 61, 3700)]
-    assert found == ["0 s", "59 s", "1 min 1 s", "1 h 1 min"]
+    assert [working.duration(seconds) for seconds in (0.4, 61, 3700)] == ["0:00:00", "0:01:01", "1:01:40"]
 
 
 def test_the_last_lines_of_a_log(tmp_path):
@@ -257,20 +232,18 @@ def test_the_last_lines_of_a_log(tmp_path):
 
 def test_a_pipe_is_told_what_is_being_done_whenever_nothing_was_said(monkeypatch):
     monkeypatch.setattr(working, "QUIET", 0.01)
-    text, plan = io.StringIO(), planned()
-    screen = working.Screen(text, None, in_place=False)
-    screen.state.clock = Clock()
+    plan = planned()
+    screen, text = screen_of(Clock(), plan)
     screen.open()
-    screen.planned(plan)
     try:
         for begin, line in (
             (lambda: screen.starting("baseline"), "starting an engine: baseline, "),
-            (lambda: (screen.started(), screen.measuring(plan.points[0])), "measuring baseline: warm-up, "),
-            (lambda: screen("repeats", 2, 5), "measuring baseline: 2 of 5 repeats, "),
+            (lambda: (screen.started(), screen.measuring(plan.points[0])), "measuring baseline, "),
+            (lambda: screen("repeats", 2, 5), "measuring baseline, repeats: 2 of 5, "),
         ):
             begin()
             seen = len(text.getvalue())
-            while f"{line}0 s so far\n" not in text.getvalue()[seen:]:
+            while f"{line}0:00:00 so far\n" not in text.getvalue()[seen:]:
                 time.sleep(0.005)
     finally:
         screen.close(keep=False)
@@ -288,14 +261,3 @@ def test_that_others_are_in_the_way_is_said_once():
     screen.busy(0.9)
     (line,) = text.getvalue().splitlines()
     assert line.startswith("other programs have 83% of the processor: ")
-
-
-def test_warming_up_is_no_repeat():
-    state = progress_table.State(Clock())
-    plan = planned()
-    state.plan(plan)
-    state.measuring(plan.points[0])
-    state.count("warm-up", 1, 1)
-    assert progress_table._repeats(state.arms[plan.points[0].key]) == "warm-up"
-    state.count("repeats", 1, 3)
-    assert progress_table._repeats(state.arms[plan.points[0].key]) == "1 of 3"

@@ -39,10 +39,10 @@ def test_a_command_alone_shows_its_plan_and_what_to_type(command, tmp_path, monk
     [
         (("runs", "results_dir=X"), "selfspec runs list results_dir=X"),
         (("runs", "speedup>1.5", "--json"), "selfspec runs list 'speedup>1.5' --json"),
-        (("runs", "compare", "a", "b"), "selfspec runs diff a b"),
         (("runs", "shwo"), "did you mean 'show'?"),
         (("compare", "a", "b"), "selfspec report --compare a b"),
         (("gate", "FILE"), "selfspec check FILE"),
+        (("pull", "model=org/name"), "hf download MODEL"),
         (("doctr",), "did you mean 'doctor'?"),
     ],
 )
@@ -56,7 +56,7 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     monkeypatch.setattr("selfspec_cli.stages.preflight.config_file", lambda model: None)
     shown = call("sweep", "model=org/name", "layer=99", "--dry-run")
     assert shown.exit_code == 0, shown.stderr
-    assert "are not checked: org/name is not here (selfspec pull model=org/name)" in shown.stderr
+    assert "are not checked: org/name is not here (hf download org/name)" in shown.stderr
     check = doctor._settings(RunConfig(model=ModelConfig(path="org/name")))
     assert check.ok is None and "not checked: org/name is not here" in check.detail
     assert verdict([check]) == "A run could work here; what depends on the model is not checked."
@@ -128,7 +128,7 @@ def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
     assert not any(word in shown.stdout for word in ("None", "True", "False", "{", "'"))
 
 
-@pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "views", "profile"])
+@pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "profile"])
 def test_a_plan_for_people_holds_nothing_of_pythons(model, command):
     shown = call(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")
     assert shown.exit_code == 0, shown.stderr

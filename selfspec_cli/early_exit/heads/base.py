@@ -29,16 +29,14 @@ argmax (one-hot), and z - x (dense; the ridge shrinks such a head toward f(x) = 
 class HeadKind:
     """A kind of exit head. The object has no state: a head's tensors are handed to its methods.
 
-    name: what users write. help: one line for `--help`. colour: in figures, such as "#1f77b4". targets: what it may be
-    fitted to (TARGETS), its default first; empty for a head that needs no fit. ranks, biases: whether there are heads
-    of a lower rank, and heads with a constant term. rows: names
-    of the weight [rows, hidden] and of the bias [rows] that take the place of the model's lm_head; empty for a head
-    that uses that. examples: short names (`head_spec`) of the heads that `selfspec fit --compare` compares.
+    name: what users write. help: one line for `--help`. targets: what it may be fitted to (TARGETS), its default first;
+    empty for a head that needs no fit. ranks, biases: whether there are heads of a lower rank, and heads with a
+    constant term. rows: names of the weight [rows, hidden] and of the bias [rows] that take the place of the model's
+    lm_head; empty for a head that uses that. examples: short names (`head_spec`) that messages offer.
     """
 
     name: str
     help: str
-    colour: str = "#7f7f7f"
     targets: tuple[str, ...] = ()
     ranks: bool = False
     biases: bool = False

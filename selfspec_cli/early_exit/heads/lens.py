@@ -8,7 +8,6 @@ class Lens(HeadKind):
 
     name = "lens"
     help = "the model's own final norm and lm_head, read at the exit layer: no fit, no extra weights"
-    colour = "#7f7f7f"
     examples = ("lens",)
 
 

@@ -18,7 +18,6 @@ class LeastSquares(HeadKind):
 
     name = "lsq"
     help = "least squares from the exit hidden state to the next token of the text, or to the full model's own argmax"
-    colour = "#1f77b4"
     targets = ("next_token", "argmax")
     biases = True
     rows = ("weight", "bias")

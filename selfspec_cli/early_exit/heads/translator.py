@@ -22,7 +22,6 @@ class Translator(HeadKind):
 
     name = "translator"
     help = "a linear map from the exit hidden state to the final one, then the lm_head; may be of low rank"
-    colour = "#d62728"
     targets = ("final_hidden",)
     ranks = biases = True
     examples = (

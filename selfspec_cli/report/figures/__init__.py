@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed, under_load
+from selfspec_cli.report.figures import drafts, load, profile, quality, roc, speed, under_load
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.figures.colours import coloured
 from selfspec_cli.report.rows import Group, groups
@@ -17,26 +17,18 @@ def of_sources(sources: Sources) -> list[Figure]:
     figures = [
         *under_load.speedups(by_load),
         *speed.speedups(together, sources.targets),
-        *under_load.users_and_gpus(by_load),
         *under_load.waits(by_load),
         *quality.identical(together, sources.points),
         *speed.throughput(together),
         *load.curves(sources.rows),
         *load.over_time(sources.points),
         *load.categories(together, sources.points),
-        *drafts.frontier(together),
         *quality.perplexities(together),
-        *quality.scores(together),
         *drafts.against(together, "threshold"),
         *drafts.against(together, "k"),
         *drafts.positions(together, sources.accepts),
-        *engine.cost_model(together),
-        *engine.energy(together),
         *profile.shares(sources.profiles),
-        *exits.heads(sources.heads),
-        *exits.roc(sources.curves),
-        *exits.areas(sources.areas),
-        *exits.step_costs(sources.costs),
+        *roc.roc(sources.curves),
     ]
     return coloured(figures, sources.rows)
 

@@ -1,4 +1,4 @@
-"""Figures of drafting: thresholds, draft lengths, acceptance by position, and what is paid for speed in perplexity."""
+"""Figures of drafting: thresholds, draft lengths, acceptance by position."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,6 @@ from selfspec_cli.report.figures.base import (
     sig,
     times_axis,
 )
-from selfspec_cli.report.figures.quality import SEEN
 from selfspec_cli.report.rows import Group, label
 
 VARIED = {
@@ -36,8 +35,6 @@ VARIED = {
         "What the longest draft allowed does to acceptance and to speed, all else equal.",
     ),
 }
-UNVERIFIED = "skip: layers left out, not verified"
-_TICKS = "domain('x')[1] > 100 ? [0, 1, 10, 100, 1000, 10000] : [0, 0.1, 0.3, 1, 3, 10, 30, 100]"
 
 
 def against(groups: Iterable[Group], column: str) -> list[Figure]:
@@ -127,55 +124,3 @@ def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> l
         "stands only if all before it do, and because a gate may end the draft before."
     )
     return figure("positions", "Acceptance by position", about, chart, panels)
-
-
-def frontier(groups: Iterable[Group]) -> list[Figure]:
-    """Speed against what it costs in perplexity, where some arm costs any."""
-    panels = []
-    for group in groups:
-        rows = [row for row in measured(group) if row.delta_ppl is not None or row.arm == "baseline"]
-        if not any(abs(row.delta_ppl or 0) >= SEEN for row in rows):
-            continue
-        best = frontier_of([(row.delta_ppl or 0.0, row.speedup or 0.0) for row in rows])
-        data = [
-            {
-                "series": UNVERIFIED if row.arm == "skip" else name,
-                "arm": name,
-                "delta": round(row.delta_ppl or 0.0, 3),
-                "speedup": sig(row.speedup),
-                "frontier": place in best,
-                "point": row.point,
-            }
-            for place, (name, row) in enumerate(zip(labels(rows), rows, strict=True))
-        ]
-        panels += on_machine(group, data, rows)
-    x = alt.X(
-        "delta:Q",
-        axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)", values=alt.ExprRef(_TICKS)),
-        scale=alt.Scale(type="symlog"),
-    )
-    y = alt.Y("speedup:Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False))
-    tips = ["arm:N", "delta:Q", "speedup:Q", "point:N"]
-    line = (
-        rows_chart()
-        .transform_filter("datum.frontier")
-        .mark_line(interpolate="step-after", strokeDash=[5, 3])
-        .encode(x=x, y=y, color=alt.value("#84909c"))
-    )
-    dots = rows_chart().mark_circle(size=80, opacity=0.9).encode(x=x, y=y, color=colour("series"), tooltip=tips)
-    chart = (line + dots).properties(width="container", height=300)
-    about = (
-        "Verified arms are exact and stand at 0. The dashed line is the frontier: no other arm is both faster and less "
-        "lossy than those on it."
-    )
-    return figure("frontier", "Speed against perplexity", about, chart, panels)
-
-
-def frontier_of(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Places of the (cost, gain) points that no other one dominates: none costs as little and gains as much."""
-    kept, best = set(), float("-inf")
-    for place in sorted(range(len(points)), key=lambda place: (points[place][0], -points[place][1])):
-        if points[place][1] > best:
-            kept.add(place)
-            best = points[place][1]
-    return kept

@@ -171,7 +171,7 @@ def _family(row: Record) -> tuple[Any, ...]:
     load = "clients" if row.clients is not None else "rate"
     return (
         row.model,
-        row.device if row.arm != "server" else "",
+        row.device,
         row.workload,
         row.output_len,
         row.temperature,

@@ -1,8 +1,7 @@
-"""Figures of quality: perplexities and evaluation scores of the arms, with what says how sure they are."""
+"""Figures of quality: identical outputs, and perplexities with what says how sure they are."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,8 +36,6 @@ PERPLEXITIES = {
     "ppl": "perplexity of held-out text under the arm's own predictions",
 }
 SEEN = 0.005  # a difference in perplexity below this is rounding
-_SCORE = re.compile(r"(?P<name>\S+ \S+) (?P<value>[-\d.]+)(?: ± (?P<error>[\d.]+))?(?P<drafted> \(drafted\))?")
-"""One of `record.quality.score_in_words`, which make the column `scores`."""
 
 
 def perplexities(groups: Iterable[Group]) -> list[Figure]:
@@ -125,32 +122,6 @@ def _equal(name: str, same: int, outputs: int, point: str) -> dict[str, Any]:
         "text": f"{same} of {outputs}",
         "point": point,
     }
-
-
-def scores(groups: Iterable[Group]) -> list[Figure]:
-    """A dot an arm and task, with one standard error to each side."""
-    panels = []
-    for group in groups:
-        rows = [row for row in group.rows if row.status == OK and row.scores]
-        by_title: dict[str, list[tuple[Record, dict[str, Any]]]] = {}
-        for row in rows:
-            for match in map(_SCORE.fullmatch, (row.scores or "").split("; ")):
-                if match is not None:
-                    title = match["name"] + (" (drafted)" if match["drafted"] else "")
-                    by_title.setdefault(title, []).append((row, match.groupdict()))
-        for title, members in by_title.items():
-            measured = [row for row, _ in members][:LONGEST]
-            data = []
-            for name, (row, score) in zip(labels(measured), members, strict=False):
-                value, error = float(score["value"]), score["error"] and float(score["error"])
-                low, high = (value - error, value + error) if error is not None else (None, None)
-                data.append(_dot(name, row, value, low, high))
-            panels.append(_panel(group, title, measured, data))
-    about = (
-        "What `selfspec eval` found; the line is one standard error to each side. Only a task that goes through "
-        "drafting, marked so, can differ for a verified arm."
-    )
-    return figure("scores", "Evaluation scores", about, _dots("score"), panels)
 
 
 def _dot(name: str, row: Record, value: float, low: float | None, high: float | None) -> dict[str, Any]:

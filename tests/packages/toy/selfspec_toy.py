@@ -24,7 +24,6 @@ class OneDirection(HeadKind):
 
     name = "one_direction"
     help = "the exit hidden state, moved along one direction, then the lm_head"
-    colour = "#2a9d8f"
     targets = ("final_hidden",)
 
     def shapes(self, low_rank, bias):

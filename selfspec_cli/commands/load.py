@@ -17,6 +17,7 @@ from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.config.validation import validate
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.engine import server
+from selfspec_cli.load_patterns.trace import asked_requests
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import tables
 from selfspec_cli.record.load_words import asked as asked_in_words
@@ -79,7 +80,9 @@ def _check_prompts(cfg: RunConfig) -> None:
     from selfspec_cli.texts import prompt_files
 
     preflight.check_prompts(cfg)
-    if prompt_files.is_prompt_file(cfg.workload.prompts):
+    if cfg.load.trace is not None:
+        asked_requests(cfg.load)
+    elif prompt_files.is_prompt_file(cfg.workload.prompts):
         prompt_files.read(cfg.workload.prompts, cfg.load.column)
 
 

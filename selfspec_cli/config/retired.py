@@ -29,7 +29,6 @@ RETIRED: dict[str, Any] = {
     "load.low_clients": None,
     "load.period": ANY,
     "load.frontend": "python",
-    "load.trace": None,
     "launcher.price_hour": ANY,
     "load.category": "category",
     "workload.path": ANY,

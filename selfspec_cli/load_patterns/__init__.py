@@ -20,9 +20,10 @@ PATTERNS = Registry(
 if TYPE_CHECKING:
     from selfspec_cli.load_patterns.closed import ClosedSettings
     from selfspec_cli.load_patterns.poisson import PoissonSettings
+    from selfspec_cli.load_patterns.trace import TraceSettings
 
     @dataclass
-    class PatternSettings(ClosedSettings, PoissonSettings):
+    class PatternSettings(ClosedSettings, PoissonSettings, TraceSettings):
         """The settings of every pattern, as far as a type checker knows them."""
 
 else:

@@ -28,7 +28,7 @@ class LoadPattern:
     help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`. columns: of a row,
     that hold its settings (record/tables.py); a pattern without any is written in the column `arrivals`. rank: among
     patterns whose settings are given, the highest rank is used: 0 a closed loop, 1 an open loop, 2 a variant of one of
-    these. in_every_key: its settings but for `unused` are in the key of every load test, as in older
+    these, 3 a trace. in_every_key: its settings but for `unused` are in the key of every load test, as in older
     results; False for a new pattern.
     """
 

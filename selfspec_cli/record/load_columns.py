@@ -20,7 +20,7 @@ FACT = "slo"
 class Loads:
     """What a load test asked of a server, and what it found besides speed and latencies, which every point has."""
 
-    arrivals: str | None = None  # of a load test: closed, poisson, bursty, or a pattern that a package adds
+    arrivals: str | None = None  # of a load test: closed, poisson, bursty, or trace and the name of its file
     clients: int | None = None  # of a closed loop
     rate: float | None = None  # requests a second that arrive
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop

@@ -17,7 +17,6 @@ from typing import Any
 from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
-from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import (
     BUSY,
     COMPLETIONS,
@@ -29,12 +28,12 @@ from selfspec_cli.engine.clients import (
 )
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
+from selfspec_cli.load_patterns.trace import PATTERN, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
 from selfspec_cli.stages import cores
-from selfspec_cli.texts import prompt_files
-from selfspec_cli.texts.prompts import file_prompts, workload_prompts
+from selfspec_cli.stages.load_prompts import Prompts, of_model
 
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
@@ -44,29 +43,11 @@ LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it i
 
 
 def asked(cfg: RunConfig) -> RunConfig:
-    """`cfg` as a load test: a closed loop of FEW clients where nothing says how much to ask."""
+    """`cfg` as a load test: the times of a trace if its prompts are one, and a closed loop of FEW clients where nothing
+    says how much to ask."""
+    if is_trace(cfg.workload.prompts):
+        return replace(cfg, load=replace(cfg.load, trace=cfg.workload.prompts))
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
-    exact: every prompt has exactly `workload.input_len` tokens."""
-
-    bodies: list[dict[str, Any]]
-    categories: list[str]
-    exact: bool
-
-
-def prompts_of(cfg: RunConfig) -> Prompts:
-    """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
-    work = cfg.workload
-    tokens = workload_prompts(cfg, ModelTokens(cfg))
-    bodies: list[dict[str, Any]] = [{"prompt": one} for one in tokens]
-    if work.temperature:  # each has a seed, so that both sides and every repeat draw alike
-        bodies = [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
-    kinds = [prompt.category for prompt in file_prompts(cfg)] if prompt_files.is_prompt_file(work.prompts) else []
-    return Prompts(bodies, kinds if any(kinds) else [], len({len(one) for one in tokens}) == 1)
 
 
 @dataclass
@@ -101,7 +82,7 @@ class Loader:
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"
-        prompts = prompts_of(cfg)
+        prompts = of_model(cfg)
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
         for number in range(cfg.warmup):
             self._warm_up(cfg, server, prompts, place / f"warm-up-{number + 1}")
@@ -110,6 +91,8 @@ class Loader:
         runs: list[tuple[Run, Repeat]] = []
         for number in range(cfg.load.repeats):
             job, used = self.job(cfg, server, prompts, number), server.cpu_seconds()
+            if cfg.load.kind == PATTERN.name and job.arrivals and job.arrivals[-1] > 0:
+                facts["rate"] = (len(job.arrivals) - 1) / job.arrivals[-1]
             run, repeat = self._timed(cfg, server, job, place / f"repeat-{number + 1}", progress)
             if repeat is not None:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
@@ -273,6 +256,7 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "rss_mib": now,
         "rss_growth_mib": None if now is None or before is None else now - before,
         "samples": str(place),
+        "cut_requests": prompts.cut,
     }
     if (kinds := by_category(runs, prompts.categories)) != {}:
         facts["categories"] = kinds
@@ -297,6 +281,8 @@ def warnings(engine: dict[str, Any]) -> list[str]:
     found = []
     if engine.get("interrupted"):
         found.append("it was interrupted, and holds what had ended until then")
+    if cut := engine.get("cut_requests"):
+        found.append(f"{cut} requests of the trace are longer than workload.input_len or output_len, and were cut")
     if failed := engine.get("failed_requests"):
         counted = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
         found.append(f"{failed} requests failed: {counted}")

@@ -40,6 +40,7 @@ from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.resolved import warnings_for
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.extras import install
+from selfspec_cli.load_patterns.trace import is_trace
 from selfspec_cli.texts import chat
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -117,6 +118,8 @@ def check_prompts(cfg: RunConfig) -> None:
             f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
             f"({', '.join(PROMPT_TABLES)}) that exists"
         )
+    if cfg.load.trace is None and is_trace(prompts):
+        raise ConfigError(f"workload.prompts={prompts}: this is a trace of requests; replay it with selfspec load")
 
 
 def check_files(cfg: RunConfig) -> None:

@@ -1,0 +1,92 @@
+"""The prompts of a load test as a server is asked for them: token ids."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.engine.arguments import ModelTokens
+from selfspec_cli.load_patterns.trace import Request, asked_requests
+from selfspec_cli.texts import library, prompt_files
+from selfspec_cli.texts.prompts import check_length, file_prompts, workload_prompts
+
+BLOCK = 512  # tokens of a block of Mooncake's traces
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
+    exact: every prompt has exactly `workload.input_len` tokens. cut: requests of a trace that are longer than
+    `workload.input_len` or `workload.output_len`."""
+
+    bodies: list[dict[str, Any]]
+    categories: list[str]
+    exact: bool
+    cut: int = 0
+
+
+def of_model(cfg: RunConfig) -> Prompts:
+    """The prompts that every other command would give to the model of `cfg`, as token ids.
+
+    Raises:
+        ConfigError: as `workload_prompts`.
+    """
+    engine = ModelTokens(cfg)
+    if cfg.load.trace is not None:
+        check_length(cfg, engine)
+        requests = asked_requests(cfg.load)
+        prompts = of_requests(requests, engine.encode, cfg.seed, cfg.workload.input_len)
+        return _of_trace(cfg, requests, [{"prompt": ids} for ids in prompts])
+    tokens = workload_prompts(cfg, engine)
+    bodies = [{"prompt": one} for one in tokens]
+    return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
+
+
+def _of_trace(cfg: RunConfig, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> Prompts:
+    """Prompts whose answers have the trace's lengths."""
+    work = cfg.workload
+    limited = [
+        body | {"max_tokens": min(request.output_len, work.output_len)}
+        for request, body in zip(requests, bodies, strict=True)
+    ]
+    cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
+    return Prompts(_seeded(cfg, limited), [], False, cut)
+
+
+def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sampled requests have a seed each, so that both sides and every repeat draw alike."""
+    if cfg.workload.temperature == 0:
+        return list(bodies)
+    return [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
+
+
+def _categories(cfg: RunConfig) -> list[str]:
+    if not prompt_files.is_prompt_file(cfg.workload.prompts):
+        return []
+    found = [prompt.category for prompt in file_prompts(cfg)]
+    return found if any(found) else []
+
+
+def of_requests(
+    requests: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int
+) -> list[list[int]]:
+    """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens.
+
+    Blocks with equal ids are equal in all prompts; what a request has no ids for is its own.
+    """
+    pool = [token for _, text in library.held_out_text() for token in encode(text)]
+
+    def block(name: str) -> list[int]:
+        start = random.Random(f"{seed} {name}").randrange(max(1, len(pool) - BLOCK))
+        return pool[start : start + BLOCK]
+
+    prompts = []
+    for number, request in enumerate(requests):
+        length = min(request.input_len, most)
+        names = [f"block {name}" for name in request.blocks[: -(-length // BLOCK)]]
+        names += [f"request {number}, {place}" for place in range(len(names), -(-length // BLOCK))]
+        prompts.append([token for name in names for token in block(name)][:length])
+    return prompts

@@ -1,6 +1,8 @@
 """What commands share: their options, and the mark by which app.py adds them."""
 
 import inspect
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +12,37 @@ import typer
 from selfspec_cli.commands.help import NamesValues, TakesSettings
 from selfspec_cli.commands.screen import BEGINS_AGAIN, Output, guard
 
+
+def complete(incomplete: str) -> list[tuple[str, str]]:
+    """How a KEY=VALUE word on the shell's line can go on.
+
+    bash takes `=` for a word of its own, so that only what follows it is completed there. A key that is alone has its
+    placeholder beside it in bash and zsh, which would put a space after the only candidate.
+    """
+    from selfspec_cli.config.completion import candidates
+
+    text, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))
+    try:
+        line = shlex.split(text)
+    except ValueError:  # a quote that is still open
+        line = text.split()
+    before = ""
+    if "=" in line[at : at + 1] and at:
+        before = f"{line[at - 1]}="
+    elif at > 1 and line[at - 1] == "=":
+        before = f"{line[at - 2]}="
+    offered = candidates(before + incomplete)
+    if len(offered) == 1 and offered[0][0].endswith("=") and "fish" not in os.environ.get("_SELFSPEC_COMPLETE", ""):
+        offered.append((f"{offered[0][0]}VALUE", offered[0][1]))
+    return [(text.removeprefix(before), about) for text, about in offered]
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]",
         help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=1,4",
+        autocompletion=complete,
     ),
 ]
 OUTPUT = {

@@ -169,6 +169,11 @@ def find_tuned(name: str) -> list[TunedFile]:
     return [_read_tuned(file) for file in wanted]
 
 
+def tuned_models() -> list[str]:
+    """The names of the models that were tuned."""
+    return sorted(set(_tuned_files().values()))
+
+
 def _tuned_files() -> dict[Path, str]:
     """Every file, with its model's name; the first folder that has a file of a name wins."""
     found: dict[str, Path] = {}

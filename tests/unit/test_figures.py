@@ -138,6 +138,16 @@ def test_three_loads_go_before_two_and_the_last_measured_before_older_ones():
     assert [panel.name.split(":")[0] for panel in panels] == ["m, three", "m, last", "m, later"]
 
 
+def test_what_one_user_and_one_gpu_get():
+    points = [replace(one, device="2x NVIDIA H100") for one in by_batch(1, 8)]
+    (panel,) = drawn(*points)["users"].panels
+    one = next(row for row in panel.data if row["point"] == points[1].id)
+    assert one["user"] == pytest.approx(150.0, rel=1e-2)  # a token every 1/150 s
+    assert one["gpu"] == pytest.approx(75.0)  # of two
+    assert {row["series"] for row in panel.data} == {"baseline", "E=4 k=5 · lens · varH ≤ 5"}
+    assert {row["series"] for row in panel.data if row["number"] is not None} == {"baseline"}
+
+
 def test_waits_are_medians_and_tails_of_both_times_at_each_load():
     (panel,) = drawn(*by_batch(1, 8))["waits"].panels
     assert {(row["what"], row["load"]) for row in panel.data} == {

@@ -32,7 +32,7 @@ class HeadKind:
     name: what users write. help: one line for `--help`. targets: what it may be fitted to (TARGETS), its default first;
     empty for a head that needs no fit. ranks, biases: whether there are heads of a lower rank, and heads with a
     constant term. rows: names of the weight [rows, hidden] and of the bias [rows] that take the place of the model's
-    lm_head; empty for a head that uses that. examples: short names (`head_spec`) that messages offer.
+    lm_head; empty for a head that uses that. examples: short names (`head_spec`) that messages and completion offer.
     """
 
     name: str

@@ -17,6 +17,7 @@ def of_sources(sources: Sources) -> list[Figure]:
     figures = [
         *under_load.speedups(by_load),
         *speed.speedups(together, sources.targets),
+        *under_load.users_and_gpus(by_load),
         *under_load.waits(by_load),
         *quality.identical(together, sources.points),
         *speed.throughput(together),

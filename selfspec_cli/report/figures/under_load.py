@@ -1,7 +1,8 @@
-"""Figures by load: the speedup, and what a request waits for."""
+"""Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -179,6 +180,59 @@ def at_a_glance(family: Family) -> str:
             by_load[family.load(row)].append(row.speedup or 0.0)
     words = [f"{median(values):.2f}x at {load:g}" for load, values in sorted(by_load.items())]
     return f"{name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
+
+
+def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
+    """What one user gets against what one GPU yields: each arm's line goes from few requests to many."""
+    panels = []
+    for family in families:
+        cards = gpus(family.rows[0].device)
+        together: dict[tuple[str, float], list[Record]] = defaultdict(list)
+        for name, load, row in _series(family, family.rows):
+            if row.tok_s_median and user_speed(row):
+                together[name, load].append(row)
+        data = [
+            {
+                "series": name,
+                "load": sig(load),
+                "user": sig(median([user_speed(row) or 0 for row in rows])),
+                "gpu": sig(median([(row.tok_s_median or 0) / cards for row in rows])),
+                "point": rows[-1].point,
+            }
+            for (name, load), rows in together.items()
+        ]
+        numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
+        for dot in data:  # of one line: numbers at every dot run into each other
+            dot["number"] = dot["load"] if dot["series"] == numbered else None
+        panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
+    x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
+    y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
+    tips = ["series:N", "load:O", "user:Q", "gpu:Q", "point:N"]
+    base = rows_chart().encode(x=x, y=y)
+    line = base.mark_line(strokeWidth=2)
+    line = line.encode(color=colour("series"), strokeDash=dashes(), order="load:Q", tooltip=tips)
+    dots = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour("series"), tooltip=tips)
+    number = base.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
+    number = number.encode(text="number:N")
+    chart = (line + dots + number).properties(width="container", height=340)
+    about = (
+        "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "
+        "another is better at both. Dashes: plain decoding. On a CPU the machine takes the GPU's place."
+    )
+    return figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
+
+
+def user_speed(row: Record) -> float | None:
+    """Tokens a second that one request gets once its first token is out."""
+    if row.tpot_ms:
+        return 1000 / row.tpot_ms
+    return row.tok_s_median / row.batch if row.tok_s_median and row.batch else None
+
+
+def gpus(device: str | None) -> int:
+    """How many GPUs a machine's name says are in use (`machine.describe`); 1 for one, and for a CPU."""
+    count = re.match(r"(\d+)x ", device or "")
+    return int(count[1]) if count else 1
 
 
 def waits(families: Sequence[Family]) -> list[Figure]:

@@ -1,8 +1,8 @@
-"""Prompts from the rows of a file: ShareGPT, Spec-Bench, SPEED-Bench, MT-Bench, GSM8K, HumanEval, or own JSONL.
+"""Prompts from the rows of a file: ShareGPT, Spec-Bench, SPEED-Bench, MT-Bench, GSM8K, HumanEval, BFCL, or own JSONL.
 
 A row's prompt is its user's first turn; of `turns` the later ones are kept. Rows of chats (`turns`, `conversations`,
-`messages`) and tasks of GSM8K and HumanEval go through the model's chat template, if it has one; rows of text are used
-unchanged.
+`messages`) and tasks of GSM8K, HumanEval and BFCL go through the model's chat template, if it has one; rows of text are
+used unchanged.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.paths import prompts_file
 from selfspec_cli.config.schema import HUMANEVAL, PROMPT_TABLES, ConfigError
 from selfspec_cli.extras import install
+from selfspec_cli.texts import tool_calls
 
 CHATS = ("turns", "conversations", "messages")
 COLUMNS = (*CHATS, "prompt", "question", "text")
@@ -29,12 +31,24 @@ TASKS = {"gsm8k": {"question", "answer"}, HUMANEVAL: {"prompt", "canonical_solut
 @dataclass(frozen=True)
 class Prompt:
     """A prompt. category: empty if the file has none. chat: whether to put the text into the model's template. later:
-    what the user says after the answer, and after the next ones."""
+    what the user says after the answer, and after the next ones. tools: functions that the model may call, as the chat
+    completions API has them. system: the system message, if the file has one."""
 
     text: str
     category: str = ""
     chat: bool = False
     later: tuple[str, ...] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    system: str = ""
+
+    @property
+    def words(self) -> str:
+        """The text after the system message and the functions in words, for a model without a template."""
+        return "\n\n".join(part for part in (tool_calls.in_words(self.tools, self.system), self.text) if part)
+
+    def put_into(self, chat: Callable[..., list[int]]) -> Callable[[str | Sequence[str]], list[int]]:
+        """Return `chat` with this prompt's functions and system message."""
+        return partial(chat, tools=self.tools, system=self.system) if self.tools or self.system else chat
 
 
 def is_prompt_file(name: str) -> bool:
@@ -56,6 +70,9 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
     for row in rows(name):
         if not isinstance(row, Mapping):
             raise ConfigError(f"workload.prompts={name}: a row is no mapping of columns to values: {str(row)[:60]!r}")
+        if column is None and tool_calls.is_question(row):
+            prompts += _tool_call(row, prompts_file(name))
+            continue
         used = column or next((known for known in COLUMNS if known in row), None)
         if used is None or used not in row:
             wanted = f"load.column={column}" if column else f"a column {', '.join(COLUMNS)}"
@@ -89,20 +106,37 @@ def encoded(
 ) -> list[list[int]]:
     """Return the token ids of each prompt, cut to its first `most` tokens.
 
-    The question of a chat is cut instead of its end, because the end of the template must stay.
+    The question of a chat is cut instead of its end, because the end of the template must stay. Functions that do not
+    fit are left out before.
 
     Args:
         chat: puts a question into the model's template; None for a model without one.
     """
     encoded_prompts = []
     for prompt in prompts:
-        template, text = (chat if prompt.chat else None) or encode, prompt.text
-        ids = template(text)
-        while template is chat and len(ids) > most and len(text) > 1:
-            text = text[: max(1, len(text) - 2 * (len(ids) - most))]
-            ids = template(text)
+        template = chat if prompt.chat else None
+        ids = _ids(prompt, encode, template)
+        while len(ids) > most and prompt.tools:
+            prompt = replace(prompt, tools=prompt.tools[:-1])
+            ids = _ids(prompt, encode, template)
+        while template is not None and len(ids) > most and len(prompt.text) > 1:
+            prompt = replace(prompt, text=prompt.text[: max(1, len(prompt.text) - 2 * (len(ids) - most))])
+            ids = _ids(prompt, encode, template)
         encoded_prompts.append(ids[:most])
     return encoded_prompts
+
+
+def _ids(prompt: Prompt, encode: Callable[[str], list[int]], template: Callable[..., list[int]] | None) -> list[int]:
+    return encode(prompt.words) if template is None else prompt.put_into(template)(prompt.text)
+
+
+def _tool_call(row: Mapping[str, Any], file: Path) -> list[Prompt]:
+    """Return the prompt of a row of BFCL; none if its user says nothing."""
+    said = tool_calls.turns(row)
+    if not said:
+        return []
+    tools = tuple(tool_calls.tools(row, file))
+    return [Prompt(said[0], tool_calls.category(row), True, tuple(said[1:]), tools, tool_calls.system(row))]
 
 
 def _first_turn(content: Any) -> str | None:

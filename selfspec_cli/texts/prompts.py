@@ -75,10 +75,11 @@ def workload_turns(cfg: RunConfig, engine: Tokens) -> tuple[list[Turn], list[str
 
 def _later_turn(engine: Tokens, prompt: Prompt, output_len: int, outputs: Sequence[list[int]]) -> list[int]:
     """Return the token ids of the turn that follows `outputs`, with everything that was said before it."""
-    said = [prompt.text]
+    in_template = prompt.chat and engine.has_template
+    said = [prompt.text if in_template else prompt.words]
     for output, question in zip(outputs, prompt.later, strict=False):
         said += [engine.answer(output), question]
-    ids = engine.chat(said) if prompt.chat and engine.has_template else engine.encode("\n".join(said))
+    ids = prompt.put_into(engine.chat)(said) if in_template else engine.encode("\n".join(said))
     return ids[-(engine.max_model_len - output_len) :]
 
 

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.texts import chat
+from selfspec_cli.texts import chat, tool_calls
+
+Render = Callable[..., str]
+"""A tokenizer's chat template: messages -> text."""
+
+
+def _with_system(render: Render, messages: list[dict[str, str]], system: str) -> str:
+    """Messages after a system message, or with it in the first of them where a template refuses one."""
+    from jinja2 import TemplateError
+
+    if not system:
+        return render(messages)
+    try:
+        return render([{"role": "system", "content": system}, *messages])
+    except TemplateError:
+        first = {"role": "user", "content": f"{system}\n\n{messages[0]['content']}"}
+        return render([first, *messages[1:]])
+
+
+def _with_tools(
+    render: Render, messages: list[dict[str, str]], tools: Sequence[Mapping[str, Any]], system: str
+) -> str | None:
+    """Messages and functions in a template; None for a template that passes over functions."""
+    text = _with_system(partial(render, tools=list(tools)), messages, system)
+    return text if text != _with_system(render, messages, system) else None
 
 
 class Tokens:
@@ -38,9 +63,15 @@ class Tokens:
         """Text -> token ids, without special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def chat(self, question: str | Sequence[str]) -> list[int]:
+    def chat(
+        self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
+    ) -> list[int]:
         """A user's question -> the token ids of a prompt, by the model's own chat template; or user and model in turn,
         of which the user begins and ends.
+
+        Args:
+            tools: functions that the model may call; in words in the system message if the template takes none.
+            system: the system message; a template that refuses one has it at the beginning of the user's first turn.
 
         Raises:
             ConfigError: it has none.
@@ -49,8 +80,10 @@ class Tokens:
             raise ConfigError(chat.no_template(self.cfg.model.name))
         said = [question] if isinstance(question, str) else question
         messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.encode(text)
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        if tools and (text := _with_tools(render, messages, tools, system)) is not None:
+            return self.encode(text)
+        return self.encode(_with_system(render, messages, tool_calls.in_words(tools, system)))
 
     def answer(self, ids: Sequence[int]) -> str:
         """The text of an output up to its first special token: what follows an end that was ignored is no answer."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,13 +35,14 @@ class SweepOptions:
     """Which points a sweep measures, and until when.
 
     again: finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed. max_hours: begin
-    no point after that; None for no limit.
+    no point after that; None for no limit. execute: run the code that the model writes (stages/humaneval.py).
     """
 
     again: bool = False
     reuse_baseline: bool = False
     retry_failed: bool = False
     max_hours: float | None = None
+    execute: bool = False
 
     @property
     def plan(self) -> dict[str, bool]:
@@ -173,10 +175,11 @@ def _sweep(
     ends = None if options.max_hours is None else time.time() + 3600 * options.max_hours
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         open_engine, bench = backend.opened(shown, run_id)
+        more: dict[str, Any] = {"execute": True} if options.execute else {}
         result = sweep_stage.run(
             runs,
             open_engine=open_engine,
-            bench=bench,
+            bench=partial(bench, **more),
             progress=shown,
             tracker=tracker,
             go_on=lambda: ends is None or time.time() < ends,

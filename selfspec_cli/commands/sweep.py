@@ -6,7 +6,7 @@ import typer
 
 from selfspec_cli.commands import cloud, configs
 from selfspec_cli.commands.measuring import SweepOptions, measure, unless_nothing_typed
-from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output
+from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, warn
 from selfspec_cli.commands.shared import Config, Overrides, ReuseBaseline, command
 from selfspec_cli.config.schema import ConfigError
 
@@ -27,6 +27,10 @@ def sweep(
         float | None,
         typer.Option("--max-hours", min=0, help="Begin no point later than that; the same command goes on."),
     ] = None,
+    execute: Annotated[
+        bool,
+        typer.Option("--execute", help="Of workload=humaneval: run the code that the model writes with its tests."),
+    ] = False,
     reuse_baseline: ReuseBaseline = False,
 ) -> None:
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
@@ -34,7 +38,12 @@ def sweep(
         raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
     runs = configs.several(overrides, config=config)
     out = unless_nothing_typed(out, "sweep", overrides, config, "selfspec sweep gate=varH tau_v=4,5,6")
-    options = SweepOptions(again, reuse_baseline, retry_failed, max_hours)
+    if execute:
+        from selfspec_cli.stages import humaneval
+
+        humaneval.check(runs)
+        warn([humaneval.WARNING])
+    options = SweepOptions(again, reuse_baseline, retry_failed, max_hours, execute)
     if runs[0].launcher.kind == "sky":
         return cloud.launch(runs[0], overrides or [], [*options.typed(), *(["--config"] if config else [])], out)
     measure("sweep", runs, options, out)

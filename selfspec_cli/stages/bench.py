@@ -26,7 +26,7 @@ from selfspec_cli.record import categories, point
 from selfspec_cli.record.columns import disturbed
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.record.quality import perplexity as of_scores
-from selfspec_cli.stages import cores, measure
+from selfspec_cli.stages import cores, humaneval, measure
 from selfspec_cli.texts import library
 from selfspec_cli.texts.prompts import Turn, workload_turns
 
@@ -36,8 +36,8 @@ OWN_DISTRIBUTION = (Method.baseline, Method.skip)
 target's, drafts or none, so that its figure would be the baseline's whatever it generates."""
 
 
-def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurement:
-    """Warm up, time `cfg.repeats` repeats, score held-out text."""
+def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
+    """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
     began = time.perf_counter()
     reset_peak_memory()
     start = [cores.now()]
@@ -73,6 +73,8 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
         facts["categories"] = categories.measured(
             [list(zip(kinds, part.requests, part.steps, strict=True)) for (part,) in arm.repeats]
         )
+    if execute:
+        facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
     outputs = point.output_digests(arm.outputs())
     tells = cfg.workload.batch > 1 and not cfg.workload.temperature and cfg.model.load_format != "dummy"
     if cfg.method is Method.baseline and tells:

@@ -71,29 +71,6 @@ def agreement(heads: Sequence[ExitHead], batches: Iterable[tuple[Tensor, Tensor]
     return [count / seen for count in hits]
 
 
-def tokens_a_round(sequences: Iterable[Sequence[bool]], k: int) -> float:
-    """Tokens that a round of k draft tokens yields on average under greedy decoding, in [1, k + 1].
-
-    sequences: for each generation of the full model, whether the head's argmax at each generated position is the token
-    that the full model generated next. Rounds are laid over them as the engine does: a round that begins at i accepts
-    the agreements from i on, at most k and at most what is left to generate after the token of the verify step.
-    Raises ValueError for k below 1 or no positions.
-    """
-    if k < 1:
-        raise ValueError(f"k = {k!r} is out of range; allowed: 1 or more")
-    tokens = rounds = 0
-    for agreed in sequences:
-        position = 0
-        while position < len(agreed):
-            end = position
-            while end < len(agreed) - 1 and end - position < k and agreed[end]:
-                end += 1
-            tokens, rounds, position = tokens + end + 1 - position, rounds + 1, end + 1
-    if not rounds:
-        raise ValueError("no generated positions to lay rounds over")
-    return tokens / rounds
-
-
 def choose_ridge(
     fit: Callable[[float], tuple[ExitHead, FitReport]],
     batches: Iterable[tuple[Tensor, Tensor]],

@@ -141,7 +141,7 @@ def _engine_arguments(cfg: RunConfig, request: Request) -> dict[str, Any]:
 
 def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, progress: Progress) -> None:
     wanted = {"fit": request.pairs, "validate": HELD_OUT_PAIRS, "test": HELD_OUT_PAIRS}
-    plan = {"wanted": wanted, "ridge": request.ridge, "replay_from": cfg.workload.input_len}
+    plan = {"wanted": wanted, "ridge": request.ridge}
     engine.call("early_exit_collect", list(request.heads), plan)
     # Windows may overlap; another seed begins them elsewhere.
     _stream(engine, "fit", corpus, "fitting", request.pairs, cfg.seed, progress)

@@ -277,7 +277,7 @@ class EarlyExitWorker:
         return {"layers": report, "tokens": moments.tokens}
 
     def early_exit_collect_mode(self, mode: str) -> None:
-        """What the forward passes from now on are for: fit, validate, test or replay."""
+        """What the forward passes from now on are for: fit, validate or test."""
         self.model_runner.get_model().early_exit_tap.collector.begin(mode)
 
     def early_exit_collected(self) -> dict[str, Any]:
@@ -286,14 +286,13 @@ class EarlyExitWorker:
         return {**collector.seen, "error": collector.error}
 
     def early_exit_fit(
-        self, folder: str, about: dict[str, Any], vocabularies: dict[str, list[int]], timed: int | None = None
+        self, folder: str, about: dict[str, Any], vocabularies: dict[str, list[int]]
     ) -> list[dict[str, Any]]:
         """Solve every planned head at every layer, over all tokens and over each draft vocabulary, test it, and save it
         under `folder`; returns one plain report a head.
 
-        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids. timed: also time
-        each head on so many states.
+        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids.
         """
         from selfspec_cli.vllm_plugin.fitting.solve import save_all
 
-        return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies, timed)
+        return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies)

@@ -1,15 +1,12 @@
 """Closed forms against numpy.linalg.lstsq, streams against one piece, and the ends of every dial."""
 
-import itertools
 import math
-import random
 
 import numpy as np
 import pytest
 import torch
 from exit_heads import lens_head
 
-from selfspec_cli.early_exit.cost_model import expected_tokens
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fitting import (
@@ -17,7 +14,6 @@ from selfspec_cli.early_exit.fitting import (
     choose_ridge,
     draft_ids,
     fit_head,
-    tokens_a_round,
     translator_target,
 )
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
@@ -294,46 +290,3 @@ def test_states_come_to_a_heads_own_precision():
     """Models collect them in 16 bits, and what is fitted is not."""
     head = fit_head(LSQ, equations(IDS), 1e-3)[0].double()
     assert torch.equal(draft_ids(head, X.half(), lm_head), draft_ids(head, X.half().double(), lm_head))
-
-
-YES, NO = [True], [False]
-
-
-def rounds_by_hand(agreed, k):
-    """Greedy speculative decoding, token by token: the slow reference."""
-    position = rounds = 0
-    while position < len(agreed):
-        drafts = agreed[position : position + k]
-        accepted = len(list(itertools.takewhile(bool, drafts)))
-        position += min(accepted + 1, len(agreed) - position)
-        rounds += 1
-    return rounds
-
-
-@pytest.mark.parametrize(
-    ("agreed", "k", "tokens"),
-    [(YES * 6, 2, 3), (YES * 6, 5, 6), (NO * 6, 3, 1), ([True, False] * 3, 4, 2), (YES * 7, 2, 7 / 3), (YES, 4, 1)],
-)
-def test_rounds_over_known_agreements(agreed, k, tokens):
-    assert tokens_a_round([agreed], k) == pytest.approx(tokens)
-
-
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_rounds_are_the_slow_references(k):
-    draw = random.Random(k)
-    sequences = [[draw.random() < 0.7 for _ in range(draw.randrange(1, 60))] for _ in range(40)]
-    want = sum(map(len, sequences)) / sum(rounds_by_hand(sequence, k) for sequence in sequences)
-    assert tokens_a_round(sequences, k) == pytest.approx(want)
-
-
-def test_independent_agreements_give_the_geometric_sum():
-    draw = random.Random(0)
-    long = [[draw.random() < 0.8 for _ in range(200_000)]]
-    assert tokens_a_round(long, 4) == pytest.approx(expected_tokens(0.8, 4), rel=0.01)
-
-
-def test_rounds_need_positions_and_a_k():
-    with pytest.raises(ValueError, match="no generated positions"):
-        tokens_a_round([[]], 2)
-    with pytest.raises(ValueError, match="k = 0"):
-        tokens_a_round([YES], 0)

@@ -23,8 +23,8 @@ from selfspec_cli.early_exit.head_scale import fit_scale, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 
-Mode = Literal["fit", "validate", "test", "replay"]
-MODES: tuple[Mode, ...] = ("fit", "validate", "test", "replay")
+Mode = Literal["fit", "validate", "test"]
+MODES: tuple[Mode, ...] = ("fit", "validate", "test")
 PIECE = 256  # states at a time through the lm_head: logits are [256, V]
 SCALED_ON = 8  # such pieces for a scale and a prior: two numbers need no more, and each round reads the whole head
 
@@ -32,21 +32,18 @@ SCALED_ON = 8  # such pieces for a scale and a prior: two numbers need no more, 
 @dataclass(frozen=True)
 class Plan:
     """What to collect for. specs: heads to fit, or to test where they need no fit. ridge: relative; None is chosen by
-    agreement on the validation split. wanted: pairs of each mode. replay_from: the first position of a replay that
-    counts.
+    agreement on the validation split. wanted: pairs of each mode.
     """
 
     specs: tuple[HeadSpec, ...]
     wanted: Mapping[str, int]
     ridge: float | None = None
-    replay_from: int = 0
 
 
 @dataclass
 class Held:
-    """Held-out states of one forward pass: positions [n], the full model's argmax [n], layer -> x [n, hidden]."""
+    """Held-out states of one forward pass: the full model's argmax [n], layer -> x [n, hidden]."""
 
-    positions: Tensor
     best: Tensor
     x: Mapping[int, Tensor]
 
@@ -124,7 +121,7 @@ class Collector:
         if not len(rows):
             return
         try:
-            self._add(rows, ids, positions, z, aux)
+            self._add(rows, ids, z, aux)
         except SettingsError as error:
             self.error = str(error)
             return
@@ -132,20 +129,18 @@ class Collector:
 
     def _rows(self, positions: Tensor) -> Tensor:
         """The rows of a forward pass that this mode has a use for."""
-        if self.mode == "replay":
-            return (positions >= self.plan.replay_from).nonzero().flatten()
         room = self.plan.wanted[self.mode] - self.seen[self.mode]
         # A row has a next token if the row after it is the next position of the same prompt.
         return (positions[1:] == positions[:-1] + 1).nonzero().flatten()[:room]
 
-    def _add(self, rows: Tensor, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
+    def _add(self, rows: Tensor, ids: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
         z = z[rows]
         x = {layer: self._norm(aux[layer][rows].contiguous()) for layer in self.layers}
         fits = self.mode == "fit"
         best = self._argmax(z) if not fits or any(spec.target == "argmax" for spec in self.plan.specs) else None
         if not fits:
             assert best is not None
-            self.kept.setdefault(self.mode, []).append(Held(positions[rows], best, x))
+            self.kept.setdefault(self.mode, []).append(Held(best, x))
             return None
         following = ids[rows + 1].long()
         tokens = {"next_token": following, "argmax": best}

@@ -21,6 +21,7 @@ from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Event
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 
 COMPLETION_TOKENS = 16  # the answer's length in /v1/completions where the client names none
+OTHERWISE = "the same request was answered otherwise the second time"
 CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
 """Fields of an event that hold text for the client, in the order in which a server sends them."""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
@@ -210,19 +211,29 @@ class Answer:
         """
         inner, ends = _inner(choice), bool(choice.get("finish_reason"))
         for channel in CHANNELS:
-            text, wanted = inner.get(channel) or "", self.skip.get(channel, "")
-            if not text or not wanted:
-                if text and any(self.skip.values()):
-                    raise BrokenStream("the same request was answered otherwise the second time")
-                continue
-            if not (text.startswith(wanted) or wanted.startswith(text)):
-                raise BrokenStream("the same request was answered otherwise the second time")
-            inner[channel], self.skip[channel] = text[len(wanted) :], wanted[len(text) :]
+            if text := inner.get(channel):
+                inner[channel] = self.new(channel, text)
         calls = inner.get("tool_calls") or inner.get("function_call")
-        if any(self.skip.values()) and (calls or ends):
-            raise BrokenStream("the same request was answered otherwise the second time")
+        if calls or ends:
+            self.check_repeated()
         inner.pop("role", None)
         return bool(calls or ends or any(inner.get(channel) for channel in CHANNELS))
+
+    def new(self, channel: str, text: str) -> str:
+        """What the client does not have of a second answer's text; raises BrokenStream where it is another text."""
+        wanted = self.skip.get(channel, "")
+        if not wanted:
+            self.check_repeated()
+            return text
+        if not (text.startswith(wanted) or wanted.startswith(text)):
+            raise BrokenStream(OTHERWISE)
+        self.skip[channel] = wanted[len(text) :]
+        return text[len(wanted) :]
+
+    def check_repeated(self) -> None:
+        """Raises BrokenStream while a second answer has not repeated all that the client has."""
+        if any(self.skip.values()):
+            raise BrokenStream(OTHERWISE)
 
     def _count(self, document: dict[str, Any]) -> None:
         """Keep the usage; after a continuation, what came before was counted as part of the prompt."""

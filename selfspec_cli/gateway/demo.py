@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 
-from selfspec_cli.gateway import server
+from selfspec_cli.gateway import packed, server
 from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
@@ -158,7 +157,7 @@ async def ask(
     async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:
         async for line in response.content:
             if line.startswith(b"data: {"):
-                found = orjson.loads(line[6:])
+                found = packed.loads(line[6:])
                 if "error" in found:
                     raise DemoFailed(found["error"]["message"])
                 text += "".join(choice.get("text") or "" for choice in found["choices"])
@@ -169,4 +168,4 @@ async def ask(
 
 
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in Path(str(gateway.log.file)).read_bytes().splitlines()]
+    return [packed.loads(line) for line in Path(str(gateway.log.file)).read_bytes().splitlines()]

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import orjson
+from selfspec_cli.gateway import packed
 
 EVERY_SECONDS = 0.25
 FILE = "requests.jsonl"
@@ -33,7 +33,7 @@ class RequestLog:
     def add(self, row: dict[str, Any]) -> None:
         """A request has ended."""
         if self.file is not None:
-            self._rows.append(orjson.dumps(row))
+            self._rows.append(packed.dumps(row))
 
     def fault(self, error: BaseException) -> None:
         """An error of the gateway's own, for whoever runs it."""

@@ -173,7 +173,7 @@ class Relay:
             out.tpot = (flight.last - flight.first) / (out.tokens - 1)
             tokens = out.tokens if out.tokens >= FEWEST else None
         seconds = flight.replica.end(flight, tokens)
-        out.machine_seconds = (out.machine_seconds or 0.0) + seconds
+        out.machine_s = (out.machine_s or 0.0) + seconds
         price = own.price_hour / 3600 * seconds
         if self._counted:  # what others generated before is part of the prompt here
             prompt, made = (out.prompt_tokens or 0) + flight.before, (out.tokens or 0) - flight.before

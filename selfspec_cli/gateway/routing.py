@@ -35,23 +35,19 @@ class Routing:
         self.settings = settings
         self.choosers: dict[str, Chooser] = {}
 
-    def up(self, request: Request, named: str | None = None) -> list[Replica]:
+    def up(self, request: Request) -> list[Replica]:
         """Backends for the model of a request that take requests, whether or not they have failed recently."""
-        return [
-            replica
-            for replica in self.replicas
-            if replica.takes(request.model) and replica.up() and named in (None, replica.name)
-        ]
+        return [replica for replica in self.replicas if replica.takes(request.model) and replica.up()]
 
-    def candidates(self, request: Request, named: str | None = None) -> list[Replica]:
-        """Backends for the model of a request: those that are sound. Where none is, all that are up and have not asked
-        to be left alone: breakers must never refuse what no backend was asked. named: this one alone."""
-        fit = self.up(request, named)
+    def candidates(self, request: Request) -> list[Replica]:
+        """Backends that the client would have, for the model of a request: those that are sound. Where none is, all
+        that are up and have not asked to be left alone: breakers must never refuse what no backend was asked."""
+        fit = [replica for replica in self.up(request) if request.backend in (None, replica.name)]
         return [replica for replica in fit if replica.sound()] or [replica for replica in fit if not replica.backoff()]
 
     def free(self, request: Request) -> list[Replica]:
-        """Those of them that the client would have and that have room."""
-        return [replica for replica in self.candidates(request, request.backend) if replica.has_room()]
+        """Those of them that have room."""
+        return [replica for replica in self.candidates(request) if replica.has_room()]
 
     def chooser(self, name: str) -> Chooser:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""

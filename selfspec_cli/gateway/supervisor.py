@@ -49,14 +49,14 @@ class Supervisor:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
         upstream: Upstream,
         folder: Path,
         looked: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
         starts: bool = True,
     ) -> None:
-        self.replicas, self.upstream, self.folder = list(replicas), upstream, folder
+        self.replicas: list[Replica] = []
+        self.upstream, self.folder = upstream, folder
         self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
@@ -64,10 +64,6 @@ class Supervisor:
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._warming: dict[Replica, asyncio.Task[None]] = {}
         self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
-
-    async def open(self) -> None:
-        """Start servers that do not run, and begin to look at all."""
-        await self.take(self.replicas)
 
     async def take(self, replicas: Sequence[Replica]) -> None:
         """Look after these backends from now on: start what is new, and end the servers of those that are gone
@@ -127,14 +123,13 @@ class Supervisor:
             return self.say(f"{replica.name}: answers at {replica.url}")
         port = (urlsplit(replica.url).port if replica.url else None) or _free_port()
         local = not replica.url or urlsplit(replica.url).hostname in ("127.0.0.1", "localhost")
-        command = kind.command(settings, port) if local and (settings.words or not replica.url) else None
-        if command is None:
+        if kind.command is None or not local or (replica.url and not settings.words):
             return self.say(f"{replica.name}: nobody answers at {replica.url} yet")
         replica.url = replica.url or f"http://127.0.0.1:{port}"
         log = log_of(settings, self.folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:
-            self.processes[replica.name] = children.start(command, out, environment(settings))
+            self.processes[replica.name] = children.start(kind.command(settings, port), out, environment(settings))
         self.say(f"{replica.name}: starting at {replica.url}; its log: {log}")
 
     async def _answers(self, replica: Replica) -> bool:

@@ -80,8 +80,8 @@ class Telemetry:
             self.e2e.labels(route, str(out.plain).lower()).observe(out.e2e)
         if out.cost is not None:
             self.cost.labels(route).inc(out.cost)
-        if out.machine_seconds is not None:
-            self.machine.labels(route).inc(out.machine_seconds)
+        if out.machine_s is not None:
+            self.machine.labels(route).inc(out.machine_s)
         for kind, count in (("prompt", out.prompt_tokens), ("answer", out.tokens)):
             if count is not None:
                 self.tokens.labels(route, kind).inc(count)
@@ -138,7 +138,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("selfspec")
 
-    def span(self, name: str, headers: dict[str, str] | None = None) -> AbstractContextManager[Any]:
+    def span(self, name: str, headers: Mapping[str, str] | None = None) -> AbstractContextManager[Any]:
         """A span around one step of a request. headers: those of the client, whose trace it joins."""
         if self._tracer is None:
             return nullcontext()

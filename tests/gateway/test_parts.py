@@ -224,18 +224,18 @@ def test_a_hit_costs_nothing_and_counts_for_all_routes():
 
 def test_times_are_learnt_and_followed_when_they_change():
     timing, draw = Timing(), random.Random(1)
-    assert timing.step(1) is None and timing.first(10, 0) is None
+    assert timing.steps.value(1) is None and timing.ttft.value((1, 10, 0)) is None
     for _ in range(300):
         running_now, own, ahead = draw.randint(1, 16), draw.randint(10, 2000), draw.choice([0, 0, 500])
         timing.steps.learn(running_now, 0.010 + 0.001 * running_now)
         timing.learn_ttft(own, ahead, 0.02 + (own + ahead) / 4000)
-    assert timing.step(8) == pytest.approx(0.018, rel=0.03)
-    assert timing.first(1000, 500) == pytest.approx(0.02 + 1500 / 4000, rel=0.02)
+    assert timing.steps.value(8) == pytest.approx(0.018, rel=0.03)
+    assert timing.ttft.value((1, 1000, 500)) == pytest.approx(0.02 + 1500 / 4000, rel=0.02)
     assert timing.prefill_rate == pytest.approx(4000, rel=0.2)
     for _ in range(200):
         running_now = draw.randint(1, 16)
         timing.steps.learn(running_now, 0.020 + 0.002 * running_now)
-    assert timing.step(8) == pytest.approx(0.036, rel=0.05)
+    assert timing.steps.value(8) == pytest.approx(0.036, rel=0.05)
 
 
 def test_a_curve_goes_through_what_was_measured_and_never_falls():
@@ -256,8 +256,8 @@ def test_a_load_that_never_varies_does_not_make_predictions_explode():
     for _ in range(5000):
         timing.steps.learn(1, 0.01)
     timing.steps.learn(1, 0.0101)
-    assert timing.step(1) == pytest.approx(0.01, rel=0.05)
-    assert 0 < timing.step(2) < 0.1
+    assert timing.steps.value(1) == pytest.approx(0.01, rel=0.05)
+    assert 0 < timing.steps.value(2) < 0.1
 
 
 def test_what_a_server_says_of_itself():
@@ -292,13 +292,13 @@ def test_what_a_server_expects_of_its_next_step_is_learnt():
     text = 'vllm:num_requests_running{engine="0"} 4\nvllm:selfspec_expected_step_seconds{engine="0"} 0.03\n'
     for _ in range(FEW):
         one.looked(one.look(), between(None, read(text), Load(work=1.5, tokens=2.0)))
-    assert one.timing.step(4) == pytest.approx(0.02)
+    assert one.timing.steps.value(4) == pytest.approx(0.02)
     for not_now in (
         text.replace("} 4", "} 0"),
         f"{text}vllm:selfspec_draft_length 0\n",
     ):  # idle; or a step that is no round
         one.looked(one.look(), between(None, read(not_now), Load()))
-    assert one.timing.step(4) == pytest.approx(0.02)
+    assert one.timing.steps.value(4) == pytest.approx(0.02)
 
 
 def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others():
@@ -338,13 +338,13 @@ def test_the_time_between_events_is_learnt_while_answers_are_under_way():
         clock["at"] += 0.1
         single.came(1)
         several.came(4)
-    assert one.timing.step(2) == pytest.approx(0.1)
+    assert one.timing.steps.value(2) == pytest.approx(0.1)
     one.end(several, None)
     for _ in range(20):
         single.held = 0.95
         clock["at"] += 1.0
         single.came(1)
-    assert one.timing.step(1) == pytest.approx(0.05)
+    assert one.timing.steps.value(1) == pytest.approx(0.05)
 
 
 async def test_the_gateway_learns_from_what_it_measures(tmp_path):

@@ -15,11 +15,6 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.settings import BackendSettings
 
 
-def nothing(settings: BackendSettings, port: int) -> list[str] | None:
-    """No process belongs to it."""
-    return None
-
-
 def need_address(settings: BackendSettings, key: str, url: str | None, query: bool = False) -> None:
     """Raises ConfigError for what is no address that requests can be sent to. query: it may have one."""
     with suppress(ValueError):  # of a port that there is not
@@ -62,7 +57,7 @@ class BackendKind:
     name: str
     help: str
     check: Callable[[BackendSettings], None]
-    command: Callable[[BackendSettings, int], list[str] | None] = nothing
+    command: Callable[[BackendSettings, int], list[str]] | None = None
     vllm: bool = True
     changes_weights: bool = False
     before: Callable[[Any, Any, str, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None

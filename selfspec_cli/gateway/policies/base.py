@@ -68,8 +68,3 @@ class Policy:
         if self.alone and workers > 1:
             raise ConfigError(f"policy={self.name}: {workers} workers cannot share what it knows: workers=1")
         return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
-
-
-def fewest_first(replicas: Sequence[Replica]) -> list[Replica]:
-    """Those with the fewest requests first; of equals, in the order of the settings."""
-    return sorted(replicas, key=lambda replica: replica.running())

@@ -50,10 +50,12 @@ def warms(body: dict[str, Any]) -> bool:
 @dataclass
 class Fake:
     """A backend. In the stream of a request, after so many tokens: die_after closes the connection, hang_after sends
-    nothing more, garbage_after sends what is no event, error_after sends an error as an event. `times`: for so many
-    requests, then it is healthy. refuse: status of every answer. whole_garbage: what it answers where no stream is
-    asked for. unsure: logprob of its tokens for prompts with the word hard. dead: closes every connection at once.
-    step: seconds between two tokens; first: before the first."""
+    nothing more, garbage_after sends what is no event, error_after sends an error as an event. `times`: for so
+    many requests, then it is healthy. refuse: status of every answer, with `error` and, if set, Retry-After; of
+    prompts with the word poison it is 500. go: what answers in one piece wait for. adapters: more models.
+    suffix: of its address. whole_garbage: what it answers where no stream is asked for. unsure: logprob of its
+    tokens for prompts with the word hard. dead: closes every connection at once. step: seconds between two
+    tokens; first: before the first."""
 
     name: str = "fake"
     model: str = "toy"
@@ -65,6 +67,11 @@ class Fake:
     error_after: int | None = None
     times: int = 10**9
     refuse: int | None = None
+    error: dict[str, Any] = field(default_factory=lambda: {"message": "refused here", "type": "x"})
+    retry_after: str | None = None
+    go: asyncio.Event | None = None
+    adapters: tuple[str, ...] = ()
+    suffix: str = ""
     whole_garbage: bytes | None = None
     unsure: float = -0.01
     dead: bool = False
@@ -82,13 +89,12 @@ class Fake:
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.tell)
         app.router.add_get("/v1/models", self.models)
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank"):
-            app.router.add_post(path, self.complete)
+        app.router.add_post("/{path:.*}", self.complete)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}{self.suffix}"
 
     async def stop(self) -> None:
         assert self.runner is not None
@@ -101,7 +107,7 @@ class Fake:
         return web.Response(text=self.metrics)
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": self.model}]})
+        return web.json_response({"data": [{"id": one} for one in (self.model, *self.adapters)]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
@@ -112,12 +118,16 @@ class Fake:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
-        if self.refuse is not None:
-            return web.json_response({"error": {"message": "refused here", "type": "x"}}, status=self.refuse)
+        status = 500 if "poison" in str(body.get("prompt")) else self.refuse
+        if status is not None:
+            headers = {"Retry-After": self.retry_after} if self.retry_after else None
+            return web.json_response({"error": self.error}, status=status, headers=headers)
         self.running += 1
         try:
             if request.path == "/v1/embeddings":
                 return web.json_response({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}})
+            if request.path == "/v1/rerank":
+                return web.json_response({"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]})
             return await (self.stream if body.get("stream") else self.whole)(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
@@ -134,6 +144,8 @@ class Fake:
         if self.whole_garbage is not None and self.times > 0:
             self.times -= 1
             return web.Response(body=self.whole_garbage)
+        if self.go is not None:
+            await self.go.wait()
         ids, tokens = self.plan(body)
         await asyncio.sleep(self.first + self.step * len(tokens))
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
@@ -164,6 +176,8 @@ class Fake:
             await self.send(response, body, WORDS[token], [token], more, chat=chat, finish="length" if last else None)
             if self.step and not warms(body):
                 await asyncio.sleep(self.step)
+        if broken and await self.fails(request, response, len(tokens)):
+            return response
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
             await response.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")

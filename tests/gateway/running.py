@@ -91,16 +91,26 @@ class Stream:
 
 
 class Process:
-    """`selfspec gateway` as a process. said: its stderr so far; url: where it listens. code: Python before it."""
+    """`selfspec gateway` as a process. file: its settings; said: its stderr so far; url: where it listens."""
 
-    async def start(self, *words: str, code: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "gateway.yaml"
+
+    def write(self, fakes: Sequence[Fake], **more: Any) -> None:
+        """Its settings: a gateway in front of these backends, whose tokens cost one each."""
+        backends = [{"name": one.name, "kind": "local", "url": one.url, "price_out": 1e6} for one in fakes]
+        settings = {"port": 0, "results_dir": str(self.file.parent), "policy": "fixed", "ledger": {"plain_share": 0}}
+        self.file.write_text(json.dumps({**settings, "backends": backends, **more}))
+
+    async def start(self, code: str = "") -> None:
+        """code: Python before it."""
         run = (
             code
             + "\nimport runpy, sys; sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
         )
         self.said = ""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", run, "gateway", *words, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-c", run, "gateway", str(self.file), stderr=asyncio.subprocess.PIPE
         )
         await self.until_said("/v1", "listening on ")
         self.url = self.said.partition("listening on ")[2].partition("/v1")[0]
@@ -123,6 +133,23 @@ class Process:
         self.process.send_signal(wish)
         rest = await self.process.communicate()
         assert self.process.returncode == 0, self.said + rest[1].decode()
+
+
+@asynccontextmanager
+async def process(
+    folder: Path, fakes: Sequence[Fake], code: str = "", kind: type[Process] = Process, **settings: Any
+) -> AsyncIterator[Any]:
+    """A gateway as a process in front of these backends."""
+    for one in fakes:
+        await one.start()
+    on = kind(folder)
+    on.write(fakes, **settings)
+    await on.start(code)
+    yield on
+    if on.process.returncode is None:
+        await on.end()
+    for one in fakes:
+        await one.stop()
 
 
 def text_of_stream(raw: bytes | str) -> str:

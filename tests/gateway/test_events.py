@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec_cli.gateway.continuation import Answer, Way
-from selfspec_cli.gateway.events import BrokenStream, Event, Parser, read, written
+from selfspec_cli.gateway.events import BrokenStream, Event, Parser, written
 from selfspec_cli.gateway.packed import dumps, loads
 from selfspec_cli.gateway.request import COMPLETIONS, Request
 
@@ -60,30 +60,6 @@ def test_an_event_that_does_not_end_is_given_up():
         parser.feed(b"data: " + b"x" * 2**16)
     with pytest.raises(BrokenStream, match="4 MiB"):
         parser.feed(b"x" * 2**19)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        Event(b"<html>"),
-        Event(b"{broken"),
-        Event(b"7"),
-        Event(b"[1]"),
-        Event(b'{"message": "x"}', "error"),
-        Event(b'{"error":{"message":"x"}}'),
-        Event(b'{ "id": 1, "error" : "x"}'),
-        Event(b'{"object":"error","message":"x"}'),
-        Event(b'{"type":"error","message":"x"}'),
-    ],
-)
-def test_what_is_no_event_of_an_answer_is_broken(event):
-    with pytest.raises(BrokenStream):
-        read(event)
-
-
-def test_an_answer_that_only_names_errors_is_one():
-    assert read(Event(b'{"error": null, "choices": []}')) == {"error": None, "choices": []}
-    assert read(Event(b'{"choices": [{"text": "\\"error\\": 1"}]}'))
 
 
 def test_token_ids_are_taken_out_and_text_is_left_alone():

@@ -9,7 +9,6 @@ from simulated import Request, Server, asked_of, begun, chooser_of, poisson, sim
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Choice, Chooser
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.replica import SAMPLE
 from selfspec_cli.gateway.settings import SloSettings
@@ -86,17 +85,6 @@ def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chos
     assert (early.predict(asked).e2e < slow) == (chosen == "early")
     choice = chooser_of("least_time").choose(asked, [early, plain_one])
     assert choice.order[0].name == chosen
-
-
-def test_a_burst_at_the_start_does_not_fill_the_backend_that_is_fastest_alone():
-    """What one more request costs is known from the warm-up, before the first answers have ended."""
-    for seed in range(1, 5):
-        requests = plain(rate=10.0, count=60, seed=seed)
-        ours = simulate("least_time", warmed(early_exit_and_plain()), requests)
-        better = min(
-            simulate("fixed", early_exit_and_plain(), requests, backend=name).p99() for name in ("early", "plain")
-        )
-        assert ours.p99() < better
 
 
 MEASURED = {  # on an H200 (`gateway/three_backends_h200.json` in `gpu.jsonl.xz`)
@@ -199,16 +187,6 @@ def test_backends_of_one_host_that_slow_each_other_down_are_used_one_at_a_time(s
     assert ours[0] <= median and ours[1] <= p99
 
 
-class Changes(Chooser):
-    """The first five requests go to the first backend, all others to the last one."""
-
-    asked = 0
-
-    def choose(self, request, replicas):
-        self.asked += 1
-        return Choice(tuple(replicas if self.asked <= 5 else replicas[::-1]), "")
-
-
 def test_a_backend_that_has_become_slow_gets_no_more_requests_before_any_of_them_ends():
     clock = {"at": 0.0}
     early, other = (one.replica for one in warmed(early_exit_and_plain()))
@@ -225,17 +203,6 @@ def test_a_backend_that_has_become_slow_gets_no_more_requests_before_any_of_them
             for flight in under_way:
                 flight.came(1)
         assert choose(asked, [early, other]).order[0].name == name
-
-
-def test_least_time_follows_acceptance_at_once():
-    """The early exit's drafts are accepted no more: its first request after that is predicted to take longer."""
-    servers = early_exit_and_plain()
-    simulate("least_time", servers, plain(count=200))
-    early = servers[0].replica
-    asked = asked_of(Request(0.0, "x", 100, 50))
-    before, tokens = early.predict(asked), early.load.tokens
-    early.load = replace(early.load, tokens=1.1)
-    assert early.predict(asked).tpot == pytest.approx(before.tpot * tokens / 1.1)
 
 
 def test_least_time_loses_where_times_have_another_reason():
@@ -277,14 +244,6 @@ def test_sticky_wins_where_prompts_begin_alike():
     requests = poisson(2.5, 300, 3, ask)
     ours, turn = both("sticky_until_saturated", servers, requests, SloSettings(ttft_ms=2000))
     assert sum(ours.ttft) < 0.7 * sum(turn.ttft)
-
-
-def test_sticky_leaves_a_saturated_backend():
-    """All ask about one document at once: it does not pile up where the document is warm."""
-    requests = poisson(400.0, 60, 3, lambda draw, number: ("the same beginning " * 4 + f"{number:08d}" * 40, 2000, 5))
-    slo = SloSettings(ttft_ms=300)
-    ours = simulate("sticky_until_saturated", [Server(name) for name in "abc"], requests, slo)
-    assert min(ours.routes.values()) >= 10
 
 
 def test_a_session_stays_where_it_was_until_that_is_saturated():

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import Process, text_of_stream
+from running import process, text_of_stream
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -26,43 +26,26 @@ SERVER = Path(__file__).parents[2] / "experiments" / "gateway" / "overhead.py"
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
 
 
-def settings(folder, fake):
-    """A file of settings for a gateway in front of one backend."""
-    backend = {"name": fake.name, "kind": "local", "url": fake.url}
-    file = folder / "gateway.yaml"
-    file.write_text(
-        json.dumps({"port": 0, "results_dir": str(folder), "backends": [backend], "ledger": {"plain_share": 0}})
-    )
-    return str(file)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wish", [signal.SIGTERM, signal.SIGINT])
 async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wish):
-    fake, on = Fake("a", step=0.03), Process()
-    await fake.start()
-    await on.start(settings(tmp_path, fake))
-    async with aiohttp.ClientSession() as session:
+    async with process(tmp_path, [Fake("a", step=0.03)]) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
         async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             raw = await response.content.readany()
             ending = asyncio.ensure_future(on.end(wish))
             raw += await response.read()
-    await ending
+        await ending
     assert text_of_stream(raw) == answer("once", 40)
     (row,) = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
     assert json.loads(row)["tokens"] == 40
-    await fake.stop()
 
 
 @pytest.mark.slow
 async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with_the_others(tmp_path):
     """It raises its own limit as far as it may, and leaves files for backends."""
-    fake, on = Fake("a"), Process()
-    await fake.start()
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 320))"
-    await on.start(settings(tmp_path, fake), code=few)
-    async with aiohttp.ClientSession() as session:
+    async with process(tmp_path, [Fake("a")], few) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
         limits = Path(f"/proc/{on.process.pid}/limits").read_text()
         assert limits.partition("Max open files")[2].split()[0] == "320"  # of 128
@@ -74,24 +57,20 @@ async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with
             assert 'backend_up{backend="a"} 1.0' in await response.text()
         for _, writer in idle:
             writer.close()
-    await on.end()
-    await fake.stop()
 
 
 @pytest.mark.slow
 async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
-    fake, other, on = Fake("a", step=0.03), Fake("b"), Process()
-    for one in (fake, other):
-        await one.start()
-    await on.start(file := settings(tmp_path, fake))
-    async with aiohttp.ClientSession() as session:
+    other = Fake("b")
+    await other.start()
+    async with process(tmp_path, [Fake("a", step=0.03)]) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
         async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             raw = await response.content.readany()
-            Path(file).write_text("policy: fixd")
+            on.file.write_text("policy: fixd")
             on.process.send_signal(signal.SIGHUP)
             await on.until_said("stay as they were")
-            settings(tmp_path, other)
+            on.write([other])
             on.process.send_signal(signal.SIGHUP)
             raw += await response.read()
         await on.until_said("were reloaded")
@@ -99,24 +78,7 @@ async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
         async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             assert response.headers["x-selfspec-backend"] == "b"
     assert text_of_stream(raw) == answer("once", 40)
-    await on.end()
-    for one in (fake, other):
-        await one.stop()
-
-
-@pytest.mark.slow
-async def test_a_port_that_is_taken_is_bad_input(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        words = ["two_servers", f"port={port}", "backends.0.words=[]", "backends.1.words=[]", f"results_dir={tmp_path}"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "selfspec_cli", "gateway", *words, stderr=asyncio.subprocess.PIPE
-        )
-        _, logged = await process.communicate()
-    assert process.returncode == 2
-    assert f"port={port}" in logged.decode()
+    await other.stop()
 
 
 def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monkeypatch):

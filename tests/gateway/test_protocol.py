@@ -59,16 +59,9 @@ async def test_an_answer_without_an_end_fills_no_memory(tmp_path, monkeypatch):
             await on.gateway.upstream.get(on.fakes["a"].url + "/metrics", 60)
 
 
-class Refusing(Fake):
-    """Refuses in the way of a provider."""
-
-    async def complete(self, request):
-        error = {"message": "too long: SECRET", "type": "invalid_request_error", "code": "context_length_exceeded"}
-        return web.json_response({"error": error}, status=self.refuse or 400)
-
-
 async def test_codes_stay_and_a_providers_401_is_the_gateways_own(tmp_path):
-    async with running([Refusing("a")], tmp_path, kinds={"a": "openai"}) as on:
+    error = {"message": "too long: SECRET", "type": "invalid_request_error", "code": "context_length_exceeded"}
+    async with running([Fake("a", refuse=400, error=error)], tmp_path, kinds={"a": "openai"}) as on:
         status, found, _ = await on.post(PROMPT)
         assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
         on.fakes["a"].refuse = 401
@@ -126,17 +119,8 @@ async def test_a_client_that_offers_http2_is_answered_by_http1(tmp_path):
         writer.close()
 
 
-class Ranks(Fake):
-    """Answers /v1/rerank."""
-
-    async def complete(self, request):
-        if request.path == "/v1/rerank":
-            return web.json_response({"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]})
-        return await super().complete(request)
-
-
 async def test_rerank(tmp_path):
-    async with running([Ranks("a")], tmp_path) as on:
+    async with running([Fake("a")], tmp_path) as on:
         status, found, _ = await on.post({"model": "toy", "query": "q", "documents": ["d"]}, "/v1/rerank")
         assert (status, found["results"][0]["index"]) == (200, 0)
         assert (await on.post({"model": "toy"}, "/v1/rerank"))[0] == 400

@@ -5,7 +5,6 @@ import hashlib
 import json
 
 import pytest
-from aiohttp import web
 from fake import Fake, answer
 from running import running
 
@@ -39,17 +38,9 @@ async def test_answers_come_through_whole_and_in_parts(tmp_path):
         assert found["data"][0]["embedding"] == [0.5]
 
 
-class Two(Fake):
-    """A server with a model and an adapter of it."""
-
-    async def models(self, request):
-        return web.json_response({"data": [{"id": "toy"}, {"id": "adapter"}]})
-
-
 async def test_of_several_models_of_a_server_a_client_gets_the_one_it_names(tmp_path):
-    async with running(
-        [Two("a"), Two("b")], tmp_path, backends={"a": {"serves": ["alias"]}, "b": {"model": "toy"}}
-    ) as on:
+    fakes, backends = [Fake(name, adapters=("adapter",)) for name in "ab"], {"a": {"serves": ["alias"]}}
+    async with running(fakes, tmp_path, backends=backends | {"b": {"model": "toy"}}) as on:
         for name, got in (("toy", "toy"), ("adapter", "adapter"), ("alias", "toy"), ("auto", "toy")):
             assert (await on.post(PROMPT | {"model": name}))[0] == 200
             assert on.fakes["a"].asked[-1]["model"] == got

@@ -35,13 +35,6 @@ def test_a_document_survives_its_stream(answer):
     assert again == answer
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_a_stream_may_be_cut_anywhere(size):
-    raw = b"".join(replay.stream(CHAT, include_usage=False))
-    chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
-    assert [one["message"]["content"] for one in replay.document(chunks)["choices"]] == ["Hello you", "Hé"]
-
-
 def test_the_usage_is_sent_only_where_it_was_asked_for():
     events = [json.loads(event[6:]) for event in list(replay.stream(TEXT, include_usage=False))[:-1]]
     assert all("usage" not in event for event in events)

@@ -68,6 +68,8 @@ async def test_events_in_every_form_of_the_standard_come_through(tmp_path, form)
         b'data: {  "error": "no"}\n\n',
         b'data: {"id": "x", "error": {"message": "no"}}\n\n',
         b'data: {"object": "error", "message": "no"}\n\n',
+        b'data: {"type": "error", "message": "no"}\n\n',
+        b"data: 7\n\n",
         b"data: [DONE]\n\n",
         b"data: oh dear\n\n",
         b"",

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import Process, text_of_stream, until
+from running import Process, process, text_of_stream, until
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import workers
@@ -21,6 +21,7 @@ from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, Limi
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0}
 LIMITS = {"ann": {"admin": True}, "bob": {"requests_per_minute": 1}, "eve": {"at_once": 3}}
 LIMITS["joe"] = {"money_per_day": 90}
+KEYS = [{"name": name, "key": hashlib.sha256(name.encode()).hexdigest()} | own for name, own in LIMITS.items()]
 
 
 class Gateway(Process):
@@ -54,28 +55,19 @@ class Gateway(Process):
 
 @asynccontextmanager
 async def two_workers(folder, fakes, **more):
-    for one in fakes:
-        await one.start()
-    backends = [{"name": one.name, "kind": "local", "url": one.url, "price_out": 1e6} for one in fakes]
-    keys = [{"name": name, "key": hashlib.sha256(name.encode()).hexdigest()} | own for name, own in LIMITS.items()]
-    settings = {"port": 0, "workers": 2, "results_dir": str(folder), "backends": backends, "keys": keys}
-    settings |= {"policy": "fixed", "ledger": {"plain_share": 0}, **more}
-    on = Gateway()
-    on.file, on.settings = folder / "gateway.yaml", settings
-    on.file.write_text(json.dumps(settings))
-    await on.start(str(on.file))
-    await on.until_said("2 workers")
-    await on.until_all(lambda status, headers: status == 200, "GET", "/health")  # each worker looks for itself
-    yield on
-    if on.process.returncode is None:
-        await on.end()
-    for one in fakes:
-        await one.stop()
+    async with process(folder, fakes, kind=Gateway, workers=2, keys=KEYS, **more) as on:
+        await on.until_said("2 workers")
+        await on.until_all(lambda status, headers: status == 200, "GET", "/health")  # each worker looks for itself
+        yield on
 
 
 def sockets(process):
     """Connections that a process has."""
-    return sum("socket:" in os.readlink(one) for one in Path(f"/proc/{process}/fd").iterdir())
+    found = 0
+    for one in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += "socket:" in os.readlink(one)
+    return found
 
 
 @pytest.mark.slow
@@ -110,7 +102,7 @@ async def test_workers_share_limits_cache_counts_and_drains(tmp_path):
         assert (await on.ask("POST", "/gateway/backends/a/drain"))[0] == 200
         await on.until_all(lambda status, headers: headers["x-selfspec-backend"] == "b")
         await on.end()
-        await on.start(str(on.file))  # what was spent is not forgotten
+        await on.start()  # what was spent is not forgotten
         await on.until_all(lambda status, headers: status == 200, "GET", "/health")
         assert (await on.ask(body=PROMPT, key="joe"))[0] == 429
 
@@ -141,8 +133,7 @@ async def test_workers_take_other_settings_and_end_with_the_process_above(tmp_pa
         streams = [asyncio.ensure_future(on.stream()) for _ in range(8)]
         await until(lambda: fake.running == 8)
         for change, said in (({"workers": 3}, "workers=3: it is 2 until a restart"), ({}, "were reloaded")):
-            backends = [{"name": "b", "kind": "local", "url": other.url}]
-            on.file.write_text(json.dumps(on.settings | {"backends": backends} | change))
+            on.write([other], **{"workers": 2, "keys": KEYS, **change})
             on.process.send_signal(signal.SIGHUP)
             await on.until_said(said)
         assert await asyncio.gather(*streams) == [answer("once", 40)] * 8

@@ -57,7 +57,7 @@ async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
         assert len(on.fakes["a"].asked) == 2
 
 
-@pytest.mark.parametrize("fault", [{"die_after": 5}, {"error_after": 5}])
+@pytest.mark.parametrize("fault", [{"die_after": 5}, {"garbage_after": 5, "garbage": b'data: {"error": "no"}\n\n'}])
 async def test_a_broken_answer_is_never_kept(tmp_path, fault):
     async with running([Fake("a", step=0.001, times=1, **fault)], tmp_path, cache=EXACT) as on:
         assert "error" in (await on.stream(PROMPT)).events[-1]

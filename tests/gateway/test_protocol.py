@@ -5,7 +5,7 @@ import json
 
 import pytest
 from aiohttp import web
-from fake import Fake, answer, warms
+from fake import Fake, answer
 from running import PROMPT, WANTED, running
 
 from selfspec_cli.gateway import upstream
@@ -126,28 +126,17 @@ async def test_rerank(tmp_path):
         assert (await on.post({"model": "toy"}, "/v1/rerank"))[0] == 400
 
 
-class Thinks(Fake):
-    """A chat of named kinds of text, as a script: (field, text); dies after some of them."""
+SAID = (("reasoning", "let me "), ("reasoning", "think. "), ("content", "so "), ("content", "be it"))
 
-    script = (("reasoning", "let me "), ("reasoning", "think. "), ("content", "so "), ("content", "be it"))
 
-    async def stream(self, request, body):
-        if warms(body):
-            return await super().stream(request, body)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        parts = [{"role": "assistant", "content": ""}, *({name: text} for name, text in self.script)]
-        for place, delta in enumerate(parts):
-            if place == self.die_after and self.times > 0:
-                self.times -= 1
-                request.transport.abort()
-                return response
-            finish = "stop" if place + 1 == len(parts) else None
-            event = {"id": self.name, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await asyncio.sleep(0.01)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+def chat(name, said=SAID, **fault):
+    """A backend that streams a chat of named kinds of text."""
+    deltas = [{"role": "assistant", "content": ""}, *({field: text} for field, text in said)]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices[-1]["finish_reason"] = "stop"
+    events = [json.dumps({"id": name, "choices": [choice]}).encode() for choice in choices]
+    script = [b"data: " + data + b"\n\n" for data in (*events, b"[DONE]")]
+    return Fake(name, step=0.01, script=script, **fault)
 
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once"}], "temperature": 0}
@@ -155,7 +144,7 @@ CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once"}], "temp
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 async def test_a_chat_with_reasoning_survives(tmp_path, at):
-    async with running([Thinks("a", die_after=at, times=1), Thinks("b")], tmp_path) as on:
+    async with running([chat("a", die_after=at, times=1), chat("b")], tmp_path) as on:
         stream = await on.stream(CHAT, "/v1/chat/completions")
         deltas = [event["choices"][0]["delta"] for event in stream.events]
         texts = {name: "".join(one.get(name) or "" for one in deltas) for name in ("reasoning", "content")}
@@ -168,10 +157,8 @@ CALL = [{"index": 0, "id": "c", "function": {"name": "f", "arguments": "{"}}]
 
 @pytest.mark.parametrize(("at", "survives"), [(2, True), (3, False)])
 async def test_a_call_of_a_tool_survives_where_nothing_of_it_was_sent(tmp_path, at, survives):
-    fakes = [Thinks("a", die_after=at, times=1), Thinks("b")]
-    for fake in fakes:
-        fake.script = (("content", "I call "), ("tool_calls", CALL), ("content", ""))
-    async with running(fakes, tmp_path) as on:
+    said = (("content", "I call "), ("tool_calls", CALL), ("content", ""))
+    async with running([chat("a", said, die_after=at, times=1), chat("b", said)], tmp_path) as on:
         stream = await on.stream(CHAT | {"tools": [{"type": "function"}]}, "/v1/chat/completions")
         calls = [
             event for event in stream.events if "choices" in event and event["choices"][0]["delta"].get("tool_calls")
@@ -180,35 +167,23 @@ async def test_a_call_of_a_tool_survives_where_nothing_of_it_was_sent(tmp_path, 
         assert ("error" in stream.events[-1]) != survives
 
 
-class Responds(Fake):
-    """/v1/responses as a stream."""
-
-    async def complete(self, request):
-        body = json.loads(await request.read())
-        if request.path != "/v1/responses":
-            return await super().complete(request)
-        self.asked.append(body)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        whole = {"id": f"resp_{self.name}", "status": "in_progress", "error": None}
-        item = {"id": f"msg_{self.name}", "type": "message"}
-        events = [("response.created", {"response": whole}), ("response.output_item.added", {"item": item})]
-        events += [("response.output_text.delta", {"item_id": item["id"], "delta": text}) for text in ("a ", "b ", "c")]
-        usage = {"input_tokens": 2, "output_tokens": 3}
-        events += [("response.completed", {"response": {**whole, "status": "completed", "usage": usage}})]
-        for place, (kind, more) in enumerate(events):
-            if place == self.die_after:
-                request.transport.abort()
-                return response
-            raw = json.dumps({"type": kind, "sequence_number": place, **more})
-            await response.write(f"event: {kind}\ndata: {raw}\n\n".encode())
-            await asyncio.sleep(0.01)
-        return response
+def responds(name, die_after=None):
+    """A backend that streams a text of three parts at /v1/responses."""
+    whole, item = {"id": f"resp_{name}", "status": "in_progress", "error": None}, {"id": f"msg_{name}"}
+    events = [("created", {"response": whole}), ("output_item.added", {"item": item | {"type": "message"}})]
+    events += [("output_text.delta", {"item_id": item["id"], "delta": text}) for text in ("a ", "b ", "c")]
+    usage = {"input_tokens": 2, "output_tokens": 3}
+    events += [("completed", {"response": {**whole, "status": "completed", "usage": usage}})]
+    script = []
+    for place, (kind, more) in enumerate(events):
+        raw = json.dumps({"type": f"response.{kind}", "sequence_number": place, **more})
+        script.append(f"event: response.{kind}\ndata: {raw}\n\n".encode())
+    return Fake(name, step=0.01, script=script, die_after=die_after)
 
 
 @pytest.mark.parametrize("at", [None, 1, 3, 4, 5])
 async def test_responses_are_streamed_and_survive(tmp_path, at):
-    async with running([Responds("a", die_after=at), Responds("b")], tmp_path) as on:
+    async with running([responds("a", at), responds("b")], tmp_path) as on:
         body = {"model": "toy", "input": "hello", "temperature": 0, "stream": True}
         async with on.session.post(on.url + "/v1/responses", json=body) as response:
             raw = (await response.read()).decode()

@@ -38,11 +38,18 @@ class Running:
     looking: supervisor.Supervisor
     said: list[str]
 
-    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
+    async def post(
+        self, body: Any, path: str = "/v1/completions", method: str = "POST", **headers: str
+    ) -> tuple[int, Any, Any]:
         """(status, JSON, headers)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+        headers = {"Content-Type": "application/json", **headers}
+        async with self.session.request(method, self.url + path, data=data, headers=headers) as response:
             return response.status, json.loads(await response.read()), response.headers
+
+    async def judge(self, quality: float, headers: Any = None, **what: str) -> tuple[int, Any, Any]:
+        """Judge a request or an entry of the cache."""
+        return await self.post({**what, "quality": quality}, "/gateway/feedback", **(headers or {}))
 
     async def stream(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Stream:
         """A stream, read to its end."""

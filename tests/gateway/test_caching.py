@@ -79,14 +79,12 @@ async def test_a_wrong_hit_is_told_and_forgotten(tmp_path):
         await on.settled()
         _, _, headers = await on.post(PROMPT)
         entry = headers["x-selfspec-cache"].partition("entry=")[2]
-        async with on.session.post(f"{on.url}/gateway/feedback", json={"entry": entry, "quality": 0}) as response:
-            assert response.status == 200
+        assert (await on.judge(0, entry=entry))[0] == 200
         await on.post(PROMPT)
         assert [row["cache"] for row in await on.rows()] == ["miss", "hit", "miss"]
         _, _, headers = await on.post(PROMPT)
         entry = headers["x-selfspec-cache"].partition("entry=")[2]
-        async with on.session.delete(f"{on.url}/gateway/cache/{entry}") as response:
-            assert response.status == 200
+        assert (await on.post({}, f"/gateway/cache/{entry}", "DELETE"))[0] == 200
         await on.post(PROMPT)
         assert (await on.rows())[-1]["cache"] == "miss"
         assert json.loads((await on.get("/gateway/routes"))[1])["cache"]["entries"] == 1
@@ -103,28 +101,24 @@ async def test_a_cache_that_fails_costs_no_request(tmp_path, monkeypatch, capsys
 async def test_an_entry_that_is_not_there_is_told(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
         for entry in ("f" * 17, "nonsense", "-1", "1"):
-            async with on.session.delete(f"{on.url}/gateway/cache/{entry}") as response:
-                assert response.status == 404
-                assert (await response.json())["error"]["message"].startswith(f"entry '{entry}' is not in the cache")
-            async with on.session.post(f"{on.url}/gateway/feedback", json={"entry": entry, "quality": 1}) as response:
-                assert response.status == 404
-        async with on.session.post(f"{on.url}/gateway/feedback", json={"quality": 1}) as response:
-            assert response.status == 400
-            assert "request_id or entry is missing" in (await response.json())["error"]["message"]
+            status, found, _ = await on.post({}, f"/gateway/cache/{entry}", "DELETE")
+            assert status == 404
+            assert found["error"]["message"].startswith(f"entry '{entry}' is not in the cache")
+            assert (await on.judge(1, entry=entry))[0] == 404
+        status, found, _ = await on.judge(1)
+        assert (status, "request_id or entry is missing" in found["error"]["message"]) == (400, True)
 
 
 async def test_a_cache_whose_file_is_busy_holds_up_nobody(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
         free = threading.Event()
         on.gateway.caching._files.submit(free.wait, 20)
-        judging = asyncio.ensure_future(
-            on.session.post(f"{on.url}/gateway/feedback", json={"entry": "1", "quality": 1})
-        )
+        judging = asyncio.ensure_future(on.judge(1, entry="1"))
         await asyncio.sleep(0.1)
         assert (await on.post(PROMPT | {"selfspec": {"cache": "none"}}))[0] == 200
         assert not free.is_set()
         free.set()
-        assert (await judging).status == 404
+        assert (await judging)[0] == 404
 
 
 async def test_who_names_a_backend_gets_no_answer_of_another(tmp_path):
@@ -178,10 +172,8 @@ async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
         await on.settled()
         assert "x-selfspec-cache" not in (await on.post(PROMPT, **BOB))[2]
         entry = (await on.post(PROMPT, **ANN))[2]["x-selfspec-cache"].partition("entry=")[2]
-        json_body = {"Content-Type": "application/json"}
         for who, quality, status in ((BOB, 0, 404), (BOB, 1, 404), (ANN, 1, 200), (ANN, 0, 200), (ANN, 0, 404)):
-            body = {"entry": entry, "quality": quality}
-            assert (await on.post(body, "/gateway/feedback", **who, **json_body))[0] == status
+            assert (await on.judge(quality, who, entry=entry))[0] == status
 
 
 @pytest.mark.parametrize("also", [[], ["sampled"]])
@@ -243,9 +235,7 @@ async def test_judged_answers_move_requests_of_their_kind(tmp_path):
                 _, _, headers = await on.post({"model": "toy", "prompt": prompt, "max_tokens": 4})
                 right = headers["x-selfspec-backend"] == "large" or text == EASY
                 await on.settled()
-                judged = {"request_id": headers["x-request-id"], "quality": float(right)}
-                async with on.session.post(f"{on.url}/gateway/feedback", json=judged) as response:
-                    assert response.status == 200
+                assert (await on.judge(float(right), request_id=headers["x-request-id"]))[0] == 200
         routes = [row["route"] for row in await on.rows()]
         assert routes[0] == "small"  # nothing is known yet
         assert routes[-2:] == ["large", "small"]
@@ -261,8 +251,7 @@ async def test_a_tenant_judges_its_own_requests_alone(tmp_path):
             await on.post(COMPLETION | {"selfspec": {"backend": backend}}, **head)
         await on.settled()
         for name, status in (("ann", 200), ("eve", 404)):
-            head = {"Authorization": f"Bearer {name}", "Content-Type": "application/json"}
-            assert (await on.post({"request_id": "1", "quality": 0}, "/gateway/feedback", **head))[0] == status
+            assert (await on.judge(0, {"Authorization": f"Bearer {name}"}, request_id="1"))[0] == status
         assert list(on.gateway.routing.choosers["quality"].judged) == ["a"]
 
 

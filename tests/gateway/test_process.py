@@ -6,12 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import process, text_of_stream
+from running import ANN, TENANTS, process, text_of_stream
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -23,6 +24,7 @@ from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 
 SERVER = Path(__file__).parents[2] / "experiments" / "gateway" / "overhead.py"
+KEYS = [asdict(one) for one in TENANTS]
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
 
 
@@ -70,12 +72,14 @@ async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
             on.file.write_text("policy: fixd")
             on.process.send_signal(signal.SIGHUP)
             await on.until_said("stay as they were")
-            on.write([other])
+            on.write([other], keys=KEYS)
             on.process.send_signal(signal.SIGHUP)
             raw += await response.read()
         await on.until_said("were reloaded")
         await on.until_up(session)
         async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
+            assert response.status == 401
+        async with session.post(f"{on.url}/v1/completions", json=PROMPT, headers=ANN) as response:
             assert response.headers["x-selfspec-backend"] == "b"
     assert text_of_stream(raw) == answer("once", 40)
     await other.stop()
@@ -157,6 +161,7 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatc
 
 FRAGMENTS = """
 import os
+from dataclasses import asdict
 from pathlib import Path
 from selfspec_cli.gateway import server
 {call}

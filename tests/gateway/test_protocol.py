@@ -82,6 +82,7 @@ async def test_looks_at_models_methods_and_ids(tmp_path):
         for path in ("/v1/nothing", "/v1/completions", "/health"):
             async with on.session.get(on.url + path, headers={"X-Request-Id": "mine"}) as response:
                 assert response.headers["x-request-id"] == "mine"
+        assert (await on.post(PROMPT, **{"X-Request-Id": "x" * 200}))[2]["x-request-id"].startswith("gw-")
         page = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
         async with on.session.options(on.url + "/v1/completions", headers=page) as response:
             assert response.headers["access-control-allow-origin"] == "https://app.example"

@@ -200,7 +200,8 @@ class Fake:
 
         def event(choice: dict[str, Any], **more: Any) -> bytes:
             whole = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
-            named = {"id": f"cmpl-{self.name}", "object": "chunk", "created": 1, "model": self.model}
+            kind = "chat.completion.chunk" if chat else "text_completion"
+            named = {"id": f"cmpl-{self.name}", "object": kind, "created": 1, "model": self.model}
             return self.form(json.dumps(named | {"choices": [whole], **more}).encode())
 
         head, made, end = [], [], [self.form(b"[DONE]")]

@@ -39,15 +39,17 @@ async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_pat
         assert 'selfspec_gateway_cache_total{verdict="hit"} 3.0' in (await on.get("/metrics"))[1]
 
 
-async def test_wishes_and_walls(tmp_path):
-    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
-        wishes = ({}, {"selfspec": {"cache": "none"}}, {"temperature": 1.0}, {"seed": 3}, {"seed": 3})
-        for more in wishes:
+@pytest.mark.parametrize(("also", "sampled"), [([], ["bypassed"] * 2), (["sampled"], ["miss", "hit"])])
+async def test_wishes_and_walls(tmp_path, also, sampled):
+    """Null is no temperature, as if none were named."""
+    async with running([Fake("a")], tmp_path, cache=CacheSettings(mib=8, also_for=also)) as on:
+        seeded, hot = {"seed": 3}, {"temperature": None}
+        for more in ({}, {"selfspec": {"cache": "none"}}, seeded, seeded, hot, hot):
             await on.post(PROMPT | more)
             await on.settled()
         await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
         verdicts = [row["cache"] for row in await on.rows()]
-        assert verdicts == ["miss", "bypassed", "bypassed", "miss", "hit", "bypassed"]
+        assert verdicts == ["miss", "bypassed", "miss", "hit", *sampled, "bypassed"]
 
 
 async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
@@ -174,16 +176,6 @@ async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
         entry = (await on.post(PROMPT, **ANN))[2]["x-selfspec-cache"].partition("entry=")[2]
         for who, quality, status in ((BOB, 0, 404), (BOB, 1, 404), (ANN, 1, 200), (ANN, 0, 200), (ANN, 0, 404)):
             assert (await on.judge(quality, who, entry=entry))[0] == status
-
-
-@pytest.mark.parametrize("also", [[], ["sampled"]])
-async def test_sampled_answers_are_cached_only_where_that_is_asked_for(tmp_path, also):
-    async with running([Fake("a")], tmp_path, cache=CacheSettings(mib=8, also_for=also)) as on:
-        body = {name: value for name, value in PROMPT.items() if name != "temperature"}
-        for _ in range(2):
-            await on.post(body)
-            await on.settled()
-        assert [row["cache"] for row in await on.rows()] == (["miss", "hit"] if also else ["bypassed", "bypassed"])
 
 
 def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):

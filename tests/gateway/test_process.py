@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import ANN, TENANTS, process, text_of_stream
+from running import ANN, TENANTS, process, text_of_stream, until
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -96,25 +96,28 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
         assert f"port={port}: it cannot listen on 127.0.0.1:{port} (" in said and "in use" in said
 
 
-def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):
-    ends = BackendKind("tiny", "a server", lambda settings: None, lambda settings, port: [sys.executable, "-c", "x"])
-    monkeypatch.setitem(BACKENDS._found, "tiny", ends)
-    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"])]
-    with pytest.raises(demo.DemoFailed, match=r"^early ended before it answered; its log: ") as failed:
-        demo.run(GatewaySettings(results_dir=str(tmp_path), backends=backends), lambda text: None)
+@pytest.fixture
+def tiny(monkeypatch):
+    """Has this Python code be the server of the kind `tiny`; gives its settings."""
+
+    def made(*code, **more):
+        command = lambda settings, port: [sys.executable, *code, str(port)]  # noqa: E731
+        monkeypatch.setitem(BACKENDS._found, "tiny", BackendKind("tiny", "a server", lambda settings: None, command))
+        return BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
+
+    return made
+
+
+def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, tiny):
+    settings = GatewaySettings(results_dir=str(tmp_path), backends=[tiny("-c", "x")])
+    with pytest.raises(demo.DemoFailed, match=r"^one ended before it answered; its log: ") as failed:
+        demo.run(settings, lambda text: None)
     assert "NameError" in Path(str(failed.value).rpartition("its log: ")[2]).read_text()
 
 
-def command(settings, port):
-    return [sys.executable, str(SERVER), "--serve", str(port), "--step", "0.01"]
-
-
-async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_own(tmp_path, monkeypatch):
-    kind = BackendKind("tiny", "a server without a model", lambda settings: None, command)
-    monkeypatch.setitem(BACKENDS._found, "tiny", kind)
-
+async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_own(tmp_path, tiny):
     def made(**more):
-        backend = BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
+        backend = tiny(str(SERVER), "--step", "0.01", "--serve", **more)
         return Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
 
     first = made()
@@ -129,30 +132,17 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
         async with server.opened(made(), starts=False) as worker:  # nor does a worker start one
             assert worker.processes == {}
         process.kill()
-        for _ in range(100):
-            if first.replicas[0].state is State.down:
-                break
-            await asyncio.sleep(0.05)
-        assert first.replicas[0].state is State.down
+        await until(lambda: first.replicas[0].state is State.down)
     assert process.poll() is not None
 
 
-async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
-    kind = BackendKind(
-        "tiny",
-        "no server",
-        lambda settings: None,
-        lambda settings, port: [sys.executable, "-c", "raise SystemExit('no luck')", "--port", str(port)],
-    )
-    monkeypatch.setitem(BACKENDS._found, "tiny", kind)
-    backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
+async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, tiny):
     said = []
+    backend = tiny("-c", "raise SystemExit('no luck')")
     gateway = Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
     async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
-        async with asyncio.timeout(30):
-            while len(said) < 2:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(said) == 2)
         await asyncio.sleep(0.3)
     log = tmp_path / "gateway" / "backend-one.log"
     assert "no luck" in log.read_text()
@@ -167,6 +157,7 @@ from selfspec_cli.gateway import server
 {call}
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+bytearray(20_000_000)  # glibc takes blocks of up to that size from the heap from now on
 large, small, before = [], [], resident()
 for _ in range(200):
     large.append(bytearray(300_000))

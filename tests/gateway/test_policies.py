@@ -10,7 +10,6 @@ from simulated import Request, Server, asked_of, begun, chooser_of, poisson, sim
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.cascade import sureness
-from selfspec_cli.gateway.replica import SAMPLE
 from selfspec_cli.gateway.settings import SloSettings
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
@@ -71,20 +70,6 @@ def test_what_drafts_are_worth_is_found_out_by_the_first_requests_of_clients():
         assert choose(asked, [plain_one, early]).order[0] is early
         early.end(early.begin(asked), None)
     assert choose(asked, [plain_one, early]).order[0] is plain_one
-
-
-@pytest.mark.parametrize(("there", "chosen"), [(3, "early"), (12, "plain")])
-def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chosen):
-    """With three there, what it takes from them makes up for the slow one, yet it ends here first."""
-    early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
-    asked = asked_of(Request(0.0, "x", 10, 50))
-    for _ in range(there):
-        begun(early, asked, 0.002)
-    slow = plain_one.predict(asked).e2e
-    assert early.predict(asked).e2e + early.slows(asked) > slow
-    assert (early.predict(asked).e2e < slow) == (chosen == "early")
-    choice = chooser_of("least_time").choose(asked, [early, plain_one])
-    assert choice.order[0].name == chosen
 
 
 MEASURED = {  # on an H200 (`gateway/three_backends_h200.json` in `gpu.jsonl.xz`)
@@ -185,24 +170,6 @@ def test_backends_of_one_host_that_slow_each_other_down_are_used_one_at_a_time(s
     alone = [pooled("fixed", made, rate, 32, backend=name) for name in ON_ONE_CPU]
     ours = [one / min(others) for one, *others in zip(pooled("least_time", made, rate, 32), *alone, strict=True)]
     assert ours[0] <= median and ours[1] <= p99
-
-
-def test_a_backend_that_has_become_slow_gets_no_more_requests_before_any_of_them_ends():
-    clock = {"at": 0.0}
-    early, other = (one.replica for one in warmed(early_exit_and_plain()))
-    asked = asked_of(Request(0.0, "x", 10, 50))
-    for replica in (early, other):
-        replica.now = lambda: clock["at"]
-    for _ in range(24):
-        begun(early, asked, 0.002)
-    under_way = [begun(other, asked, 0.002) for _ in range(10)]
-    choose = chooser_of("least_time").choose
-    for seconds, name in ((0.028, "plain"), (0.28, "early")):
-        for _ in range(SAMPLE):
-            clock["at"] += seconds
-            for flight in under_way:
-                flight.came(1)
-        assert choose(asked, [early, other]).order[0].name == name
 
 
 def test_least_time_loses_where_times_have_another_reason():

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import ANN, TENANTS, process, text_of_stream, until
+from running import TENANTS, process, text_of_stream, until
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -65,23 +65,21 @@ async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with
 async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
     other = Fake("b")
     await other.start()
-    async with process(tmp_path, [Fake("a", step=0.03)]) as on, aiohttp.ClientSession() as session:
+    fake = Fake("a", step=0.03)
+    async with process(tmp_path, [fake]) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
-        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
-            raw = await response.content.readany()
-            on.file.write_text("policy: fixd")
-            on.process.send_signal(signal.SIGHUP)
-            await on.until_said("stay as they were")
-            on.write([other], keys=KEYS)
-            on.process.send_signal(signal.SIGHUP)
-            raw += await response.read()
+        stream = asyncio.ensure_future(on.stream())
+        await until(lambda: fake.running == 1)
+        on.file.write_text("policy: fixd")
+        on.process.send_signal(signal.SIGHUP)
+        await on.until_said("stay as they were")
+        on.write([other], keys=KEYS)
+        on.process.send_signal(signal.SIGHUP)
+        assert await stream == answer("once", 40)
         await on.until_said("were reloaded")
         await on.until_up(session)
-        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
-            assert response.status == 401
-        async with session.post(f"{on.url}/v1/completions", json=PROMPT, headers=ANN) as response:
-            assert response.headers["x-selfspec-backend"] == "b"
-    assert text_of_stream(raw) == answer("once", 40)
+        assert (await on.ask(body=PROMPT, key="nobody"))[0] == 401
+        assert (await on.ask(body=PROMPT))[1]["x-selfspec-backend"] == "b"
     await other.stop()
 
 
@@ -151,7 +149,6 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, tiny):
 
 FRAGMENTS = """
 import os
-from dataclasses import asdict
 from pathlib import Path
 from selfspec_cli.gateway import server
 {call}

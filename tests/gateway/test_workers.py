@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import Process, process, text_of_stream, until
+from running import Process, process, until
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import workers
@@ -31,17 +31,6 @@ class Gateway(Process):
         """Process ids."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(one) for one in children if b"workers" in Path(f"/proc/{one}/cmdline").read_bytes()]
-
-    async def ask(self, method="POST", path="/v1/completions", body=None, key="ann"):
-        """(status, headers, what came) over a connection of its own, so that any worker may get it."""
-        head = {"Authorization": f"Bearer {key}", "Connection": "close"}
-        asked = aiohttp.request(method, self.url + path, json=body, headers=head)
-        async with asked as response:
-            return response.status, response.headers, await response.text()
-
-    async def stream(self):
-        """The text of a stream."""
-        return text_of_stream((await self.ask(body=PROMPT | {"stream": True}))[2])
 
     async def until_all(self, fits, method="POST", path="/v1/completions", key="ann", body=None):
         """Until eight answers, each over a connection of its own, fit: those of both workers."""

@@ -1,6 +1,6 @@
 """Real vLLM servers of one model behind a gateway that is a process of its own, for the scripts of this folder.
 
-Of the extra `gateway` it needs no package that vLLM does not bring.
+It needs orjson beside vLLM's own packages, and no other part of the extra `gateway` that vLLM does not bring.
 """
 
 from __future__ import annotations

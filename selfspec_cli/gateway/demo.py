@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -134,7 +133,6 @@ async def _kill(
         os.killpg(supervisor.processes["early"].pid, signal.SIGKILL)
 
     broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
-    gateway.log.write()
     row = _rows(gateway)[-1]
     return {
         "same text": broken == whole,
@@ -168,4 +166,5 @@ async def ask(
 
 
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
-    return [packed.loads(line) for line in Path(str(gateway.log.file)).read_bytes().splitlines()]
+    gateway.log.write()
+    return [packed.loads(line) for line in gateway.log.file.read_bytes().splitlines()]

@@ -138,14 +138,13 @@ def _after(body: bytes, receive: Receive) -> Receive:
 async def opened(gateway: Gateway, say: Say = lambda text: None, starts: bool = True) -> AsyncIterator[Supervisor]:
     """A gateway with its client, its log, and its backends, for as long as the block lasts. starts: servers too."""
     supervisor = Supervisor(gateway.upstream, gateway.folder, gateway.looked, say, starts)
-    gateway.log.open()
     try:
         await supervisor.take(gateway.replicas)
         yield supervisor
     finally:
         await supervisor.close()
         await gateway.upstream.close()
-        await gateway.log.close()
+        gateway.log.close()
         gateway.tracing.close()
         gateway.caching.close()
         gateway.meter.close()

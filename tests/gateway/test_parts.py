@@ -133,12 +133,13 @@ async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
         assert len(on.fakes["a"].asked) == 1
 
 
-async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     log = RequestLog(tmp_path / "gone" / "log.jsonl")
-    log.add({"id": "x"})
     (tmp_path / "gone").rmdir()
-    await log.close()
-    assert "FileNotFoundError" in capsys.readouterr().err
+    for _ in range(2):
+        log.add({"id": "x"})
+    log.close()
+    assert capsys.readouterr().err.count("\nFileNotFoundError") == 1
 
 
 @pytest.mark.parametrize(("enough", "deadline", "why"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])

@@ -193,6 +193,7 @@ async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):
             asked = CHAT | {"max_tokens": 8}
             stream = await client.chat.completions.create(**asked, stream=True)
             text = "".join([part.choices[0].delta.content or "" async for part in stream])
+            await on.settled()
             replayed = await client.chat.completions.create(**asked, stream=True)
             assert text == "".join([part.choices[0].delta.content or "" async for part in replayed])
             whole = (await client.chat.completions.create(**asked)).choices[0].message.content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,13 +12,13 @@ from dataclasses import asdict
 from typing import Any
 
 import aiohttp
+import pandas
 
 from selfspec_cli.gateway import packed, server
 from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor
-from selfspec_cli.record.gateway_log import routes
 
 START_SECONDS = 420.0
 PROMPTS = (
@@ -32,6 +33,8 @@ ROUNDS = 6  # each prompt is asked so often, first alone, then several at once
 AT_ONCE = 3
 TOKENS = 48
 BATCH = 4
+TIMES = ("ttft_ms", "expected_ttft_ms", "tpot_ms", "expected_tpot_ms", "e2e_ms")
+SUMS = ("tokens", "cost", "machine_s", "survived")
 Say = Callable[[str], None]
 
 
@@ -69,7 +72,7 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
             web.should_exit = True
             await serving
     return {
-        "routes": [asdict(one) for one in routes(row for row in _rows(gateway) if row["at"] >= began)],
+        "routes": routes([row for row in _rows(gateway) if row["at"] >= began]),
         "gains": [asdict(gain) for gain in gateway.ledger.gains()],
         "checks": checks,
         "log": str(gateway.log.file),
@@ -163,6 +166,20 @@ async def ask(
                 if after is not None and parts == after[0]:
                     after[1]()
     return text
+
+
+def routes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What requests took that ended well, by model, route, and whether they are the baseline: medians of TIMES, sums of
+    SUMS; None where nothing was measured."""
+    table = pandas.DataFrame(rows).astype(dict.fromkeys((*TIMES, *SUMS), float))
+    ended = table[table["status"].eq(200) & table["route"].notna()]
+    found = ended.groupby(["model", "route", "plain"]).agg(
+        requests=("status", "size"),
+        hits=("cache", lambda verdicts: verdicts.eq("hit").sum()),
+        **{name: (name, "median") for name in TIMES},
+        **{name: (name, lambda column: column.sum(min_count=1)) for name in SUMS},
+    )
+    return json.loads(found.reset_index().convert_dtypes().to_json(orient="records"))
 
 
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@
 
 import json
 import re
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -21,7 +21,7 @@ from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings
-from selfspec_cli.record.gateway_log import Gain, Route
+from selfspec_cli.record.gateway_log import Gain
 
 UNSET = ["backends.0.url=null"]
 ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
@@ -135,9 +135,9 @@ def test_the_command_shows_what_it_would_run_and_refuses_bad_input():
 
 
 def test_the_tables_of_the_demo_have_headings_that_need_no_glossary(capsys):
-    route = Route("demo", "early", True, 6, 1, 20.0, 21.0, 5.0, 5.5, 250.0, 288, 0.001, 1.5, 0)
+    route = dict.fromkeys(command.ROUTES.values(), 1.0) | {"route": "early", "plain": True}
     found = {
-        "routes": [asdict(route), asdict(replace(route, plain=False, ttft_ms=None))],
+        "routes": [route, route | {"plain": False, "ttft_ms": None}],
         "gains": [asdict(Gain("demo", "all", "money", 24, 12, 1.5, 1.25, 1.75))],
         "checks": {"streams that were continued": 1},
         "log": "requests.jsonl",

@@ -80,10 +80,10 @@ def _add(whole: Document, part: Document) -> None:
             whole[name] = value
 
 
-def renewed(answer: Document, now: float | None = None) -> Document:
+def renewed(answer: Document) -> Document:
     """The document with an id and a time of its own, so that no client takes two answers for one."""
     prefix = str(answer.get("id", "cache")).partition("-")[0] or "cache"
-    return {**answer, "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time() if now is None else now)}
+    return {**answer, "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
 
 
 def stream(answer: Document, include_usage: bool) -> Iterator[bytes]:

@@ -138,12 +138,11 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("selfspec")
 
-    def span(self, name: str, headers: Mapping[str, str] | None = None) -> AbstractContextManager[Any]:
+    def span(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
         """A span around one step of a request. headers: those of the client, whose trace it joins."""
         if self._tracer is None:
             return nullcontext()
-        context = None if headers is None else self._propagator.extract(headers)
-        return self._tracer.start_as_current_span(name, context=context)
+        return self._tracer.start_as_current_span(name, context=self._propagator.extract(headers))
 
     def inject(self, headers: dict[str, str]) -> None:
         """Let a backend join the trace."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +90,3 @@ def check_serve(settings: BackendSettings) -> None:
 def log_of(settings: BackendSettings, folder: Path) -> Path:
     """Where the output of its server goes."""
     return folder / f"backend-{settings.name}.log"
-
-
-def environment(settings: BackendSettings, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of the server of a backend that is started here."""
-    own = {name: str(value) for name, value in settings.environment.items()}
-    return {"VLLM_NO_USAGE_STATS": "1", **base, **own}

@@ -1,5 +1,6 @@
 """Each policy on a workload made for it, where it beats round robin, and on one where it loses."""
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,8 +23,8 @@ def plain(count=400, rate=4.0, prompt=100, answer=50, seed=1):
 
 def both(policy, servers, requests, slo=None, judge=None, **options):
     """(what the policy reaches, what round robin does) on the same requests."""
-    ours = simulate(policy, servers(), requests, slo, judge, **options)
-    return ours, simulate("round_robin", servers(), requests, slo, judge)
+    ours = simulate(policy, deepcopy(servers), requests, slo, judge, **options)
+    return ours, simulate("round_robin", deepcopy(servers), requests, slo, judge)
 
 
 def early_exit_and_plain():
@@ -35,7 +36,7 @@ def early_exit_and_plain():
 
 
 def test_least_time_wins_where_one_backend_is_faster():
-    ours, turn = both("least_time", early_exit_and_plain, plain(rate=0.3))
+    ours, turn = both("least_time", early_exit_and_plain(), plain(rate=0.3))
     assert ours.mean() < 0.9 * turn.mean()
     assert ours.p99() < turn.p99()
     assert ours.routes["early"] > ours.routes["plain"] > 0  # the slower one is looked at now and then
@@ -174,21 +175,16 @@ def test_backends_of_one_host_that_slow_each_other_down_are_used_one_at_a_time(s
 
 def test_least_time_loses_where_times_have_another_reason():
     """Each backend has a neighbour that takes turns with the other's: what was learnt is always a little old."""
-
-    def servers():
-        return [Server("a", extra=lambda at: 0.05 * (at % 2 < 1)), Server("b", extra=lambda at: 0.05 * (at % 2 >= 1))]
-
+    servers = [Server("a", extra=lambda at: 0.05 * (at % 2 < 1)), Server("b", extra=lambda at: 0.05 * (at % 2 >= 1))]
     ours, turn = both("least_time", servers, plain(rate=4.0, answer=40))
     assert ours.mean() > turn.mean()
 
 
 def test_the_cheapest_within_the_limits_costs_less_and_keeps_them():
-    def servers():
-        return [
-            Server("dear", step=0.01, settings={"price_out": 10.0}),
-            Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0}),
-        ]
-
+    servers = [
+        Server("dear", step=0.01, settings={"price_out": 10.0}),
+        Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0}),
+    ]
     requests = plain(rate=2.5, count=500)
     slo = SloSettings(ttft_ms=1000, tpot_ms=60)
     ours, turn = both("cheapest_within_slo", servers, requests, slo)
@@ -205,9 +201,7 @@ def test_sticky_wins_where_prompts_begin_alike():
     def ask(draw, number):
         return (f"document {draw.randrange(12):03d} " * 40 + f"{number:08d}", 3000, 20)
 
-    def servers():
-        return [Server(name, rate=4000.0) for name in "abc"]
-
+    servers = [Server(name, rate=4000.0) for name in "abc"]
     requests = poisson(2.5, 300, 3, ask)
     ours, turn = both("sticky_until_saturated", servers, requests, SloSettings(ttft_ms=2000))
     assert sum(ours.ttft) < 0.7 * sum(turn.ttft)
@@ -238,10 +232,7 @@ def test_a_session_stays_where_it_was_until_that_is_saturated():
 def test_sticky_loses_where_answers_are_long_and_nothing_is_alike():
     """Two conversations alternate; the beginning that they share keeps them on one backend."""
     requests = poisson(6.0, 300, 4, lambda draw, number: ("system prompt of all " * 4 + f"{number:08d}", 40, 120))
-
-    def servers():
-        return [Server(name, slope=0.002) for name in "ab"]
-
+    servers = [Server(name, slope=0.002) for name in "ab"]
     ours, turn = both("sticky_until_saturated", servers, requests)
     assert ours.mean() > turn.mean()
 
@@ -258,9 +249,7 @@ def test_quality_sends_what_the_small_model_can_do_to_the_small_model():
     def judge(name, prompt):
         return 1.0 if name == "large" or not prompt.startswith(HARD) else 0.0
 
-    def servers():
-        return [Server("small", settings={"price_out": 1.0}), Server("large", settings={"price_out": 10.0})]
-
+    servers = [Server("small", settings={"price_out": 1.0}), Server("large", settings={"price_out": 10.0})]
     requests = poisson(3.0, 400, 5, ask)
     ours, turn = both("quality", servers, requests, judge=judge)
     assert ours.quality > 0.95 > turn.quality
@@ -270,10 +259,7 @@ def test_quality_sends_what_the_small_model_can_do_to_the_small_model():
 
 def test_quality_loses_where_nobody_judges():
     requests = plain(rate=8.0)
-
-    def servers():
-        return [Server("small", slope=0.004, settings={"price_out": 1.0}), Server("large", settings={"price_out": 9.0})]
-
+    servers = [Server("small", slope=0.004, settings={"price_out": 1.0}), Server("large", settings={"price_out": 9.0})]
     ours, turn = both("quality", servers, requests)
     assert ours.routes["large"] == 0
     assert ours.mean() > turn.mean()

@@ -81,10 +81,9 @@ def by_ids(request: Request, vllm: bool) -> bool:
     """Whether the backend is asked for token ids, to go on from them elsewhere. vllm: it answers as vLLM does."""
     body = request.body
     logged_chat = request.endpoint == CHAT and body.get("logprobs") not in (None, False)
-    pictures = request.endpoint == CHAT and not _only_text(body.get("messages"))
     stateful = any(body.get(name) for name in _STATE) or body.get("include_reasoning") is False  # hides its ids
     asked = body.get("return_token_ids")
-    return vllm and _single(request) and not (stateful or logged_chat or pictures or asked)
+    return vllm and _single(request) and not (stateful or logged_chat or asked) and request.only_text
 
 
 def _single(request: Request) -> bool:
@@ -93,13 +92,6 @@ def _single(request: Request) -> bool:
     several = request.answers != 1 or (body.get("best_of") or 1) != 1 or bool(body.get("use_beam_search"))
     more = body.get("echo") or body.get("prompt_logprobs") is not None or "prompt_embeds" in body
     return request.endpoint in (CHAT, COMPLETIONS) and not several and not more
-
-
-def _only_text(messages: Any) -> bool:
-    """Whether messages have no pictures or the like, of which token ids say only where they stood."""
-    contents = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.errors import bad_request, invalid, unavailable
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended
+from selfspec_cli.gateway.policies.base import Choice, Chooser
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import GatewaySettings
@@ -109,19 +109,16 @@ class Routing:
             self.answer_tokens[key] = before + LEARNT * (out.tokens - before)
             while len(self.answer_tokens) > ROUTES_KEPT:
                 self.answer_tokens.pop(next(iter(self.answer_tokens)))
-        self._tell(request, out.route, Ended(out.tokens, out.e2e, out.cost))
-
-    def _tell(self, request: Request, route: str, ended: Ended) -> None:
-        for chooser in self.choosers.values():
-            for replica in self.replicas:
-                if replica.name == route:
-                    chooser.learn(request, replica, ended)
 
     def judged(self, tenant: str, request_id: str, quality: float) -> bool:
         """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
         found = self.routes.get((tenant, request_id))
         if found is None:
             return False
+        request, route = found
         self.chooser(self.settings.policy)
-        self._tell(*found, Ended(quality=quality))
+        for chooser in self.choosers.values():
+            for replica in self.replicas:
+                if replica.name == route:
+                    chooser.learn(request, replica, quality)
         return True

@@ -17,7 +17,7 @@ from scripts import importable
 
 from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Chooser, Ended
+from selfspec_cli.gateway.policies.base import Chooser
 from selfspec_cli.gateway.replica import Flight, Replica, State
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
@@ -157,7 +157,8 @@ def simulate(
         for server in servers:
             for asked, flight in server.end(at) if server.due <= at else ():
                 quality = judge(server.name, asked.text) if judge else 0.0
-                chooser.learn(asked, server.replica, Ended(quality=quality if judge else None))
+                if judge:
+                    chooser.learn(asked, server.replica, quality)
                 done.append((flight, server.replica.price(asked), quality))
         while coming and coming[0].at <= at:
             request = coming.popleft()

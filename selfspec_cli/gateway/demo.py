@@ -97,18 +97,14 @@ async def _traffic(
     """Ask in several ways; what has to be true, by name."""
     say(f"traffic: {len(PROMPTS) * ROUNDS} streams, first one at a time, then {AT_ONCE} at once")
     expected = {prompt: await ask(session, url, prompt, {"backend": "plain", "cache": "none"}) for prompt in PROMPTS}
-    texts: list[bool] = []
-    for prompt in PROMPTS:
-        for _ in range(ROUNDS // 2):
-            texts.append((await ask(session, url, prompt, {"cache": "none"})) == expected[prompt])
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: str, **wishes: Any) -> bool:
         async with room:
             return (await ask(session, url, prompt, wishes)) == expected[prompt]
 
-    rest = ROUNDS - ROUNDS // 2
-    texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * rest))
+    texts = [await one(prompt, cache="none") for prompt in PROMPTS for _ in range(ROUNDS // 2)]
+    texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * (ROUNDS // 2)))
     say("the same again, which a cache may answer; and four requests of class batch")
     texts += await asyncio.gather(*(one(prompt) for prompt in PROMPTS * 2))
     lazy = [one(prompt, **{"class": "batch", "deadline_ms": 20_000, "cache": "none"}) for prompt in PROMPTS[:BATCH]]

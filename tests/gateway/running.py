@@ -59,10 +59,7 @@ class Running:
 
     async def settled(self) -> None:
         """Wait until what was asked is counted too, which is after its answer was sent."""
-        for _ in range(4000):
-            if self.gateway.inside == 0:
-                return
-            await asyncio.sleep(0.005)
+        await until(lambda: self.gateway.inside == 0)
 
     async def get(self, path: str, **headers: str) -> tuple[int, str]:
         await self.settled()
@@ -238,4 +235,4 @@ ANN, BOB = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
 async def until(condition):
     """Wait for it; the test's own limit of a minute ends what never comes."""
     while not condition():
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.01)

@@ -80,7 +80,7 @@ async def test_workers_share_limits_cache_counts_and_drains(tmp_path):
         await on.until_all(lambda status, headers: status == 429, key="joe")
         await on.until_all(lambda status, headers: "hit" in headers.get("x-selfspec-cache", ""), body=PROMPT)
         rows, counted = [], 0.0
-        while len(rows) < 20 or counted != len(rows):  # the log is written several times a second
+        while len(rows) < 20 or counted != len(rows):  # rows are written once their requests have ended
             await asyncio.sleep(0.3)
             rows = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
             shown = [line for line in (await on.ask("GET", "/metrics"))[2].splitlines() if "_requests_total{" in line]

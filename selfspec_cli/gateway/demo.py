@@ -132,6 +132,7 @@ async def _kill(
         os.killpg(supervisor.processes["early"].pid, signal.SIGKILL)
 
     broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
+    gateway.log.write()
     row = _rows(gateway)[-1]
     return {
         "same text": broken == whole,
@@ -179,5 +180,4 @@ def routes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
-    gateway.log.write()
     return [packed.loads(line) for line in gateway.log.file.read_bytes().splitlines()]

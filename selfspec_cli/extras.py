@@ -36,7 +36,6 @@ EXTRAS = {
         "fastapi",
         "httptools",
         "opentelemetry",
-        "orjson",
         "prometheus_client",
         "uvicorn",
         "uvloop",

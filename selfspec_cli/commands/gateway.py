@@ -95,7 +95,7 @@ ROUTES = {
     "server time, s": "machine_s",
     "streams continued": "survived",
 }
-"""Headings, and the fields of `record.gateway_log.Route` under them."""
+"""Headings, and the fields of `gateway.demo.routes` under them."""
 
 GAINS = ("model", "backend", "compared", "requests", "baseline requests", "gain", "95 % interval")
 COMPARED = {"seconds": "time", "money": "cost"}

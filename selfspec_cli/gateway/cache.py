@@ -39,15 +39,13 @@ def key(request: Request) -> bytes:
 
 def specials(request: Request) -> set[str]:
     """Which of the kinds of `also_for` a request is."""
-    body = request.body
-    said = body.get("messages")
-    messages = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
-    called = any(one.get("tool_calls") or one.get("role") == "tool" for one in messages)
-    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
-    found = {"tools"} if called or any(body.get(name) for name in _TOOLS) else set()
-    if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-        found.add("images")
-    return found if request.greedy else found | {"sampled"}
+    called = any(one.get("tool_calls") or one.get("role") == "tool" for one in request.messages)
+    found = {
+        "tools": called or any(request.body.get(name) for name in _TOOLS),
+        "images": not request.only_text,
+        "sampled": not request.greedy,
+    }
+    return {name for name, is_one in found.items() if is_one}
 
 
 class AnswerCache:

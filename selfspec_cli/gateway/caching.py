@@ -157,14 +157,11 @@ class Caching:
         finally:
             if self.flights.get(form) is flight:
                 del self.flights[form]
-        bodies = [message["body"] for message in flight.messages if "body" in message]
+        raw = b"".join(message.get("body", b"") for message in flight.messages)
         prompt, tokens = out.prompt_tokens, out.tokens
         if prompt is not None and tokens is not None:
             flight.usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-        try:
-            answer = replay.document(bodies) if flight.size <= LARGEST else None
-        except replay.Incomplete:
-            return
+        answer = replay.document(raw) if flight.size <= LARGEST else None
         if answer is None or self.cache is None:
             return
         if not answer.get("usage") and flight.usage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from selfspec_cli.config.schema import ConfigError
@@ -27,20 +27,15 @@ def checked(schema: Any, content: Any, place: str) -> Any:
         if key not in known:
             raise ConfigError(closest(f"{place}{key}", [f"{place}{one}" for one in known] or ["none"], "key"))
     made = schema(**{key: _value(hints[key], value, f"{place}{key}") for key, value in content.items()})
-    for column in fields(schema):
-        about = column.metadata.get("knob")
-        if about is None:
+    for name, option in knobs.options(schema).items():
+        if "." in name:  # checked with the mapping that it is in
             continue
-        factory = column.default_factory
-        option = knobs.Option(
-            column.name, hints[column.name], column.default if factory is MISSING else factory(), about
-        )
-        value = getattr(made, column.name)
+        value, about = getattr(made, name), option.knob
         if option.is_number and not knobs.admits(option, value):
-            raise ConfigError(f"{place}{column.name}={value}: allowed: {about.allowed()}")
+            raise ConfigError(f"{place}{name}={value}: allowed: {about.allowed()}")
         for word in value if isinstance(value, list) else [value]:
             if about.choices and word not in about.choices:
-                raise ConfigError(about.wrong_word(word, f"{place}{column.name}"))
+                raise ConfigError(about.wrong_word(word, f"{place}{name}"))
     return made
 
 

@@ -21,6 +21,7 @@ from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Event
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 
 COMPLETION_TOKENS = 16  # the answer's length in /v1/completions where the client names none
+OTHERWISE = "the same request was answered otherwise the second time"
 CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
 """Fields of an event that hold text for the client, in the order in which a server sends them."""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
@@ -80,10 +81,9 @@ def by_ids(request: Request, vllm: bool) -> bool:
     """Whether the backend is asked for token ids, to go on from them elsewhere. vllm: it answers as vLLM does."""
     body = request.body
     logged_chat = request.endpoint == CHAT and body.get("logprobs") not in (None, False)
-    pictures = request.endpoint == CHAT and not _only_text(body.get("messages"))
     stateful = any(body.get(name) for name in _STATE) or body.get("include_reasoning") is False  # hides its ids
     asked = body.get("return_token_ids")
-    return vllm and _single(request) and not (stateful or logged_chat or pictures or asked)
+    return vllm and _single(request) and not (stateful or logged_chat or asked) and request.only_text
 
 
 def _single(request: Request) -> bool:
@@ -92,13 +92,6 @@ def _single(request: Request) -> bool:
     several = request.answers != 1 or (body.get("best_of") or 1) != 1 or bool(body.get("use_beam_search"))
     more = body.get("echo") or body.get("prompt_logprobs") is not None or "prompt_embeds" in body
     return request.endpoint in (CHAT, COMPLETIONS) and not several and not more
-
-
-def _only_text(messages: Any) -> bool:
-    """Whether messages have no pictures or the like, of which token ids say only where they stood."""
-    contents = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
 @dataclass
@@ -210,19 +203,29 @@ class Answer:
         """
         inner, ends = _inner(choice), bool(choice.get("finish_reason"))
         for channel in CHANNELS:
-            text, wanted = inner.get(channel) or "", self.skip.get(channel, "")
-            if not text or not wanted:
-                if text and any(self.skip.values()):
-                    raise BrokenStream("the same request was answered otherwise the second time")
-                continue
-            if not (text.startswith(wanted) or wanted.startswith(text)):
-                raise BrokenStream("the same request was answered otherwise the second time")
-            inner[channel], self.skip[channel] = text[len(wanted) :], wanted[len(text) :]
+            if text := inner.get(channel):
+                inner[channel] = self.new(channel, text)
         calls = inner.get("tool_calls") or inner.get("function_call")
-        if any(self.skip.values()) and (calls or ends):
-            raise BrokenStream("the same request was answered otherwise the second time")
+        if calls or ends:
+            self.check_repeated()
         inner.pop("role", None)
         return bool(calls or ends or any(inner.get(channel) for channel in CHANNELS))
+
+    def new(self, channel: str, text: str) -> str:
+        """What the client does not have of a second answer's text; raises BrokenStream where it is another text."""
+        wanted = self.skip.get(channel, "")
+        if not wanted:
+            self.check_repeated()
+            return text
+        if not (text.startswith(wanted) or wanted.startswith(text)):
+            raise BrokenStream(OTHERWISE)
+        self.skip[channel] = wanted[len(text) :]
+        return text[len(wanted) :]
+
+    def check_repeated(self) -> None:
+        """Raises BrokenStream while a second answer has not repeated all that the client has."""
+        if any(self.skip.values()):
+            raise BrokenStream(OTHERWISE)
 
     def _count(self, document: dict[str, Any]) -> None:
         """Keep the usage; after a continuation, what came before was counted as part of the prompt."""

@@ -201,7 +201,7 @@ def _entry(name: str, known: bool) -> dict[str, Any]:
 
 def _shown(one: Any) -> dict[str, Any]:
     """A backend for people."""
-    step = one.timing.step(1)
+    step = one.timing.steps.value(1)
     return {
         "name": one.name,
         "kind": one.settings.kind,

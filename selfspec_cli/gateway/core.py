@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers
+
 from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.caching import Caching
@@ -79,7 +81,7 @@ class Gateway:
 
     async def _route(self, request: Request, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
-        fit = self.routing.candidates(request, request.backend)
+        fit = self.routing.candidates(request)
         if not fit:
             waits = [replica.backoff() for replica in self.routing.up(request)]
             said = "no backend takes requests for this model now"
@@ -99,7 +101,7 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: Tenant) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = Headers(scope=scope)
         client, task = Client(send, {}), asyncio.current_task()
         out: Outcome | None = None
         assert task is not None
@@ -158,7 +160,7 @@ class Gateway:
         name = type(error).__name__
         return GatewayError(f"the gateway failed: {name}", 500, "internal_error", logged=f"the gateway failed: {name}")
 
-    async def _read(self, path: str, raw: bytes, headers: dict[str, str], tenant: Tenant) -> Request:
+    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: Tenant) -> Request:
         if len(raw) > LONG_BODY:
             request = await asyncio.to_thread(requests.read, path, raw, headers)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from pathlib import Path
 
@@ -11,14 +10,13 @@ from selfspec_cli.early_exit.errors import SettingsError
 BUSY_SECONDS = 2.0  # for which a writer waits for the one before it
 
 
-def database(path: Path | None, version: int, schema: str) -> sqlite3.Connection:
-    """The tables of a file that its owner alone may read; None keeps them in memory. schema: statements that change
-    nothing where they were run before. Raises SettingsError for a file that is no such database."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        path.chmod(0o600)
-    found = sqlite3.connect(path or ":memory:", BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+def database(path: Path, version: int, schema: str) -> sqlite3.Connection:
+    """The tables of a file that its owner alone may read. schema: statements that change nothing where they were run
+    before. Raises SettingsError for a file that is no such database."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(0o600)
+    path.chmod(0o600)
+    found = sqlite3.connect(path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         found.execute("PRAGMA journal_mode=WAL")
         found.execute("PRAGMA synchronous=NORMAL")

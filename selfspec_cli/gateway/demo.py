@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
+import pandas
 
-from selfspec_cli.gateway import server
+from selfspec_cli.gateway import packed, server
 from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor
-from selfspec_cli.record.gateway_log import routes
 
 START_SECONDS = 420.0
 PROMPTS = (
@@ -34,6 +33,8 @@ ROUNDS = 6  # each prompt is asked so often, first alone, then several at once
 AT_ONCE = 3
 TOKENS = 48
 BATCH = 4
+TIMES = ("ttft_ms", "expected_ttft_ms", "tpot_ms", "expected_tpot_ms", "e2e_ms")
+SUMS = ("tokens", "cost", "machine_s", "survived")
 Say = Callable[[str], None]
 
 
@@ -71,7 +72,7 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
             web.should_exit = True
             await serving
     return {
-        "routes": [asdict(one) for one in routes(row for row in _rows(gateway) if row["at"] >= began)],
+        "routes": routes([row for row in _rows(gateway) if row["at"] >= began]),
         "gains": [asdict(gain) for gain in gateway.ledger.gains()],
         "checks": checks,
         "log": str(gateway.log.file),
@@ -96,18 +97,14 @@ async def _traffic(
     """Ask in several ways; what has to be true, by name."""
     say(f"traffic: {len(PROMPTS) * ROUNDS} streams, first one at a time, then {AT_ONCE} at once")
     expected = {prompt: await ask(session, url, prompt, {"backend": "plain", "cache": "none"}) for prompt in PROMPTS}
-    texts: list[bool] = []
-    for prompt in PROMPTS:
-        for _ in range(ROUNDS // 2):
-            texts.append((await ask(session, url, prompt, {"cache": "none"})) == expected[prompt])
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: str, **wishes: Any) -> bool:
         async with room:
             return (await ask(session, url, prompt, wishes)) == expected[prompt]
 
-    rest = ROUNDS - ROUNDS // 2
-    texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * rest))
+    texts = [await one(prompt, cache="none") for prompt in PROMPTS for _ in range(ROUNDS // 2)]
+    texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * (ROUNDS // 2)))
     say("the same again, which a cache may answer; and four requests of class batch")
     texts += await asyncio.gather(*(one(prompt) for prompt in PROMPTS * 2))
     lazy = [one(prompt, **{"class": "batch", "deadline_ms": 20_000, "cache": "none"}) for prompt in PROMPTS[:BATCH]]
@@ -158,7 +155,7 @@ async def ask(
     async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:
         async for line in response.content:
             if line.startswith(b"data: {"):
-                found = orjson.loads(line[6:])
+                found = packed.loads(line[6:])
                 if "error" in found:
                     raise DemoFailed(found["error"]["message"])
                 text += "".join(choice.get("text") or "" for choice in found["choices"])
@@ -168,5 +165,19 @@ async def ask(
     return text
 
 
+def routes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What requests took that ended well, by model, route, and whether they are the baseline: medians of TIMES, sums of
+    SUMS; None where nothing was measured."""
+    table = pandas.DataFrame(rows).astype(dict.fromkeys((*TIMES, *SUMS), float))
+    ended = table[table["status"].eq(200) & table["route"].notna()]
+    found = ended.groupby(["model", "route", "plain"]).agg(
+        requests=("status", "size"),
+        hits=("cache", lambda verdicts: verdicts.eq("hit").sum()),
+        **{name: (name, "median") for name in TIMES},
+        **{name: (name, lambda column: column.sum(min_count=1)) for name in SUMS},
+    )
+    return json.loads(found.reset_index().convert_dtypes().to_json(orient="records"))
+
+
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in Path(str(gateway.log.file)).read_bytes().splitlines()]
+    return [packed.loads(line) for line in gateway.log.file.read_bytes().splitlines()]

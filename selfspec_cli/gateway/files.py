@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from selfspec_cli.config.choices import GATEWAY, conf_dirs
+from selfspec_cli.config.paths import read_yaml
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
@@ -28,7 +30,8 @@ def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
     Raises:
         ConfigError: no such file, key or value; the message names it, what is allowed, and the nearest spelling.
     """
-    content = {} if name is None else _read(_file(name))
+    keys = [column.name for column in fields(GatewaySettings)]
+    content = {} if name is None else read_yaml(_file(name), keys)
     for word in overrides:
         key, separator, text = word.partition("=")
         if not separator:
@@ -85,27 +88,15 @@ def check(settings: GatewaySettings) -> None:
 
 
 def _file(name: str) -> Path:
-    path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml"):
-        return path
-    found = choices()
-    if name not in found:
-        raise ConfigError(closest(name, found, "gateway") + "; or give a file: NAME.yaml")
-    return found[name]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{file}: there is no such file; allowed: a file NAME.yaml, or one of {', '.join(choices())}"
-        ) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: it must be a mapping of settings")
-    return content
+    path, found = Path(name).expanduser(), choices()
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in found:
+            raise ConfigError(closest(name, found, "gateway") + "; or give a file: NAME.yaml")
+        return found[name]
+    if not path.exists():
+        allowed = f"a file NAME.yaml, or one of {', '.join(found)}"
+        raise ConfigError(f"{path}: there is no such file; allowed: {allowed}")
+    return path
 
 
 def _put(content: Any, place: list[str], value: Any, word: str, before: str = "") -> None:

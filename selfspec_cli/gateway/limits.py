@@ -29,13 +29,13 @@ CREATE TABLE IF NOT EXISTS inside (
 
 class Meter:
     """What keys with limits have used. path: a file that all processes of a gateway share, and that a restart does not
-    change; None: memory. now: seconds of the wall clock.
+    change. now: seconds of the wall clock.
 
     requests, tokens: left of a minute's worth, which comes back as time goes; below 0 after an answer that was longer.
     spent: money of the day of `at`, in UTC. inside: requests in the gateway, by process; one that was killed has none.
     """
 
-    def __init__(self, path: Path | None = None, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         """Raises SettingsError for a file that cannot be used."""
         self.now = now
         self._db = database(path, VERSION, _TABLES)
@@ -124,8 +124,7 @@ class Tenant:
 class Keys:
     """Who asks, by the key that is sent; without any configured key everybody may ask, without limits."""
 
-    def __init__(self, settings: Sequence[KeySettings], meter: Meter | None = None) -> None:
-        meter = meter or Meter()
+    def __init__(self, settings: Sequence[KeySettings], meter: Meter) -> None:
         self.nobody = Tenant(KeySettings(name="nobody"), meter)
         self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), meter)
         self.known = {digest_of(one): Tenant(one, meter) for one in settings}

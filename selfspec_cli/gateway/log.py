@@ -2,74 +2,55 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import orjson
+from selfspec_cli.gateway import packed
 
-EVERY_SECONDS = 0.25
 FILE = "requests.jsonl"
 
 
 class RequestLog:
-    """Rows are collected, and written by a thread several times a second, so that a slow disk delays no token.
+    """Rows are written by a thread, so that a slow disk delays no token. text: what was asked is in it; otherwise its
+    hash."""
 
-    file: None keeps no log. text: what was asked is in it; otherwise its hash.
-    """
-
-    def __init__(self, file: Path | None, text: bool = False) -> None:
+    def __init__(self, file: Path, text: bool = False) -> None:
         self.file, self.text = file, text
-        self._rows: list[bytes] = []
-        self._task: asyncio.Task[None] | None = None
-        self._lock = threading.Lock()
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
+        self._thread = ThreadPoolExecutor(1, "log")
+        self._fails = False
+        file.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: dict[str, Any]) -> None:
         """A request has ended."""
-        if self.file is not None:
-            self._rows.append(orjson.dumps(row))
+        self._thread.submit(self._append, packed.dumps(row) + b"\n")
 
     def fault(self, error: BaseException) -> None:
         """An error of the gateway's own, for whoever runs it."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
-    def open(self) -> None:
-        """Begin to write, inside a running event loop."""
-        if self.file is not None:
-            self._task = asyncio.ensure_future(self._write_on())
-
-    async def close(self) -> None:
-        """Write what is left."""
-        if self._task is not None:
-            self._task.cancel()
-        try:
-            self.write()
-        except OSError as error:  # what is closed after it has to be closed all the same
-            self.fault(error)
-
     def write(self) -> None:
-        """Append what was collected, in one write: lines of several processes do not mix."""
-        with self._lock:  # whoever comes second finds all lines of the first in the file
-            rows, self._rows = self._rows, []
-            if not rows or self.file is None:
-                return
+        """Wait until every row is in the file."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._thread.shutdown()
+
+    def _append(self, line: bytes) -> None:
+        """In one write: lines of several processes do not mix."""
+        try:
             handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
-                os.write(handle, b"\n".join(rows) + b"\n")
+                os.write(handle, line)
             finally:
                 os.close(handle)
-
-    async def _write_on(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY_SECONDS)
-            if self._rows:
-                try:
-                    await asyncio.to_thread(self.write)
-                except OSError as error:  # a full disk ends the log, not the gateway
-                    self.fault(error)
+        except OSError as error:  # a full disk ends the log, not the gateway
+            if not self._fails:
+                self.fault(error)
+            self._fails = True
+        else:
+            self._fails = False

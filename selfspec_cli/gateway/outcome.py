@@ -12,21 +12,6 @@ from selfspec_cli.gateway.timing import Prediction
 
 TIMES = ("waited", "ttft", "tpot", "e2e", "expected_ttft", "expected_tpot", "lost")
 MOST = 1 << 50  # tokens of one request; a backend that says more is wrong
-SHOWN = (
-    "route",
-    "policy",
-    "reason",
-    "plain",
-    "cache",
-    "status",
-    "error",
-    "prompt_tokens",
-    "tokens",
-    "cached_tokens",
-    "cost",
-    "survived",
-    "tried",
-)
 
 
 @dataclass
@@ -34,7 +19,7 @@ class Outcome:
     """Times in seconds; None for what was not measured.
 
     route: backend, or `cache`. reason: why it was chosen. plain: the request is one of the ledger's baseline.
-    lost: seconds between the last token before a backend died and the first one after it. machine_seconds: its share of
+    lost: seconds between the last token before a backend died and the first one after it. machine_s: its share of
     the machine's time. tried: backends that failed before the one that answered.
     """
 
@@ -56,7 +41,7 @@ class Outcome:
     tpot: float | None = None
     e2e: float | None = None
     cost: float | None = None
-    machine_seconds: float | None = None
+    machine_s: float | None = None
     survived: int = 0
     lost: float | None = None
     tried: list[str] = field(default_factory=list)
@@ -80,14 +65,13 @@ class Outcome:
         prompt, messages = request.body.get("prompt"), request.body.get("messages")
         said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
         asked = {name: getattr(request, name) for name in ("id", "tenant", "endpoint", "model", "stream")}
-        times = {f"{name}_ms": _ms(getattr(self, name)) for name in TIMES}
+        became = {name: value for name, value in vars(self).items() if name not in ("request", *TIMES)}
         return {
             "at": time.time(),
             **asked,
             "class": request.kind,
-            **{name: getattr(self, name) for name in SHOWN},
-            **times,
-            "machine_s": self.machine_seconds,
+            **became,
+            **{f"{name}_ms": _ms(getattr(self, name)) for name in TIMES},
             "sha256": hashlib.sha256(request.text.encode()).hexdigest(),
             **(said if text else {"prompt": None}),
         }

@@ -1,15 +1,8 @@
-"""JSON of any size of integers: by orjson, and by the standard library where a number does not fit into 64 bits."""
+"""JSON by pydantic's own reader and writer: integers of any size, and only what another reader takes too."""
 
-from __future__ import annotations
-
-import json
-import re
 from typing import Any
 
-import orjson
-
-_LONG = re.compile(rb"\d{19}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+from pydantic_core import from_json, to_json
 
 
 def loads(raw: bytes) -> Any:
@@ -18,19 +11,7 @@ def loads(raw: bytes) -> Any:
     Raises:
         ValueError: it is none, is nested too deeply, or holds what is no Unicode text or no number.
     """
-    if not _LONG.search(raw):
-        return orjson.loads(raw)
-    try:
-        value = json.loads(raw, parse_constant=_refuse)
-        if _SURROGATE.search(raw):  # half of a pair can be neither hashed, nor logged, nor sent
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return value
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    return from_json(raw, allow_inf_nan=False)
 
 
 def dumps(value: Any) -> bytes:
@@ -39,10 +20,4 @@ def dumps(value: Any) -> bytes:
     Raises:
         ValueError: it is nested too deeply.
     """
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        try:
-            return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-        except RecursionError as error:
-            raise ValueError(f"it cannot be written as JSON: {error}") from error
+    return to_json(value, inf_nan_mode="null")

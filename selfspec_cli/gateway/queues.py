@@ -28,17 +28,16 @@ class Batch:
 
     async def wait(self, request: Request) -> str:
         """Returns when the request may go, and says why: idle, enough or deadline."""
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[str] = loop.create_future()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         deadline = request.deadline or request.began + DEADLINE_SECONDS
-        alarm = loop.call_later(max(0.0, deadline - request.began), _let_go, ready, "deadline")
         entry = (deadline, request, ready)
         self.waiting.append(entry)
         try:
             self.look()
-            return await ready
+            return await asyncio.wait_for(ready, deadline - request.began)
+        except TimeoutError:
+            return "deadline"
         finally:
-            alarm.cancel()
             if entry in self.waiting:
                 self.waiting.remove(entry)
 
@@ -47,7 +46,7 @@ class Batch:
         self.waiting = [one for one in self.waiting if not one[2].done()]
         if len(self.waiting) >= ENOUGH:
             for *_, ready in self.waiting:
-                _let_go(ready, "enough")
+                ready.set_result("enough")
             self.waiting = []
             return
         taken: set[str] = set()
@@ -55,12 +54,7 @@ class Batch:
             idle = [one for one in self.candidates(request) if not one.running() and one.name not in taken]
             if idle:
                 taken.add(idle[0].name)
-                _let_go(ready, "idle")
-
-
-def _let_go(ready: asyncio.Future[str], why: str) -> None:
-    if not ready.done():
-        ready.set_result(why)
+                ready.set_result("idle")
 
 
 @dataclass

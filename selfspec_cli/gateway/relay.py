@@ -12,7 +12,6 @@ asking -> ended for an answer in one piece or a refusal; asking -> sending -> en
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any
@@ -173,7 +172,7 @@ class Relay:
             out.tpot = (flight.last - flight.first) / (out.tokens - 1)
             tokens = out.tokens if out.tokens >= FEWEST else None
         seconds = flight.replica.end(flight, tokens)
-        out.machine_seconds = (out.machine_seconds or 0.0) + seconds
+        out.machine_s = (out.machine_s or 0.0) + seconds
         price = own.price_hour / 3600 * seconds
         if self._counted:  # what others generated before is part of the prompt here
             prompt, made = (out.prompt_tokens or 0) + flight.before, (out.tokens or 0) - flight.before
@@ -241,12 +240,13 @@ class Relay:
             broken: BrokenStream | None = None
             done = False
             try:
-                for event in self._taken(parser.feed(part)):
-                    if event is None:
-                        done = True
-                    else:
-                        made.append(event)
-                    until = time.monotonic() + self.limits.stall_seconds
+                for event in parser.feed(part):
+                    data, done = self._taken(event)
+                    if data is not None:
+                        made.append(data)
+                        until = time.monotonic() + self.limits.stall_seconds
+                    if done:
+                        break
             except BrokenStream as error:
                 broken = error  # what came before it is remembered as sent, so it has to be
             if made:
@@ -257,18 +257,12 @@ class Relay:
                 return made
         raise BrokenStream("the stream ended before the answer did")
 
-    def _taken(self, found: list[Event]) -> Iterator[bytes | None]:
-        """Events as the client gets them; None at the end of the stream."""
-        for event in found:
-            try:
-                made, done = self.answer.take(event)
-            except (TypeError, ValueError, AttributeError, LookupError) as error:
-                raise BrokenStream("an event that has not the form of an answer's") from error
-            if made is not None:
-                yield made
-            if done:
-                yield None
-                return
+    def _taken(self, event: Event) -> tuple[bytes | None, bool]:
+        """As `Answer.take`."""
+        try:
+            return self.answer.take(event)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise BrokenStream("an event that has not the form of an answer's") from error
 
     async def _send(self, flight: Flight, made: list[bytes], done: bool) -> None:
         at = self._last_sent = time.monotonic()

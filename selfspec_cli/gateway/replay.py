@@ -8,47 +8,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from selfspec_cli.gateway import packed
-from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Parser, read, written
+from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Event, Parser, read, written
 from selfspec_cli.gateway.packed import dumps
 
 Document = dict[str, Any]
 
 
-class Incomplete(ValueError):
-    """An answer that is an error, ends early or is none at all; it is not kept."""
-
-
-def document(chunks: list[bytes]) -> Document:
-    """The answer as one JSON document in OpenAI's form, from the bytes that a client was sent.
+def document(raw: bytes) -> Document | None:
+    """The answer as one JSON document in OpenAI's form; None for one that is an error, ends early or is none at all.
 
     Args:
-        chunks: of a stream of events (cut anywhere), or of one JSON document.
-
-    Raises:
-        Incomplete: the answer is no whole answer.
+        raw: what a client was sent: a stream of events, or one JSON document.
     """
-    raw = b"".join(chunks)
     try:
-        answer = packed.loads(raw) if raw.lstrip().startswith(b"{") else _assembled(_events(raw))
-    except (ValueError, KeyError, TypeError, AttributeError, BrokenStream) as error:
-        raise Incomplete(f"the answer is not in OpenAI's form: {error}") from error
+        answer = packed.loads(raw) if raw.lstrip().startswith(b"{") else _assembled(Parser().feed(raw))
+    except (ValueError, LookupError, TypeError, AttributeError, BrokenStream):
+        return None
     choices = answer.get("choices")
-    if answer.get("error") or not choices or any(choice.get("finish_reason") is None for choice in choices):
-        raise Incomplete("the answer is an error or has no end")
-    return answer
+    ended = choices and all(choice.get("finish_reason") is not None for choice in choices)
+    return answer if ended and not answer.get("error") else None
 
 
-def _events(raw: bytes) -> list[Document]:
-    events = Parser().feed(raw)
-    if not events or events[-1].data != DONE:
-        raise Incomplete("the stream has no end")
-    return [read(event) for event in events[:-1]]
-
-
-def _assembled(events: list[Document]) -> Document:
+def _assembled(found: list[Event]) -> Document:
     """One document of the parts: texts joined, lists of logprobs joined, the last value of everything else."""
-    if not events:
-        raise Incomplete("the stream is empty")
+    if found[-1].data != DONE:
+        raise BrokenStream("the stream has no end")
+    events = [read(event) for event in found[:-1]]
     chat = events[0]["object"].startswith("chat.")
     answer: Document = {name: value for name, value in events[0].items() if name not in ("choices", "usage")}
     answer["object"] = "chat.completion" if chat else "text_completion"
@@ -95,10 +80,10 @@ def _add(whole: Document, part: Document) -> None:
             whole[name] = value
 
 
-def renewed(answer: Document, now: float | None = None) -> Document:
+def renewed(answer: Document) -> Document:
     """The document with an id and a time of its own, so that no client takes two answers for one."""
     prefix = str(answer.get("id", "cache")).partition("-")[0] or "cache"
-    return {**answer, "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time() if now is None else now)}
+    return {**answer, "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
 
 
 def stream(answer: Document, include_usage: bool) -> Iterator[bytes]:

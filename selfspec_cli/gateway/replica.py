@@ -191,8 +191,8 @@ class Replica:
     def predict(self, request: Request, there: float | None = None) -> Prediction | None:
         """The times of a request if it were sent there now; None where too little was measured. there: as if so many
         requests were there, and none of them before its first token."""
-        first = self.timing.first(self.uncached(request), self.ahead() if there is None else 0.0)
-        step = self.timing.step((self.running() if there is None else there) + 1)
+        first = self.timing.ttft.value((1.0, self.uncached(request), self.ahead() if there is None else 0.0))
+        step = self.timing.steps.value((self.running() if there is None else there) + 1)
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens
@@ -201,7 +201,7 @@ class Replica:
     def slows(self, request: Request) -> float:
         """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
         average."""
-        alone, beside = self.timing.step(self.running()), self.timing.step(self.running() + 1)
+        alone, beside = self.timing.steps.value(self.running()), self.timing.steps.value(self.running() + 1)
         if alone is None or beside is None:
             return 0.0
         more = (beside - alone) * self.load.work / self.load.tokens

@@ -90,6 +90,19 @@ class Request:
         return min(limit, LONGEST_ANSWER) if isinstance(limit, int) and limit > 0 else None
 
     @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Those of a chat, as far as they are objects."""
+        found = self.body.get("messages")
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+    @property
+    def only_text(self) -> bool:
+        """Whether messages have no pictures or the like, of which token ids say only where they stood."""
+        contents = [one.get("content") for one in self.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+
+    @property
     def greedy(self) -> bool:
         """Whether the same request has the same answer everywhere."""
         return self.body.get("temperature") == 0

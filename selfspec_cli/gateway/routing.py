@@ -9,7 +9,7 @@ from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.errors import bad_request, invalid, unavailable
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended
+from selfspec_cli.gateway.policies.base import Choice, Chooser
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import GatewaySettings
@@ -35,23 +35,19 @@ class Routing:
         self.settings = settings
         self.choosers: dict[str, Chooser] = {}
 
-    def up(self, request: Request, named: str | None = None) -> list[Replica]:
+    def up(self, request: Request) -> list[Replica]:
         """Backends for the model of a request that take requests, whether or not they have failed recently."""
-        return [
-            replica
-            for replica in self.replicas
-            if replica.takes(request.model) and replica.up() and named in (None, replica.name)
-        ]
+        return [replica for replica in self.replicas if replica.takes(request.model) and replica.up()]
 
-    def candidates(self, request: Request, named: str | None = None) -> list[Replica]:
-        """Backends for the model of a request: those that are sound. Where none is, all that are up and have not asked
-        to be left alone: breakers must never refuse what no backend was asked. named: this one alone."""
-        fit = self.up(request, named)
+    def candidates(self, request: Request) -> list[Replica]:
+        """Backends that the client would have, for the model of a request: those that are sound. Where none is, all
+        that are up and have not asked to be left alone: breakers must never refuse what no backend was asked."""
+        fit = [replica for replica in self.up(request) if request.backend in (None, replica.name)]
         return [replica for replica in fit if replica.sound()] or [replica for replica in fit if not replica.backoff()]
 
     def free(self, request: Request) -> list[Replica]:
-        """Those of them that the client would have and that have room."""
-        return [replica for replica in self.candidates(request, request.backend) if replica.has_room()]
+        """Those of them that have room."""
+        return [replica for replica in self.candidates(request) if replica.has_room()]
 
     def chooser(self, name: str) -> Chooser:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
@@ -113,19 +109,16 @@ class Routing:
             self.answer_tokens[key] = before + LEARNT * (out.tokens - before)
             while len(self.answer_tokens) > ROUTES_KEPT:
                 self.answer_tokens.pop(next(iter(self.answer_tokens)))
-        self._tell(request, out.route, Ended(out.tokens, out.e2e, out.cost))
-
-    def _tell(self, request: Request, route: str, ended: Ended) -> None:
-        for chooser in self.choosers.values():
-            for replica in self.replicas:
-                if replica.name == route:
-                    chooser.learn(request, replica, ended)
 
     def judged(self, tenant: str, request_id: str, quality: float) -> bool:
         """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
         found = self.routes.get((tenant, request_id))
         if found is None:
             return False
+        request, route = found
         self.chooser(self.settings.policy)
-        self._tell(*found, Ended(quality=quality))
+        for chooser in self.choosers.values():
+            for replica in self.replicas:
+                if replica.name == route:
+                    chooser.learn(request, replica, quality)
         return True

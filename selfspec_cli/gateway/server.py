@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.datastructures import Headers
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
@@ -69,7 +70,7 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        own = (b"x-request-id", request_id(_headers(scope).get("x-request-id", "")).encode())
+        own = (b"x-request-id", request_id(Headers(scope=scope).get("x-request-id", "")).encode())
         scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != own[0]), own]
 
         async def hand_on(message: MutableMapping[str, Any]) -> None:
@@ -82,10 +83,6 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     return named
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
 def admitted(gateway: Gateway, scope: Scope) -> Tenant:
     """Who asks; nothing of the body has been read.
 
@@ -93,7 +90,7 @@ def admitted(gateway: Gateway, scope: Scope) -> Tenant:
         GatewayError: no key that may ask here (401, 403), a method that is not allowed (405), or a control endpoint
             that another page asks in a browser, by its own origin or by a name of its own for this host (403).
     """
-    path, method, headers = scope["path"], scope["method"], _headers(scope)
+    path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
     if path in OPEN_TO_ALL:
         return gateway.keys.nobody
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
@@ -140,15 +137,14 @@ def _after(body: bytes, receive: Receive) -> Receive:
 @asynccontextmanager
 async def opened(gateway: Gateway, say: Say = lambda text: None, starts: bool = True) -> AsyncIterator[Supervisor]:
     """A gateway with its client, its log, and its backends, for as long as the block lasts. starts: servers too."""
-    supervisor = Supervisor(gateway.replicas, gateway.upstream, gateway.folder, gateway.looked, say, starts)
-    gateway.log.open()
+    supervisor = Supervisor(gateway.upstream, gateway.folder, gateway.looked, say, starts)
     try:
-        await supervisor.open()
+        await supervisor.take(gateway.replicas)
         yield supervisor
     finally:
         await supervisor.close()
         await gateway.upstream.close()
-        await gateway.log.close()
+        gateway.log.close()
         gateway.tracing.close()
         gateway.caching.close()
         gateway.meter.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from selfspec_cli import children, terminal
 from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.backends.base import environment, log_of, serve_command, without_v1
+from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
 from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
@@ -27,6 +28,7 @@ POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
 OTHERS_SECONDS = 10.0  # likewise at the models of any other backend
 ANSWER_SECONDS = 5.0
 UNLISTED = (400, 404, 405, 501)  # of HTTP: it has no /v1/models
+NO_LIST = (ValueError, LookupError, TypeError)  # of what is no list of models
 STOP_SECONDS = 20.0
 WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
 WARM_SECONDS = 20.0  # for which other backends of its host wait for one that warms up
@@ -49,14 +51,14 @@ class Supervisor:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
         upstream: Upstream,
         folder: Path,
         looked: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
         starts: bool = True,
     ) -> None:
-        self.replicas, self.upstream, self.folder = list(replicas), upstream, folder
+        self.replicas: list[Replica] = []
+        self.upstream, self.folder = upstream, folder
         self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
@@ -64,10 +66,6 @@ class Supervisor:
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._warming: dict[Replica, asyncio.Task[None]] = {}
         self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
-
-    async def open(self) -> None:
-        """Start servers that do not run, and begin to look at all."""
-        await self.take(self.replicas)
 
     async def take(self, replicas: Sequence[Replica]) -> None:
         """Look after these backends from now on: start what is new, and end the servers of those that are gone
@@ -123,26 +121,22 @@ class Supervisor:
 
     async def _start(self, replica: Replica) -> None:
         kind, settings = BACKENDS[replica.settings.kind], replica.settings
-        if replica.url and await self._answers(replica):
-            return self.say(f"{replica.name}: answers at {replica.url}")
+        if replica.url:
+            with suppress(BackendFailed, *NO_LIST):
+                await self._listed(replica)
+                return self.say(f"{replica.name}: answers at {replica.url}")
         port = (urlsplit(replica.url).port if replica.url else None) or _free_port()
         local = not replica.url or urlsplit(replica.url).hostname in ("127.0.0.1", "localhost")
-        command = kind.command(settings, port) if local and (settings.words or not replica.url) else None
-        if command is None:
+        if kind.command is None or not local or (replica.url and not settings.words):
             return self.say(f"{replica.name}: nobody answers at {replica.url} yet")
         replica.url = replica.url or f"http://127.0.0.1:{port}"
         log = log_of(settings, self.folder)
         log.parent.mkdir(parents=True, exist_ok=True)
+        own = {name: str(value) for name, value in settings.environment.items()}
+        environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **own}
         with open(log, "ab") as out:
-            self.processes[replica.name] = children.start(command, out, environment(settings))
+            self.processes[replica.name] = children.start(kind.command(settings, port), out, environment)
         self.say(f"{replica.name}: starting at {replica.url}; its log: {log}")
-
-    async def _answers(self, replica: Replica) -> bool:
-        try:
-            await self._listed(replica)
-        except (BackendFailed, ValueError, KeyError, TypeError, IndexError):
-            return False
-        return True
 
     async def _look_on(self, replica: Replica) -> None:
         while True:
@@ -184,7 +178,7 @@ class Supervisor:
                     del self._warming[replica]
                 replica.came_up()
                 self.say(f"{replica.name}: up, serves {', '.join(replica.models)}")
-        except (BackendFailed, ValueError, KeyError, TypeError, IndexError) as error:
+        except (BackendFailed, *NO_LIST) as error:
             if was is State.up:
                 self.say(f"{replica.name}: down: {error}")
             replica.state = State.starting if was is State.starting else State.down

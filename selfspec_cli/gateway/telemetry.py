@@ -80,8 +80,8 @@ class Telemetry:
             self.e2e.labels(route, str(out.plain).lower()).observe(out.e2e)
         if out.cost is not None:
             self.cost.labels(route).inc(out.cost)
-        if out.machine_seconds is not None:
-            self.machine.labels(route).inc(out.machine_seconds)
+        if out.machine_s is not None:
+            self.machine.labels(route).inc(out.machine_s)
         for kind, count in (("prompt", out.prompt_tokens), ("answer", out.tokens)):
             if count is not None:
                 self.tokens.labels(route, kind).inc(count)
@@ -138,12 +138,11 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("selfspec")
 
-    def span(self, name: str, headers: dict[str, str] | None = None) -> AbstractContextManager[Any]:
+    def span(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
         """A span around one step of a request. headers: those of the client, whose trace it joins."""
         if self._tracer is None:
             return nullcontext()
-        context = None if headers is None else self._propagator.extract(headers)
-        return self._tracer.start_as_current_span(name, context=context)
+        return self._tracer.start_as_current_span(name, context=self._propagator.extract(headers))
 
     def inject(self, headers: dict[str, str]) -> None:
         """Let a backend join the trace."""

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 FORGET = 0.98  # weight of all that came before, with each new time
 FEW = 3  # times below which nothing is predicted
 NEW = 0.1  # least weight of a new time in the mean of its point of a curve
@@ -25,38 +27,30 @@ NEW = 0.1  # least weight of a new time in the mean of its point of a curve
 class Line:
     """Recursive least squares of y on x, with forgetting; coefficients are never used below 0.
 
-    size: of x. start: variance of the coefficients before anything was seen; scaled to the unit of y over that of x.
+    start: variance of the coefficients before anything was seen; scaled to the unit of y over that of x.
     """
 
     def __init__(self, start: Sequence[float]) -> None:
-        self.weights = [0.0] * len(start)
+        self.weights = np.zeros(len(start))
         self.seen = 0
-        self._limit = list(start)
-        self._spread = [[start[i] if i == j else 0.0 for j in range(len(start))] for i in range(len(start))]
+        self._limit = np.array(start)
+        self._spread = np.diag(start)
 
     def value(self, x: Sequence[float]) -> float | None:
         """The expected y; None before FEW were seen."""
         if self.seen < FEW:
             return None
-        return max(0.0, sum(max(0.0, weight) * one for weight, one in zip(self.weights, x, strict=True)))
+        return float(np.maximum(0.0, self.weights) @ x)
 
     def learn(self, x: Sequence[float], y: float) -> None:
         """One pair that was measured."""
-        size = range(len(x))
-        moved = [sum(self._spread[i][j] * x[j] for j in size) for i in size]
-        gain_below = FORGET + sum(x[i] * moved[i] for i in size)
-        error = y - sum(self.weights[i] * x[i] for i in size)
-        for i in size:
-            self.weights[i] += moved[i] / gain_below * error
-        for i in size:
-            for j in size:
-                self._spread[i][j] = (self._spread[i][j] - moved[i] * moved[j] / gain_below) / FORGET
-        for i in size:  # a direction in which nothing varies must not lose all it knew
-            if self._spread[i][i] > self._limit[i]:
-                scale = (self._limit[i] / self._spread[i][i]) ** 0.5
-                for j in size:
-                    self._spread[i][j] *= scale
-                    self._spread[j][i] *= scale
+        moved = self._spread @ x
+        gain_below = FORGET + moved @ x
+        self.weights += moved / gain_below * (y - self.weights @ x)
+        self._spread = (self._spread - np.outer(moved, moved) / gain_below) / FORGET
+        # a direction in which nothing varies must not lose all it knew
+        scale = np.sqrt(self._limit / np.maximum(self._limit, self._spread.diagonal()))
+        self._spread *= np.outer(scale, scale)
         self.seen += 1
 
 
@@ -122,7 +116,8 @@ class Prediction:
 class Timing:
     """The times of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second.
 
-    steps: while no other backend of its host is busy. beside: how many times longer they take while one is.
+    ttft: to the first token, of (1, tokens to prefill, those of others before them). steps: of a plain step by the
+    requests in it, while no other backend of its host is busy. beside: how many times longer they take while one is.
     """
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))
@@ -146,11 +141,3 @@ class Timing:
                 return
             seconds /= self.beside.seconds
         self.steps.learn(running, seconds)
-
-    def step(self, running: float) -> float | None:
-        """Seconds of a plain step with so many requests; None where too little was seen."""
-        return self.steps.value(running)
-
-    def first(self, own: float, ahead: float) -> float | None:
-        """Seconds to the first token; None where too little was seen."""
-        return self.ttft.value((1.0, own, ahead))

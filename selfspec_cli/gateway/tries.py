@@ -29,10 +29,10 @@ class Tries:
         """The next backend of the choice. any_one: after these, where all have failed, one whose breaker is open, which
         may do better."""
         replica = next(self._order, None)
-        if replica is not None or not any_one or len(self.failures) >= ATTEMPTS:
+        if replica is not None or not any_one or self.request.backend or len(self.failures) >= ATTEMPTS:
             return replica
-        up = self.routing.up(self.request, self.request.backend)
-        return next((replica for replica in self._new(up) if replica.has_room() and not replica.backoff()), None)
+        new = self._new(self.routing.up(self.request))
+        return next((replica for replica in new if replica.has_room() and not replica.backoff()), None)
 
     def for_the_rest(self, way: Way | None) -> Replica:
         """The backend that sends the rest of a stream; raises GatewayError where nobody can. way: how it is asked."""

@@ -72,39 +72,34 @@ class Upstream:
         self.limits = limits
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
-    def _named(self, name: str) -> aiohttp.ClientSession:
-        """A client of aiohttp, made inside the event loop when it is first used. Looks have one of their own: otherwise
-        they would use in turn all connections that a rush of requests left, and none would ever be closed."""
-        if name not in self._sessions:
+    def _session(self, method: str) -> aiohttp.ClientSession:
+        """A client of aiohttp, made inside the event loop when it is first used. Looks (GET) have one of their own:
+        otherwise they would use in turn all connections that a rush of requests left, and none would ever be closed."""
+        if method not in self._sessions:
             tracing = aiohttp.TraceConfig()
             tracing.on_connection_reuseconn.append(_note_reuse)
-            self._sessions[name] = aiohttp.ClientSession(
+            self._sessions[method] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trace_configs=[tracing],
             )
-        return self._sessions[name]
+        return self._sessions[method]
 
     async def close(self) -> None:
         """Close every connection that is kept."""
         for session in self._sessions.values():
             await session.close()
 
-    async def get(self, url: str, seconds: float, headers: Mapping[str, str] | None = None) -> bytes:
+    async def get(self, url: str, seconds: float, headers: Mapping[str, str]) -> bytes:
         """The body of a page; raises BackendFailed."""
-        try:
-            async with (
-                asyncio.timeout(seconds),
-                self._asked("GET", url, dict(headers or {}), None, "looks") as response,
-            ):
-                if response.status != 200:
-                    raise BackendFailed(f"HTTP {response.status}", response.status)
+        async with self._asked("GET", url, headers, None, seconds) as response:
+            if response.status != 200:
+                raise BackendFailed(f"HTTP {response.status}", response.status)
+            try:
                 return await self.whole(response, seconds)
-        except TimeoutError as error:
-            raise BackendFailed(f"no answer in {seconds:g} s", 504) from error
-        except (aiohttp.ClientError, BrokenStream) as error:
-            raise BackendFailed(_said(error)) from error
+            except BrokenStream as error:
+                raise BackendFailed(str(error)) from error
 
     @asynccontextmanager
     async def post(
@@ -127,10 +122,21 @@ class Upstream:
         except ValueError as error:
             raise bad_request(f"the body cannot be handed on: {error}") from error
         seconds = self.limits.first_byte_seconds if seconds is None else seconds
-        answering = self._asked("POST", address(base or replica.url, path), {**key_of(replica), **headers}, raw)
+        url, own = address(base or replica.url, path), {**key_of(replica), **headers}
+        async with self._asked("POST", url, own, raw, seconds) as response:
+            if response.status != 200:
+                await self._refuse(response)
+            yield response
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, url: str, headers: Mapping[str, str], data: bytes | None, seconds: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose head came in time; raises BackendFailed. What is left of it in the end is not wanted: its
+        connection is closed, and the backend stops."""
         try:
             async with asyncio.timeout(seconds):
-                response = await answering.__aenter__()
+                response = await self._sent(method, url, headers, data)
         except aiohttp.ConnectionTimeoutError as error:
             raise BackendFailed(f"not connected in {CONNECT_SECONDS:g} s", cause=Cause.backend) from error
         except TimeoutError as error:
@@ -140,42 +146,29 @@ class Upstream:
         except aiohttp.ClientError as error:
             raise BackendFailed(_said(error)) from error
         try:
-            if response.status != 200:
-                await self._refuse(response)
-            yield response
-        finally:  # what is left of an answer is not wanted: its connection is closed, and the backend stops
-            await answering.__aexit__(None, None, None)
-
-    @asynccontextmanager
-    async def _asked(
-        self, method: str, url: str, headers: dict[str, str], data: bytes | None, client: str = "requests"
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response. A kept connection that was closed meanwhile is no failure: the next one is taken. Where this
-        process has no file descriptors left, that is no backend's failure: raises GatewayError (503)."""
-        while True:
-            note = SimpleNamespace(reused=False)
-            sending = self._named(client).request(
-                method,
-                URL(url, encoded=True),
-                headers={**OWN_HEADERS, **headers},
-                data=data,
-                allow_redirects=False,
-                trace_request_ctx=note,
-            )
-            try:
-                response = await sending
-                break
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError):
-                    if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
-                        raise unavailable("the gateway has no file descriptors left") from error
-                    raise
-                if not note.reused:
-                    raise
-        try:
             yield response
         finally:
             response.release()
+
+    async def _sent(
+        self, method: str, url: str, headers: Mapping[str, str], data: bytes | None
+    ) -> aiohttp.ClientResponse:
+        """A response. A kept connection that was closed meanwhile is no failure: the next one is taken. Where this
+        process has no file descriptors left, that is no backend's failure: raises GatewayError (503)."""
+        target, own = URL(url, encoded=True), {**OWN_HEADERS, **headers}
+        while True:
+            note = SimpleNamespace(reused=False)
+            try:
+                return await self._session(method).request(
+                    method, target, headers=own, data=data, allow_redirects=False, trace_request_ctx=note
+                )
+            except aiohttp.ClientConnectorError as error:
+                if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise unavailable("the gateway has no file descriptors left") from error
+                raise
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not note.reused:
+                    raise
 
     async def _refuse(self, response: aiohttp.ClientResponse) -> NoReturn:
         raw, status = b"", response.status

@@ -1,4 +1,4 @@
-"""The log of a gateway's requests: what each route took, and what it gained over the baseline.
+"""The log of a gateway's requests, and what each route gained over the baseline.
 
 Which requests are the baseline is drawn at random, so the two sides are alike. Compared are seconds and money for one
 token of the answer; the gain is the mean of the plain side over that of a route, with a 95 % interval by bootstrap
@@ -8,9 +8,8 @@ token of the answer; the gain is the mean of the plain side over that of a route
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_high
 from typing import Any
 
 from selfspec_cli.record.intervals import mean_ratio_interval
@@ -70,45 +69,3 @@ def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequenc
     interval = mean_ratio_interval(plain, ours)
     low, high = interval if interval is not None else (None, None)
     return Gain(model, route, of, len(ours), len(plain), ratio, low, high)
-
-
-@dataclass(frozen=True)
-class Route:
-    """Requests of one model that went one way. Times are medians in milliseconds; None: not measured."""
-
-    model: str
-    route: str
-    plain: bool
-    requests: int
-    hits: int
-    ttft_ms: float | None
-    expected_ttft_ms: float | None
-    tpot_ms: float | None
-    expected_tpot_ms: float | None
-    e2e_ms: float | None
-    tokens: int
-    cost: float | None
-    machine_s: float | None
-    survived: int
-
-
-def routes(rows: Iterable[Mapping[str, Any]]) -> list[Route]:
-    """The requests that ended well, by model, route, and whether they are the baseline."""
-    groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("status") == 200 and row.get("route") is not None:
-            groups.setdefault((str(row.get("model")), row["route"], bool(row.get("plain"))), []).append(row)
-    return [_route(*key, members) for key, members in sorted(groups.items())]
-
-
-def _route(model: str, route: str, plain: bool, rows: Sequence[Mapping[str, Any]]) -> Route:
-    measured = {name: [row[name] for row in rows if row.get(name) is not None] for name in (*TIMES, *SUMS)}
-    figures: dict[str, Any] = {name: median_high(measured[name]) if measured[name] else None for name in TIMES}
-    figures |= {name: sum(measured[name]) if measured[name] else None for name in SUMS}
-    figures |= {name: sum(row.get(name) or 0 for row in rows) for name in ("tokens", "survived")}
-    hits = sum(row.get("cache") == "hit" for row in rows)
-    return Route(model, route, plain, len(rows), hits, **figures)
-
-
-TIMES = ("ttft_ms", "expected_ttft_ms", "tpot_ms", "expected_tpot_ms", "e2e_ms")
-SUMS = ("cost", "machine_s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +51,13 @@ def warms(body: dict[str, Any]) -> bool:
 @dataclass
 class Fake:
     """A backend. In the stream of a request, after so many tokens: die_after closes the connection, hang_after sends
-    nothing more, garbage_after sends what is no event, error_after sends an error as an event. `times`: for so many
-    requests, then it is healthy. refuse: status of every answer. whole_garbage: what it answers where no stream is
-    asked for. unsure: logprob of its tokens for prompts with the word hard. dead: closes every connection at once.
-    step: seconds between two tokens; first: before the first."""
+    nothing more, or comments if it `pings`, garbage_after sends `garbage` and ends. `times`: for so many
+    requests, then it is healthy. form: of an event with these data. script: what streams send in place of
+    tokens. refuse: status of every answer, with `error` and, if set, Retry-After; of prompts with the word
+    poison it is 500. go: what answers in one piece wait for. adapters: more models. suffix: of its address.
+    whole_garbage: what it answers where no stream is asked for. unsure: logprob of its tokens for prompts with
+    the word hard. dead: closes every connection at once. step: seconds between two tokens; first: before the
+    first."""
 
     name: str = "fake"
     model: str = "toy"
@@ -62,13 +66,20 @@ class Fake:
     die_after: int | None = None
     hang_after: int | None = None
     garbage_after: int | None = None
-    error_after: int | None = None
+    garbage: bytes = b"<html>502 Bad Gateway</html>\n\n"
+    pings: bool = False
+    form: Callable[[bytes], bytes] = lambda data: b"data: " + data + b"\n\n"
+    script: Sequence[bytes] = ()
     times: int = 10**9
     refuse: int | None = None
+    error: dict[str, Any] = field(default_factory=lambda: {"message": "refused here", "type": "x"})
+    retry_after: str | None = None
+    go: asyncio.Event | None = None
+    adapters: tuple[str, ...] = ()
+    suffix: str = ""
     whole_garbage: bytes | None = None
     unsure: float = -0.01
     dead: bool = False
-    vllm: bool = True
     metrics: str = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -82,13 +93,12 @@ class Fake:
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.tell)
         app.router.add_get("/v1/models", self.models)
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank"):
-            app.router.add_post(path, self.complete)
+        app.router.add_post("/{path:.*}", self.complete)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}{self.suffix}"
 
     async def stop(self) -> None:
         assert self.runner is not None
@@ -101,7 +111,7 @@ class Fake:
         return web.Response(text=self.metrics)
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": self.model}]})
+        return web.json_response({"data": [{"id": one} for one in (self.model, *self.adapters)]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
@@ -112,12 +122,16 @@ class Fake:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
-        if self.refuse is not None:
-            return web.json_response({"error": {"message": "refused here", "type": "x"}}, status=self.refuse)
+        status = 500 if "poison" in str(body.get("prompt")) else self.refuse
+        if status is not None:
+            headers = {"Retry-After": self.retry_after} if self.retry_after else None
+            return web.json_response({"error": self.error}, status=status, headers=headers)
         self.running += 1
         try:
             if request.path == "/v1/embeddings":
                 return web.json_response({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}})
+            if request.path == "/v1/rerank":
+                return web.json_response({"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]})
             return await (self.stream if body.get("stream") else self.whole)(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
@@ -134,6 +148,8 @@ class Fake:
         if self.whole_garbage is not None and self.times > 0:
             self.times -= 1
             return web.Response(body=self.whole_garbage)
+        if self.go is not None:
+            await self.go.wait()
         ids, tokens = self.plan(body)
         await asyncio.sleep(self.first + self.step * len(tokens))
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
@@ -147,54 +163,58 @@ class Fake:
         return web.json_response({"id": "x", "model": self.model, "choices": [choice], "usage": usage})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        ids, tokens = self.plan(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        broken = self.times > 0 and not warms(body)
+        fine = warms(body)
+        broken = self.times > 0 and not fine
         self.times -= broken
+        head, events, end = ([], self.script, []) if self.script and not fine else self.events(body)
         await asyncio.sleep(self.first)
-        chat = "messages" in body
-        if chat:
-            await self.send(response, body, {"role": "assistant", "content": ""}, None, ids, chat=True, extra=True)
-        for place, token in enumerate(tokens):
+        await response.write(b"".join(head))
+        for place, event in enumerate(events):
             if broken and await self.fails(request, response, place):
                 return response
-            last = place + 1 == len(tokens)
-            more = ids if place == 0 and not chat else None
-            await self.send(response, body, WORDS[token], [token], more, chat=chat, finish="length" if last else None)
-            if self.step and not warms(body):
+            await response.write(event)
+            if self.step and not fine:
                 await asyncio.sleep(self.step)
-        if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
-            await response.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+        if not (broken and await self.fails(request, response, len(events))):
+            await response.write(b"".join(end))
         return response
 
     async def fails(self, request: web.Request, response: web.StreamResponse, place: int) -> bool:
         if place == self.die_after:
             assert request.transport is not None
             request.transport.abort()
-            return True
-        if place == self.hang_after:
-            await asyncio.sleep(3600)
-        if place == self.garbage_after:
-            await response.write(b"<html>502 Bad Gateway</html>\n\n")
-            return True
-        if place == self.error_after:
-            await response.write(b'data: {"error": {"message": "engine died"}}\n\ndata: [DONE]\n\n')
-            return True
-        return False
+        elif place == self.hang_after:
+            while True:
+                await response.write(b": ping\n\n" if self.pings else b"")
+                await asyncio.sleep(0.05)
+        elif place == self.garbage_after:
+            await response.write(self.garbage)
+        return place in (self.die_after, self.garbage_after)
 
-    async def send(self, response, body, text, ids, prompt, *, chat, finish=None, extra=False):  # type: ignore
-        """An event with these token ids, or the head of a chat (extra)."""
-        wanted = bool(body.get("return_token_ids")) and self.vllm
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
-        choice |= {"delta": text if extra else {"content": text}} if chat else {"text": text}
-        if self.vllm and not extra:
-            choice["token_ids"] = ids if wanted else None
+    def events(self, body: dict[str, Any]) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """(the head of a chat, an event for each token, usage if it is wanted and the end)."""
+        ids, tokens = self.plan(body)
+        chat, wanted = "messages" in body, bool(body.get("return_token_ids"))
+
+        def event(choice: dict[str, Any], **more: Any) -> bytes:
+            whole = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
+            kind = "chat.completion.chunk" if chat else "text_completion"
+            named = {"id": f"cmpl-{self.name}", "object": kind, "created": 1, "model": self.model}
+            return self.form(json.dumps(named | {"choices": [whole], **more}).encode())
+
+        head, made, end = [], [], [self.form(b"[DONE]")]
+        if chat:
+            prompt = ids if wanted else None
+            head = [event({"delta": {"role": "assistant", "content": ""}}, prompt_token_ids=prompt)]
+        for place, token in enumerate(tokens):
+            choice = {"delta": {"content": WORDS[token]}} if chat else {"text": WORDS[token]}
+            choice |= {"token_ids": [token] if wanted else None}
             if not chat:
-                choice["prompt_token_ids"] = prompt if wanted else None
-        event = {"id": f"cmpl-{self.name}", "object": "chunk", "created": 1, "model": self.model, "choices": [choice]}
-        if extra:
-            event["prompt_token_ids"] = prompt if wanted else None
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                choice["prompt_token_ids"] = ids if wanted and not place else None
+            made.append(event(choice | {"finish_reason": "length" if place + 1 == len(tokens) else None}))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
+            end.insert(0, self.form(json.dumps({"id": "x", "choices": [], "usage": usage}).encode()))
+        return head, made, end

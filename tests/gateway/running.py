@@ -38,11 +38,18 @@ class Running:
     looking: supervisor.Supervisor
     said: list[str]
 
-    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
+    async def post(
+        self, body: Any, path: str = "/v1/completions", method: str = "POST", **headers: str
+    ) -> tuple[int, Any, Any]:
         """(status, JSON, headers)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+        headers = {"Content-Type": "application/json", **headers}
+        async with self.session.request(method, self.url + path, data=data, headers=headers) as response:
             return response.status, json.loads(await response.read()), response.headers
+
+    async def judge(self, quality: float, headers: Any = None, **what: str) -> tuple[int, Any, Any]:
+        """Judge a request or an entry of the cache."""
+        return await self.post({**what, "quality": quality}, "/gateway/feedback", **(headers or {}))
 
     async def stream(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Stream:
         """A stream, read to its end."""
@@ -52,10 +59,7 @@ class Running:
 
     async def settled(self) -> None:
         """Wait until what was asked is counted too, which is after its answer was sent."""
-        for _ in range(4000):
-            if self.gateway.inside == 0:
-                return
-            await asyncio.sleep(0.005)
+        await until(lambda: self.gateway.inside == 0)
 
     async def get(self, path: str, **headers: str) -> tuple[int, str]:
         await self.settled()
@@ -91,16 +95,26 @@ class Stream:
 
 
 class Process:
-    """`selfspec gateway` as a process. said: its stderr so far; url: where it listens. code: Python before it."""
+    """`selfspec gateway` as a process. file: its settings; said: its stderr so far; url: where it listens."""
 
-    async def start(self, *words: str, code: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "gateway.yaml"
+
+    def write(self, fakes: Sequence[Fake], **more: Any) -> None:
+        """Its settings: a gateway in front of these backends, whose tokens cost one each."""
+        backends = [{"name": one.name, "kind": "local", "url": one.url, "price_out": 1e6} for one in fakes]
+        settings = {"port": 0, "results_dir": str(self.file.parent), "policy": "fixed", "ledger": {"plain_share": 0}}
+        self.file.write_text(json.dumps({**settings, "backends": backends, **more}))
+
+    async def start(self, code: str = "") -> None:
+        """code: Python before it."""
         run = (
             code
             + "\nimport runpy, sys; sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
         )
         self.said = ""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", run, "gateway", *words, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-c", run, "gateway", str(self.file), stderr=asyncio.subprocess.PIPE
         )
         await self.until_said("/v1", "listening on ")
         self.url = self.said.partition("listening on ")[2].partition("/v1")[0]
@@ -119,10 +133,40 @@ class Process:
                     return
             await asyncio.sleep(0.1)
 
+    async def ask(
+        self, method: str = "POST", path: str = "/v1/completions", body: Any = None, key: str = "ann"
+    ) -> tuple[int, Any, str]:
+        """(status, headers, what came) over a connection of its own, so that any worker may get it."""
+        head = {"Authorization": f"Bearer {key}", "Connection": "close"}
+        async with aiohttp.request(method, self.url + path, json=body, headers=head) as response:
+            return response.status, response.headers, await response.text()
+
+    async def stream(self) -> str:
+        """The text of a stream of forty tokens."""
+        body = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
+        return text_of_stream((await self.ask(body=body))[2])
+
     async def end(self, wish: int = signal.SIGTERM) -> None:
         self.process.send_signal(wish)
         rest = await self.process.communicate()
         assert self.process.returncode == 0, self.said + rest[1].decode()
+
+
+@asynccontextmanager
+async def process(
+    folder: Path, fakes: Sequence[Fake], code: str = "", kind: type[Process] = Process, **settings: Any
+) -> AsyncIterator[Any]:
+    """A gateway as a process in front of these backends."""
+    for one in fakes:
+        await one.start()
+    on = kind(folder)
+    on.write(fakes, **settings)
+    await on.start(code)
+    yield on
+    if on.process.returncode is None:
+        await on.end()
+    for one in fakes:
+        await one.stop()
 
 
 def text_of_stream(raw: bytes | str) -> str:
@@ -191,4 +235,4 @@ ANN, BOB = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
 async def until(condition):
     """Wait for it; the test's own limit of a minute ends what never comes."""
     while not condition():
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.01)

@@ -6,8 +6,8 @@ from real ones.
 
 from __future__ import annotations
 
-import heapq
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,25 +16,13 @@ import step_engine
 
 from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Chooser, Ended
+from selfspec_cli.gateway.policies.base import Chooser
 from selfspec_cli.gateway.replica import Flight, Replica, State
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
 LOOK = 1.0  # seconds between two looks at a server's /metrics
 NEVER = float("inf")
-
-
-@dataclass
-class Ask:
-    """A request under way."""
-
-    asked: Asked
-    tokens: int
-    flight: Flight
-    at: float
-    first: float | None = None
-    ended: float = 0.0
 
 
 @dataclass
@@ -84,6 +72,18 @@ class Server:
         """Begin the next step, if there is anything to do."""
         seconds = self.engine.begin()
         self.due = NEVER if seconds is None else at + seconds
+
+    def end(self, at: float) -> list[tuple[Asked, Flight]]:
+        """End the step of now and begin the next one; returns the requests that have ended."""
+        ended = []
+        for job, _ in self.engine.end():
+            asked, flight = job.of
+            flight.came(1)
+            if not job.left:
+                self.replica.end(flight, int(asked.expected_tokens))
+                ended.append(job.of)
+        self.begin(at)
+        return ended
 
 
 @dataclass(frozen=True)
@@ -143,62 +143,37 @@ def simulate(
     clock = {"at": 0.0}
     for server in servers:
         server.replica.now = lambda: clock["at"]
-    arrivals = [(one.at, place, one) for place, one in enumerate(requests)]
-    heapq.heapify(arrivals)
-    done: list[Ask] = []
-    routes = {server.name: 0 for server in servers}
-    cost, qualities, look = 0.0, [], LOOK
-    while arrivals or any(server.engine.jobs for server in servers):
-        soon = min(server.due for server in servers)
-        clock["at"] = at = min(soon, look, arrivals[0][0] if arrivals else NEVER)
+    coming, done, look = deque(requests), [], LOOK
+    while coming or any(server.engine.jobs for server in servers):
+        clock["at"] = at = min(look, coming[0].at if coming else NEVER, *(server.due for server in servers))
         if at == look:
             look += LOOK
             for server in servers:
                 server.tell()
         for server in servers:
-            if server.due > at:
-                continue
-            for ask in _step(server, at):
-                own = server.replica.settings
-                paid = (ask.asked.prompt_tokens * own.price_in + ask.tokens * own.price_out) / 1e6
-                cost += paid
-                quality = judge(server.name, ask.asked.text) if judge else None
-                qualities += [] if quality is None else [quality]
-                chooser.learn(ask.asked, server.replica, Ended(ask.tokens, at - ask.at, paid, quality))
-                done.append(ask)
-        while arrivals and arrivals[0][0] <= at:
-            request = heapq.heappop(arrivals)[2]
+            for asked, flight in server.end(at) if server.due <= at else ():
+                quality = judge(server.name, asked.text) if judge else 0.0
+                if judge:
+                    chooser.learn(asked, server.replica, quality)
+                done.append((flight, server.replica.price(asked), quality))
+        while coming and coming[0].at <= at:
+            request = coming.popleft()
             asked = asked_of(request)
             replica = chooser.choose(asked, [server.replica for server in servers]).order[0]
             server = next(one for one in servers if one.replica is replica)
-            routes[server.name] += 1
-            ask = Ask(asked, request.answer, replica.begin(asked), at)
-            server.engine.jobs.append(step_engine.Job(ask.flight.own + 1e-9, request.answer, ask))
+            flight = replica.begin(asked)
+            server.engine.jobs.append(step_engine.Job(flight.own + 1e-9, request.answer, (asked, flight)))
             if server.due == NEVER:
                 server.begin(at)
-    assert len(done) == len(requests)
+    flights, paid, qualities = zip(*done, strict=True)
+    assert len(flights) == len(requests)
     return Result(
-        [ask.ended - ask.at for ask in done],
-        [ask.first - ask.at for ask in done],
-        cost,
-        sum(qualities) / len(qualities) if qualities else 0.0,
-        routes,
+        [one.last - one.began for one in flights],
+        [one.first - one.began for one in flights],
+        sum(paid),
+        sum(qualities) / len(qualities),
+        {server.name: sum(one.replica is server.replica for one in flights) for server in servers},
     )
-
-
-def _step(server: Server, at: float) -> list[Ask]:
-    """End the step of now and begin the next one; returns the requests that have ended."""
-    ended = []
-    for job, _ in server.engine.end():
-        ask = job.of
-        ask.first = at if ask.first is None else ask.first
-        ask.flight.came(1)
-        if not job.left:
-            ask.ended = at
-            ended.append(ask)
-            server.replica.end(ask.flight, ask.tokens)
-    server.begin(at)
-    return ended
 
 
 def begun(replica: Replica, asked: Asked, seconds: float) -> Flight:

@@ -2,12 +2,10 @@
 
 import asyncio
 import errno
-import json
 from dataclasses import replace
 
 import aiohttp
 import pytest
-from aiohttp import web
 from fake import Fake
 from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running, until
 
@@ -17,19 +15,8 @@ from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.upstream import address
 
 
-class Poisoned(Fake):
-    """Answers 500 to prompts with the word poison, whole or as an error in the stream."""
-
-    async def complete(self, request):
-        body = json.loads(await request.read())
-        if "poison" not in str(body.get("prompt")):
-            return await super().complete(request)
-        self.asked.append(body)
-        return web.json_response({"error": {"message": "engine failed on: poison"}}, status=500)
-
-
 async def test_a_request_on_which_every_backend_fails_opens_no_breaker(tmp_path):
-    fakes = [Poisoned(name) for name in "abc"]
+    fakes = [Fake(name, error={"message": "engine failed on: poison"}) for name in "abc"]
     async with running(fakes, tmp_path, policy="round_robin", keys=TENANTS) as on:
         for _ in range(6):
             for more in ({}, {"stream": True}):
@@ -60,32 +47,6 @@ async def test_a_backend_that_is_left_alone_is_asked_where_all_others_fail(tmp_p
             assert (await on.stream(PROMPT)).text == WANTED
         else:
             assert (await on.post(PROMPT))[0] == 200
-
-
-class Held(Fake):
-    """Begins to send whole answers when `go` is set."""
-
-    async def start(self):
-        self.go = asyncio.Event()
-        await super().start()
-
-    async def whole(self, request, body):
-        await self.go.wait()
-        return await super().whole(request, body)
-
-
-async def test_one_long_answer_does_not_keep_short_requests_from_a_backend_that_tries_again(tmp_path):
-    fake = Held("a")
-    async with running([fake], tmp_path) as on:
-        for _ in range(5):
-            on.gateway.replicas[0].breaker.failed()
-        await asyncio.sleep(breaker.OPEN_SECONDS)
-        long = asyncio.ensure_future(on.post(PROMPT))
-        await until(lambda: on.fakes["a"].running == 1)
-        short = await asyncio.gather(*(on.stream(PROMPT | {"max_tokens": 1}) for _ in range(10)))
-        assert [one.status for one in short] == [200] * 10 and not long.done()
-        on.fakes["a"].go.set()
-        assert (await long)[0] == 200
 
 
 def test_a_breaker_opens_by_the_share_of_failures_and_lets_several_requests_try():
@@ -137,19 +98,6 @@ async def test_a_request_that_takes_too_long_as_a_whole_ends_and_is_nobodys_fail
         await until(lambda: on.fakes["a"].running == 0)
 
 
-class Lists(Fake):
-    """Has no /v1/models."""
-
-    async def models(self, request):
-        return web.Response(status=404)
-
-
-async def test_a_backend_without_a_list_of_models_serves_the_one_that_is_named(tmp_path):
-    more = {"kinds": {"a": "openai"}, "backends": {"a": {"model": "toy"}}}
-    async with running([Lists("a")], tmp_path, **more) as on:
-        assert (await on.post(PROMPT))[0] == 200
-
-
 async def test_a_backend_of_others_is_looked_at_while_it_is_up(tmp_path):
     async with running([Fake("a")], tmp_path, kinds={"a": "openai"}) as on:
         await on.fakes["a"].stop()
@@ -170,45 +118,18 @@ def test_addresses_of_other_forms(base, wanted):
     assert address(base, "/v1/completions") == wanted
 
 
-class Azure(Fake):
-    """Answers at an address of Azure's form, and has no list of models."""
-
-    async def start(self):
-        app = web.Application()
-        app.router.add_post("/openai/deployments/x/completions", self.complete)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/openai/deployments/x?api-version=3"
-
-    async def complete(self, request):
-        assert (request.query_string, request.headers["api-key"]) == ("api-version=3", "a key")
-        return await super().complete(request)
-
-
 async def test_an_address_with_a_path_and_a_query_is_asked_as_azure_is(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY_OF_A", "a key")
     more = {"kinds": {"a": "openai"}, "backends": {"a": {"model": "toy", "key_env": "KEY_OF_A"}}}
-    async with running([Azure("a")], tmp_path, **more) as on:
+    async with running([Fake("a", suffix="/openai/deployments/x?api-version=3")], tmp_path, **more) as on:
         assert (await on.post(PROMPT))[1]["choices"][0]["text"] == (await on.stream(PROMPT)).text == WANTED
-
-
-async def test_a_gateway_that_is_full_says_when_to_come_again(tmp_path):
-    async with running([Held("a")], tmp_path, limits=replace(QUICK, at_once=2)) as on:
-        held = [asyncio.ensure_future(on.post(PROMPT)) for _ in range(2)]
-        await until(lambda: on.gateway.inside == 2)
-        status, found, headers = await on.post(PROMPT)
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert found["error"]["message"] == "too many requests at once"
-        for one in held:
-            one.cancel()
-        await until(lambda: on.gateway.inside == 0)
+        assert on.fakes["a"].headers[-1]["api-key"] == "a key"
 
 
 async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
     full = {"a": {"at_once": 1}}
     patient = replace(QUICK, queue_seconds=20)
-    fake, order = Held("a"), []
+    fake, order = Fake("a", go=asyncio.Event()), []
     async with running([fake], tmp_path, backends=full, keys=TENANTS, limits=patient) as on:
 
         async def one(name):
@@ -228,14 +149,20 @@ async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
         assert not on.gateway.places.waiting
 
 
-async def test_a_place_that_does_not_come_is_a_503_with_a_time(tmp_path):
-    fake = Held("a")
-    async with running([fake], tmp_path, backends={"a": {"at_once": 1}}) as on:
+@pytest.mark.parametrize(
+    ("limits", "backends", "said"),
+    [
+        (replace(QUICK, at_once=1), {}, "too many requests at once"),
+        (QUICK, {"a": {"at_once": 1}}, "every backend for this model is full"),
+    ],
+)
+async def test_who_finds_no_place_is_told_when_to_come_again(tmp_path, limits, backends, said):
+    fake = Fake("a", go=asyncio.Event())
+    async with running([fake], tmp_path, limits=limits, backends=backends) as on:
         busy = asyncio.ensure_future(on.post(PROMPT))
         await until(lambda: on.fakes["a"].running == 1)
         status, found, headers = await on.post(PROMPT)
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert "full" in found["error"]["message"]
+        assert (status, headers["retry-after"], found["error"]["message"]) == (503, "1", said)
         assert not on.gateway.places.waiting
         async with on.session.get(on.url + "/health") as response:  # whose backends are full, it is healthy
             assert (response.status, (await response.json())["backends"]) == (200, ["a"])
@@ -243,18 +170,8 @@ async def test_a_place_that_does_not_come_is_a_503_with_a_time(tmp_path):
         assert (await busy)[0] == 200
 
 
-class Busy(Fake):
-    """Asks to be left alone."""
-
-    async def complete(self, request):
-        if self.refuse is None:
-            return await super().complete(request)
-        self.asked.append({})
-        return web.json_response({}, status=self.refuse, headers={"Retry-After": "7"})
-
-
 async def test_retry_after_is_honoured_and_handed_on(tmp_path):
-    async with running([Busy("a"), Busy("b")], tmp_path) as on:
+    async with running([Fake("a", retry_after="7"), Fake("b", retry_after="7")], tmp_path) as on:
         on.fakes["a"].refuse = 429
         for _ in range(3):
             assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "b"

@@ -5,14 +5,13 @@ import json
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 from fake import Fake
 from running import running, until
 from simulated import begun
 
-from selfspec_cli.gateway import queues
+from selfspec_cli.gateway import demo, queues
 from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.errors import GatewayError
@@ -24,7 +23,7 @@ from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
-from selfspec_cli.record.gateway_log import Ledger, routes
+from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 
@@ -134,12 +133,13 @@ async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
         assert len(on.fakes["a"].asked) == 1
 
 
-async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     log = RequestLog(tmp_path / "gone" / "log.jsonl")
-    log.add({"id": "x"})
     (tmp_path / "gone").rmdir()
-    await log.close()
-    assert "FileNotFoundError" in capsys.readouterr().err
+    for _ in range(2):
+        log.add({"id": "x"})
+    log.close()
+    assert capsys.readouterr().err.count("\nFileNotFoundError") == 1
 
 
 @pytest.mark.parametrize(("enough", "deadline", "why"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
@@ -202,11 +202,13 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
 
 
 def test_a_route_is_the_requests_that_ended_well_and_nothing_that_was_not_measured():
-    asked = {"model": "m", "route": "a", "status": 200, "plain": False, "tokens": 10, "e2e_ms": 100.0, "cost": 1.0}
+    asked = dict.fromkeys((*demo.TIMES, *demo.SUMS)) | {"tokens": 1000, "e2e_ms": 100.0, "cost": 1.0, "cache": "hit"}
+    asked |= {"model": "m", "route": "a", "status": 200, "plain": False}
     rows = [asked, asked | {"e2e_ms": 300.0}, asked | {"e2e_ms": 200.0}, asked | {"plain": True, "cost": None}]
-    routed, plain = routes([*rows, asked | {"status": 502}, asked | {"route": None}])
-    assert (routed.requests, routed.tokens, routed.e2e_ms, routed.cost, routed.ttft_ms) == (3, 30, 200.0, 3.0, None)
-    assert (plain.plain, plain.requests, plain.cost) == (True, 1, None)
+    routed, plain = demo.routes([*rows, asked | {"status": 502}, asked | {"route": None}])
+    wanted = {"requests": 3, "hits": 3, "tokens": 3000, "e2e_ms": 200.0, "cost": 3.0, "ttft_ms": None}
+    assert wanted.items() <= routed.items()
+    assert {"plain": True, "requests": 1, "cost": None}.items() <= plain.items()
 
 
 def test_a_hit_costs_nothing_and_counts_for_all_routes():
@@ -224,18 +226,18 @@ def test_a_hit_costs_nothing_and_counts_for_all_routes():
 
 def test_times_are_learnt_and_followed_when_they_change():
     timing, draw = Timing(), random.Random(1)
-    assert timing.step(1) is None and timing.first(10, 0) is None
+    assert timing.steps.value(1) is None and timing.ttft.value((1, 10, 0)) is None
     for _ in range(300):
         running_now, own, ahead = draw.randint(1, 16), draw.randint(10, 2000), draw.choice([0, 0, 500])
         timing.steps.learn(running_now, 0.010 + 0.001 * running_now)
         timing.learn_ttft(own, ahead, 0.02 + (own + ahead) / 4000)
-    assert timing.step(8) == pytest.approx(0.018, rel=0.03)
-    assert timing.first(1000, 500) == pytest.approx(0.02 + 1500 / 4000, rel=0.02)
+    assert timing.steps.value(8) == pytest.approx(0.018, rel=0.03)
+    assert timing.ttft.value((1, 1000, 500)) == pytest.approx(0.02 + 1500 / 4000, rel=0.02)
     assert timing.prefill_rate == pytest.approx(4000, rel=0.2)
     for _ in range(200):
         running_now = draw.randint(1, 16)
         timing.steps.learn(running_now, 0.020 + 0.002 * running_now)
-    assert timing.step(8) == pytest.approx(0.036, rel=0.05)
+    assert timing.steps.value(8) == pytest.approx(0.036, rel=0.05)
 
 
 def test_a_curve_goes_through_what_was_measured_and_never_falls():
@@ -249,15 +251,6 @@ def test_a_curve_goes_through_what_was_measured_and_never_falls():
     assert curve.value(4) == pytest.approx(0.015)
     curve.learn(2, 0.05)
     assert min(curve.value(one) for one in (2, 4, 8, 20)) == pytest.approx(0.05)
-
-
-def test_a_load_that_never_varies_does_not_make_predictions_explode():
-    timing = Timing()
-    for _ in range(5000):
-        timing.steps.learn(1, 0.01)
-    timing.steps.learn(1, 0.0101)
-    assert timing.step(1) == pytest.approx(0.01, rel=0.05)
-    assert 0 < timing.step(2) < 0.1
 
 
 def test_what_a_server_says_of_itself():
@@ -292,13 +285,13 @@ def test_what_a_server_expects_of_its_next_step_is_learnt():
     text = 'vllm:num_requests_running{engine="0"} 4\nvllm:selfspec_expected_step_seconds{engine="0"} 0.03\n'
     for _ in range(FEW):
         one.looked(one.look(), between(None, read(text), Load(work=1.5, tokens=2.0)))
-    assert one.timing.step(4) == pytest.approx(0.02)
+    assert one.timing.steps.value(4) == pytest.approx(0.02)
     for not_now in (
         text.replace("} 4", "} 0"),
         f"{text}vllm:selfspec_draft_length 0\n",
     ):  # idle; or a step that is no round
         one.looked(one.look(), between(None, read(not_now), Load()))
-    assert one.timing.step(4) == pytest.approx(0.02)
+    assert one.timing.steps.value(4) == pytest.approx(0.02)
 
 
 def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others():
@@ -338,24 +331,13 @@ def test_the_time_between_events_is_learnt_while_answers_are_under_way():
         clock["at"] += 0.1
         single.came(1)
         several.came(4)
-    assert one.timing.step(2) == pytest.approx(0.1)
+    assert one.timing.steps.value(2) == pytest.approx(0.1)
     one.end(several, None)
     for _ in range(20):
         single.held = 0.95
         clock["at"] += 1.0
         single.came(1)
-    assert one.timing.step(1) == pytest.approx(0.05)
-
-
-async def test_the_gateway_learns_from_what_it_measures(tmp_path):
-    async with running([Fake("a", step=0.004)], tmp_path) as on:
-        for _ in range(6):
-            await on.stream(PROMPT)
-        row = (await on.rows())[-1]
-        assert row["expected_ttft_ms"] is not None
-        assert row["expected_tpot_ms"] > 1
-        text = (await on.get("/metrics"))[1]
-        assert 'selfspec_gateway_tpot_error_seconds_count{route="a"}' in text
+    assert one.timing.steps.value(1) == pytest.approx(0.05)
 
 
 # ---- small parts -----------------------------------------------------------------------------------------------------
@@ -445,13 +427,3 @@ async def test_a_log_that_selfspec_load_can_read(tmp_path):
         await on.rows()
         found = prompt_files.read(str(on.log), column=None, category="route")
         assert [(one.text, one.chat, one.category) for one in found] == [("once", False, "a"), ("hello", True, "a")]
-
-
-async def test_the_log_is_written_while_requests_come(tmp_path):
-    async with running([Fake("a")], tmp_path) as on:
-        await asyncio.gather(*(on.post(PROMPT) for _ in range(50)))
-        until = time.monotonic() + 10
-        while time.monotonic() < until and (not on.log.exists() or len(on.log.read_text().splitlines()) < 50):
-            await asyncio.sleep(0.05)
-        rows = [json.loads(line) for line in on.log.read_text().splitlines()]
-        assert len({row["id"] for row in rows}) == 50

@@ -6,12 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import Process, text_of_stream
+from running import TENANTS, process, text_of_stream, until
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -23,46 +24,30 @@ from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
 
 SERVER = Path(__file__).parents[2] / "experiments" / "gateway" / "overhead.py"
+KEYS = [asdict(one) for one in TENANTS]
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
-
-
-def settings(folder, fake):
-    """A file of settings for a gateway in front of one backend."""
-    backend = {"name": fake.name, "kind": "local", "url": fake.url}
-    file = folder / "gateway.yaml"
-    file.write_text(
-        json.dumps({"port": 0, "results_dir": str(folder), "backends": [backend], "ledger": {"plain_share": 0}})
-    )
-    return str(file)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wish", [signal.SIGTERM, signal.SIGINT])
 async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wish):
-    fake, on = Fake("a", step=0.03), Process()
-    await fake.start()
-    await on.start(settings(tmp_path, fake))
-    async with aiohttp.ClientSession() as session:
+    async with process(tmp_path, [Fake("a", step=0.03)]) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
         async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
             raw = await response.content.readany()
             ending = asyncio.ensure_future(on.end(wish))
             raw += await response.read()
-    await ending
+        await ending
     assert text_of_stream(raw) == answer("once", 40)
     (row,) = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
     assert json.loads(row)["tokens"] == 40
-    await fake.stop()
 
 
 @pytest.mark.slow
 async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with_the_others(tmp_path):
     """It raises its own limit as far as it may, and leaves files for backends."""
-    fake, on = Fake("a"), Process()
-    await fake.start()
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 320))"
-    await on.start(settings(tmp_path, fake), code=few)
-    async with aiohttp.ClientSession() as session:
+    async with process(tmp_path, [Fake("a")], few) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
         limits = Path(f"/proc/{on.process.pid}/limits").read_text()
         assert limits.partition("Max open files")[2].split()[0] == "320"  # of 128
@@ -74,49 +59,28 @@ async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with
             assert 'backend_up{backend="a"} 1.0' in await response.text()
         for _, writer in idle:
             writer.close()
-    await on.end()
-    await fake.stop()
 
 
 @pytest.mark.slow
 async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
-    fake, other, on = Fake("a", step=0.03), Fake("b"), Process()
-    for one in (fake, other):
-        await one.start()
-    await on.start(file := settings(tmp_path, fake))
-    async with aiohttp.ClientSession() as session:
+    other = Fake("b")
+    await other.start()
+    fake = Fake("a", step=0.03)
+    async with process(tmp_path, [fake]) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
-        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
-            raw = await response.content.readany()
-            Path(file).write_text("policy: fixd")
-            on.process.send_signal(signal.SIGHUP)
-            await on.until_said("stay as they were")
-            settings(tmp_path, other)
-            on.process.send_signal(signal.SIGHUP)
-            raw += await response.read()
+        stream = asyncio.ensure_future(on.stream())
+        await until(lambda: fake.running == 1)
+        on.file.write_text("policy: fixd")
+        on.process.send_signal(signal.SIGHUP)
+        await on.until_said("stay as they were")
+        on.write([other], keys=KEYS)
+        on.process.send_signal(signal.SIGHUP)
+        assert await stream == answer("once", 40)
         await on.until_said("were reloaded")
         await on.until_up(session)
-        async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
-            assert response.headers["x-selfspec-backend"] == "b"
-    assert text_of_stream(raw) == answer("once", 40)
-    await on.end()
-    for one in (fake, other):
-        await one.stop()
-
-
-@pytest.mark.slow
-async def test_a_port_that_is_taken_is_bad_input(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        words = ["two_servers", f"port={port}", "backends.0.words=[]", "backends.1.words=[]", f"results_dir={tmp_path}"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "selfspec_cli", "gateway", *words, stderr=asyncio.subprocess.PIPE
-        )
-        _, logged = await process.communicate()
-    assert process.returncode == 2
-    assert f"port={port}" in logged.decode()
+        assert (await on.ask(body=PROMPT, key="nobody"))[0] == 401
+        assert (await on.ask(body=PROMPT))[1]["x-selfspec-backend"] == "b"
+    await other.stop()
 
 
 def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monkeypatch):
@@ -130,25 +94,28 @@ def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monk
         assert f"port={port}: it cannot listen on 127.0.0.1:{port} (" in said and "in use" in said
 
 
-def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):
-    ends = BackendKind("tiny", "a server", lambda settings: None, lambda settings, port: [sys.executable, "-c", "x"])
-    monkeypatch.setitem(BACKENDS._found, "tiny", ends)
-    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"])]
-    with pytest.raises(demo.DemoFailed, match=r"^early ended before it answered; its log: ") as failed:
-        demo.run(GatewaySettings(results_dir=str(tmp_path), backends=backends), lambda text: None)
+@pytest.fixture
+def tiny(monkeypatch):
+    """Has this Python code be the server of the kind `tiny`; gives its settings."""
+
+    def made(*code, **more):
+        command = lambda settings, port: [sys.executable, *code, str(port)]  # noqa: E731
+        monkeypatch.setitem(BACKENDS._found, "tiny", BackendKind("tiny", "a server", lambda settings: None, command))
+        return BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
+
+    return made
+
+
+def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, tiny):
+    settings = GatewaySettings(results_dir=str(tmp_path), backends=[tiny("-c", "x")])
+    with pytest.raises(demo.DemoFailed, match=r"^one ended before it answered; its log: ") as failed:
+        demo.run(settings, lambda text: None)
     assert "NameError" in Path(str(failed.value).rpartition("its log: ")[2]).read_text()
 
 
-def command(settings, port):
-    return [sys.executable, str(SERVER), "--serve", str(port), "--step", "0.01"]
-
-
-async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_own(tmp_path, monkeypatch):
-    kind = BackendKind("tiny", "a server without a model", lambda settings: None, command)
-    monkeypatch.setitem(BACKENDS._found, "tiny", kind)
-
+async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_own(tmp_path, tiny):
     def made(**more):
-        backend = BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
+        backend = tiny(str(SERVER), "--step", "0.01", "--serve", **more)
         return Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
 
     first = made()
@@ -163,30 +130,17 @@ async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_
         async with server.opened(made(), starts=False) as worker:  # nor does a worker start one
             assert worker.processes == {}
         process.kill()
-        for _ in range(100):
-            if first.replicas[0].state is State.down:
-                break
-            await asyncio.sleep(0.05)
-        assert first.replicas[0].state is State.down
+        await until(lambda: first.replicas[0].state is State.down)
     assert process.poll() is not None
 
 
-async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
-    kind = BackendKind(
-        "tiny",
-        "no server",
-        lambda settings: None,
-        lambda settings, port: [sys.executable, "-c", "raise SystemExit('no luck')", "--port", str(port)],
-    )
-    monkeypatch.setitem(BACKENDS._found, "tiny", kind)
-    backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
+async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, tiny):
     said = []
+    backend = tiny("-c", "raise SystemExit('no luck')")
     gateway = Gateway(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
     async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
-        async with asyncio.timeout(30):
-            while len(said) < 2:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(said) == 2)
         await asyncio.sleep(0.3)
     log = tmp_path / "gateway" / "backend-one.log"
     assert "no luck" in log.read_text()
@@ -200,6 +154,7 @@ from selfspec_cli.gateway import server
 {call}
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+bytearray(20_000_000)  # glibc takes blocks of up to that size from the heap from now on
 large, small, before = [], [], resident()
 for _ in range(200):
     large.append(bytearray(300_000))

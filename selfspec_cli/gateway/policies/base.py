@@ -25,16 +25,6 @@ class Choice:
     sure: float | None = None
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a request ended, or how its answer was judged: quality, 0 to 1. tokens: of the answer."""
-
-    tokens: int | None = None
-    seconds: float | None = None
-    cost: float | None = None
-    quality: float | None = None
-
-
 class Chooser:
     """Routes requests; made once for a gateway, so that it may remember."""
 
@@ -42,8 +32,8 @@ class Chooser:
         """replicas: those that serve the model and take requests now, in the order of the settings; not empty."""
         raise NotImplementedError
 
-    def learn(self, request: Request, replica: Replica, ended: Ended) -> None:
-        """A request that this backend answered ended well, or its answer was judged."""
+    def learn(self, request: Request, replica: Replica, quality: float) -> None:
+        """An answer of this backend was judged, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,3 @@ class Policy:
         if self.alone and workers > 1:
             raise ConfigError(f"policy={self.name}: {workers} workers cannot share what it knows: workers=1")
         return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
-
-
-def fewest_first(replicas: Sequence[Replica]) -> list[Replica]:
-    """Those with the fewest requests first; of equals, in the order of the settings."""
-    return sorted(replicas, key=lambda replica: replica.running())

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy, fewest_first
+from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.timing import FEW
@@ -40,13 +40,14 @@ def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
     """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
     requests than a prediction needs are on their way there."""
     known = {replica.name: replica.predict(request) for replica in replicas}
-    few = [one for one in fewest_first(replicas) if len(one.flights) < FEW]
+    fewest_first = sorted(replicas, key=lambda one: one.running())
+    few = [one for one in fewest_first if len(one.flights) < FEW]
     new = [one for one in few if known[one.name] is None or (one.load.drafts and one.begun < FEW)]
     if new:
         return Choice(tuple(sorted(replicas, key=lambda one: one is not new[0])), "unknown")
     estimated = [one for one in replicas if known[one.name] is not None and not _outdone(one, replicas, request)]
     if not estimated:
-        return Choice(tuple(fewest_first(replicas)), "fewest")
+        return Choice(tuple(fewest_first), "fewest")
 
     idle = {one.name: alone.e2e for one in estimated if (alone := one.predict(request, there=0.0))}
     fastest = min(estimated, key=lambda one: idle[one.name])

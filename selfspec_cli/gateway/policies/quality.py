@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended, Policy
+from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 
@@ -81,10 +81,9 @@ class _Quality(Chooser):
         rest = (one for one in replicas if one is not best)
         return Choice((best, *rest), "cheapest_good" if good else "best")
 
-    def learn(self, request: Request, replica: Replica, ended: Ended) -> None:
-        if ended.quality is not None:
-            known = self.judged.setdefault(replica.name, deque(maxlen=KEPT))
-            known.append((features(request.text), ended.quality))
+    def learn(self, request: Request, replica: Replica, quality: float) -> None:
+        known = self.judged.setdefault(replica.name, deque(maxlen=KEPT))
+        known.append((features(request.text), quality))
 
 
 POLICY = Policy(

@@ -7,7 +7,6 @@ from jinja2 import Environment, TemplateError
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.stages.load_prompts import of_text
 from selfspec_cli.texts.prompt_files import encoded, read
 from selfspec_cli.texts.prompts import workload_prompts
 from selfspec_cli.texts.tokens import Tokens
@@ -134,6 +133,3 @@ def test_the_workload_asks_the_file_that_its_path_names(tmp_path):
     (cfg,) = compose_runs(None, ["workload=bfcl", f"workload.path={file}", "workload.num_prompts=2"])
     prompts = workload_prompts(cfg, Template(WITH_TOOLS + MESSAGES))
     assert [text_of(ids)[:9] for ids in prompts] == ["<weather>"] * 2
-    bodies = of_text(cfg, "/v1/completions")
-    assert bodies.categories == ["simple_python", "parallel"]
-    assert all("weather" in body["prompt"] and "Oslo" in body["prompt"] for body in bodies.bodies)

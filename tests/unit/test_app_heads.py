@@ -70,11 +70,6 @@ def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, command, 
     assert f"corpus={corpus}" in result.stderr
 
 
-def test_a_rank_of_ones_own(monkeypatch, model):
-    found = document(call("fit", "head=translator_r20,translator_r30", "layer=2", model, "--dry-run", "--json"))
-    assert found["heads"] == ["lens", "translator_r20", "translator_r30"]
-
-
 def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model, tmp_path):
     plans = []
 
@@ -101,19 +96,12 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model,
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("fit", "head=lsq_argmx", "layer=2"), "'lsq_argmax'"),
         (("fit", "layer=2"), "is not fitted; name what is"),
         (("fit", "head=lsq", "layer=12"), "1..11"),
-        (("fit", "head=lsq", "layer=0"), "layer=0"),
-        (("fit", "head=lsq"), "layer=null"),
-        (("fit", "head=lsq", "layer=2", "vocab=65"), "larger than the vocabulary; must be in 1..64"),
         (("fit", "head=lsq", "layer=2", "vocab=gone.txt"), "a file of token ids"),
-        (("fit", "head=lsq_r3", "layer=2"), "kind lsq has no rank 3; kinds that can: translator"),
         (("fit", "head=lsq", "head.target=argmax", "layer=2"), "use head=lsq_argmax"),
         (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
         (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
-        (("fit", "--compare", "head=lnes"), "'lens'"),
-        (("bench", "head=lsq_argmax", "layer=2"), "selfspec fit head=lsq_argmax layer=2"),
         (("sweep", "head=lens", "layer=2", "vocab=full,65"), "must be in 1..64"),
     ],
 )
@@ -139,16 +127,15 @@ def test_a_pt_file_with_anything_but_tensors_is_refused_before_an_engine_starts(
         ("random.safetensors", "truncated or no safetensors file"),
         ("layer5_lsq.safetensors", "is for layer 5; layer 2 is asked for"),
         ("layer2_wide.safetensors", "its hidden is 8, this model's is 4"),
-        ("layer2_many.safetensors", "its vocab_size is 65, this model's is 64"),
     ],
 )
-@pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_a_head_that_cannot_be_used_is_refused_before_an_engine_starts(file, expected, more, model, tmp_path):
+def test_a_head_that_cannot_be_used_is_refused_before_an_engine_starts(file, expected, model, tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64, "hidden_size": 4}')
     (tmp_path / "random.safetensors").write_bytes(b"\x7f" * 300)
-    for name, layer, hidden, vocab in (("layer5_lsq", 5, 4, 64), ("layer2_wide", 2, 8, 64), ("layer2_many", 2, 4, 65)):
-        head = lsq_head(torch.zeros(vocab, hidden))
-        save_head(tmp_path / f"{name}.safetensors", head, HeadMetadata("lsq", layer, hidden, vocab))
-    result = call("sweep", f"head.path={file}", "layer=2", model, *more)
-    assert result.exit_code == 2, result.output
-    assert expected in " ".join(result.stderr.split())
+    for name, layer, hidden in (("layer5_lsq", 5, 4), ("layer2_wide", 2, 8)):
+        head = lsq_head(torch.zeros(64, hidden))
+        save_head(tmp_path / f"{name}.safetensors", head, HeadMetadata("lsq", layer, hidden, 64))
+    for more in ((), ("--dry-run",)):
+        result = call("sweep", f"head.path={file}", "layer=2", model, *more)
+        assert result.exit_code == 2, result.output
+        assert expected in " ".join(result.stderr.split())

@@ -14,7 +14,6 @@ from selfspec_cli.early_exit.settings import (
     DraftSettings,
     GateConfig,
     HeadConfig,
-    gate_threshold,
     to_spec,
     vllm_keys,
 )
@@ -112,25 +111,13 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
     assert checked_table(None, 5) is None
 
 
-def test_the_threshold_in_force():
-    maxp, varh = GateConfig("maxp"), GateConfig("varH")
-    assert gate_threshold(DraftSettings(threshold=0.3)) is None
-    assert gate_threshold(DraftSettings(gate=maxp)) == GATES["maxp"].default
-    assert gate_threshold(DraftSettings(gate=maxp, threshold=0.1)) == 0.1
-    assert gate_threshold(DraftSettings(gate=varh, threshold=2.0)) == 2.0
-    assert gate_threshold(DraftSettings(gate=varh, threshold=0.0)) == 0.0
-
-
 def test_two_names_of_one_setting_may_agree():
     assert read(head_path="a", lsq_head_path="a").head == HeadConfig(path="a")
     assert read(lsq_head_path="b").head.path == "b"
 
 
-def test_vllms_word_for_synthetic_acceptance():
+def test_vllms_words_for_synthetic_acceptance_and_for_how_drafts_are_taken():
     assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
-
-
-def test_vllms_word_for_how_drafts_are_taken_is_ours_too():
     assert read().draft_sample_method == read(draft_sample_method="greedy").draft_sample_method == "greedy"
     drawn = read(draft_sample_method="probabilistic")
     assert drawn.draft_sample_method == "probabilistic"
@@ -186,9 +173,6 @@ def test_the_keys_that_are_vllms_own():
     [
         ("gate", "maxp", "none"),
         ("draft_weights", "fp8", "shared"),
-        ("draft_weights_path", "w", "none"),
-        ("skip_layers", "2", "none"),
-        ("length_table", "3:2", "none"),
         ("free_drafts", 8, 0),
         ("draft_context", "window:64", "full"),
         ("strict", True, False),
@@ -217,14 +201,8 @@ def test_of_what_method_skip_does_not_use(key, value, idle):
             {"skip_layers": "7", "layer_skip": 7},
             "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft",
         ),
-        ({"skip_layers": 3.5}, "skip_layers = 3.5 must be layers counted from 0, and ranges of them, such as 10-15,20"),
         ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
         ({"strict": 1}, "strict = 1 must be true or false"),
-        (
-            {"draft_sample_method": "probabalistic"},
-            "draft_sample_method 'probabalistic' is not known; allowed: greedy, "
-            "probabilistic; did you mean 'probabilistic'?",
-        ),
         ({"draft_sample_method": True}, "draft_sample_method True is not known; allowed: greedy, probabilistic"),
         ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
     ],
@@ -238,10 +216,6 @@ def test_of_what_does_not_go_together(spec, text):
     [
         ({"skip_layers": "4-7"}, "skip_layers = 4-7: layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
         ({"length_table": "3:9"}, "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
-        (
-            {"threshold": 2.0, "gate": {"kind": "maxp"}},
-            "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1",
-        ),
     ],
 )
 def test_of_settings_that_travelled(change, text):
@@ -252,7 +226,11 @@ def test_of_settings_that_travelled(change, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [(32768, "32768"), ("32768", "32768"), ("full", "full"), ("a.txt", "a.txt")]
+    ("given", "kept"),
+    [
+        (32768, "32768"),
+        ("full", "full"),
+    ],
 )
 def test_a_draft_vocabulary_is_a_number_or_a_file(given, kept):
     settings = read(layer_skip=3, head="lens", vocab=given)
@@ -261,7 +239,7 @@ def test_a_draft_vocabulary_is_a_number_or_a_file(given, kept):
     assert ResolvedSettings.from_dict(settings.to_dict()) == read(**to_spec(settings)) == settings
 
 
-@pytest.mark.parametrize("value", [0, "0", -3, True, 1.5, ""])
+@pytest.mark.parametrize("value", [0, "0", True, ""])
 def test_what_is_no_draft_vocabulary_is_refused(value):
     assert said(read, vocab=value) == (
         f"vocab = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids"
@@ -289,11 +267,6 @@ def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
     assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
     with pytest.raises(SettingsError, match="draft_weights 'int3'"):
         ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int3"})
-
-
-def test_a_gate_without_threshold_gets_its_default():
-    for name, rule in GATES.items():
-        assert ResolvedSettings.from_user({"gate": name}, 4).threshold == rule.default
 
 
 def test_passthrough_keys_belong_to_vllm():

@@ -148,34 +148,6 @@ def test_trials_cost_less_than_a_hundredth_in_the_long_run(requests, acceptance)
     assert 0 < engine.lost_by_trials() < 0.01
 
 
-def test_random_weights_of_which_no_draft_stands_decode_as_fast_as_plain_decoding():
-    for requests in (1, 8, 64, 256):
-        engine = Simulated(requests, 0.0, seed=2)
-        assert engine.run(10.0) > 0.99
-        assert engine.widths.most_common(1)[0][0] == 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_large_model_loses_little_by_looking_at_long_drafts(seed):
-    """Eight drafts take seven times as long as a plain step, and every width is a little slower than plain decoding."""
-    verify = {
-        width: {n: 4.4e-3 + 12e-6 * n * (width + 1) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
-        for width in WIDTHS
-    }
-    times = StepTimes(verify, {n: 1.3e-3 + 65e-6 * n for n in REQUESTS}, 30e-9)
-    engine = Simulated(48, 0.95, times=times, seed=seed)
-    assert engine.run(1.0) > 0.99 and engine.run(2.0) > 0.99
-    assert engine.best() == 0 < engine.rule.trials
-
-
-def test_requests_that_differ_in_one_batch():
-    """Half of them accept 95 % of their drafts, the others 20 %."""
-    for requests in (2, 8, 32, 64):
-        engine = Simulated(requests, [0.95, 0.2] * (requests // 2), seed=3)
-        engine.run(1.0)
-        assert engine.run(5.0) > 0.97, requests
-
-
 # ---- traffic that changes --------------------------------------------------------------------------------------------
 
 
@@ -275,48 +247,6 @@ def test_until_there_are_verdicts_the_tokens_that_steps_brought_say_what_drafts_
     refused, accepted = (engine.widths for engine in engines)
     assert sum(refused.values()) - refused[0] <= 6
     assert accepted[0] <= 6
-
-
-class Copying(HostBound):
-    """An engine that copies the drafts of a few requests from their text; a draft step for the others is worth its time
-    only in trials, and where no request copies."""
-
-    COPIED, COPIES_STAND, OWN_STAND = 0.15, 0.3, 0.02
-
-    def step(self, limit: int | None = None) -> int:
-        """See `Simulated`."""
-        choice = self.rule.choose(self.requests, 500.0 * self.requests, limit)
-        width, stood = choice.width, np.zeros(self.requests, int)
-        self.now += self.seconds(width) * math.exp(NOISE * self.draw.standard_normal())
-        if width:
-            copied = self.draw.random(self.requests) < self.COPIED
-            own = 0 if copied.any() and choice.step_value else 1
-            drafted = np.where(copied, width, own)
-            stands = np.where(copied, self.COPIES_STAND, self.OWN_STAND)
-            stood = np.minimum(self.draw.geometric(1 - stands) - 1, drafted)
-            for length in {width, own}:
-                self._count(length, stood[drafted == length])
-        self._copy_verdicts()
-        self.rule.brought(self.requests, width, float(stood.mean()))
-        self.rule.stepped(self.requests, width, self.seconds(width), accepted=float(stood.mean()))
-        self.widths[width] += 1
-        return width
-
-    def speed(self, width: int) -> float:
-        """See `Simulated`."""
-        per_request = self.COPIED * sum(self.COPIES_STAND**place for place in range(1, width + 1))
-        return self.requests * (1 + per_request) / self.seconds(width)
-
-
-def test_a_few_copied_drafts_and_pauses_do_not_make_drafts_look_good_again():
-    """Nearly all that is judged are copies, of which many stand: far from what a step brings in the mean."""
-    engine = Copying(32, 0.0, 3.9e-3, 5.5e-3, seed=1)
-    engine.run(5.0)
-    jobs = []
-    for _ in range(12):
-        engine.now += 30.0
-        jobs.append(engine.run(1.0))
-    assert min(jobs) > 0.95 and np.mean(jobs) > 0.98
 
 
 @pytest.mark.parametrize(("requests", "changed"), [(32, False), (5, True)])
@@ -463,13 +393,6 @@ def test_an_engine_whose_times_were_not_measured_learns_them(requests, acceptanc
     assert engine.run(8.0) > 0.97
 
 
-def test_times_that_were_measured_wrongly_are_corrected():
-    """On this host a draft step takes three times what the device's time says."""
-    engine = Simulated(8, 0.9, known=device_times(), times=device_times(1.6e-3), seed=10)
-    engine.run(2.0)
-    assert engine.run(8.0) > 0.97
-
-
 def test_the_same_seed_makes_the_same_choices():
     def chosen(seed: int) -> list[int]:
         engine = Simulated(8, 0.8, seed=11)
@@ -581,21 +504,6 @@ def test_contexts_are_counted_only_where_a_choice_is_due():
     for _ in range(80):
         rule.choose(4, context)
     assert len(counted) == rule.choices <= 40
-
-
-def test_drafts_that_end_before_their_width_count_for_the_tokens_that_come():
-    """Requests stop after their third draft, so that wider steps only have more places."""
-    engine = Simulated(1, 0.95, seed=13, times=dear_places())
-    short, brought = 3, engine.rule.brought
-    engine.rule.brought = lambda requests, width, accepted: brought(requests, width, min(accepted, short))
-    engine.run(4.0)
-    engine.run(1.0)
-    assert engine.widths.most_common(1)[0][0] in (3, 4), engine.widths
-
-
-def dear_places() -> StepTimes:
-    """A place more in a verify pass costs a tenth of a plain step, and a draft step next to nothing."""
-    return StepTimes({width: {1: 2e-3 * (1 + 0.1 * width)} for width in WIDTHS}, {1: 1e-5})
 
 
 # ---- its parts -------------------------------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import torch
 from scripts import importable
 
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
-from selfspec_cli.vllm_plugin.fused_step.wide.layout import SHARED, STAMPS, WIDTHS, Build, Stream, built
+from selfspec_cli.vllm_plugin.fused_step.wide.layout import SHARED, STAMPS, WIDTHS, Build, built
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
 QWEN3 = Shape(28, 1024, 3072, 16, 8, 128, 16, 1e-6, head_norms=True)
@@ -47,32 +46,6 @@ def test_the_slowest_warp_multiplies_little_more_than_the_mean(shape, tokens, ov
         most += -(-build.most_tiles(phase) // rows) * -(-columns // (build.warps // rows))
         mean += tiles * groups / build.blocks / build.warps
     assert most < over * mean
-
-
-def test_a_stream_has_every_record_in_the_order_of_its_use():
-    build = built(SMALL, 5, 16)
-    stream = Stream(build, torch.device("cpu"))
-    numbers, first = {}, 1
-    for phase in PHASES:
-        count = SMALL.tiles[phase] * SMALL.groups[phase]
-        numbers[phase] = torch.arange(first, first + count).view(SMALL.tiles[phase], SMALL.groups[phase])
-        first += count
-    for layer in range(SMALL.layers):
-        marked = {phase: (one + layer * 10_000).int() for phase, one in numbers.items()}
-        weights = {
-            phase: one[:, :, None].expand(*one.shape, RECORD // 4).contiguous().view(torch.uint8)
-            for phase, one in marked.items()
-        }
-        stream.put(layer, weights)
-    found = stream.records[:, :4].contiguous().view(torch.int32).flatten().tolist()
-    ends = [*(stream.offsets // RECORD).tolist()[1:], len(found)]
-    for block, end in enumerate(ends):
-        wanted = []
-        for layer in range(SMALL.layers):
-            for phase in PHASES:
-                tiles, groups = build.work(phase, block)
-                wanted += [int(numbers[phase][tile, group]) + layer * 10_000 for group in groups for tile in tiles]
-        assert found[int(stream.offsets[block]) // RECORD : end] == wanted
 
 
 def test_a_block_without_room_is_refused():

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
 from selfspec_cli.early_exit.artifact import load_head, save_head
-from selfspec_cli.early_exit.errors import HeadError, SettingsError
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
@@ -121,15 +121,6 @@ def test_foreign_and_missing_files(tmp_path):
         load_head(tmp_path / "x.bin")
 
 
-@pytest.mark.parametrize(
-    "change", [{"kind": "lens"}, {"kind": "translator"}, {"hidden": 5}, {"vocab_size": 10}, {"kind": "len"}]
-)
-def test_metadata_must_match_the_tensors(change, tmp_path):
-    with pytest.raises(HeadError):
-        save_head(tmp_path / "x.safetensors", lsq_head(W), dataclasses.replace(META, **change))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
     head, metadata = HEADS["low rank"]
     with pytest.raises(HeadError, match="rank"):
@@ -214,18 +205,15 @@ def test_pickled_objects_are_refused_unopened(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [
-        {"weight": W, "note": "text"},
         {"weight": [1.0]},
-        {"w": W},
         [W],
         "text",
         {"weight": W.long()},
-        {"weight": W[0]},
         {"weight": W, "bias": W},
         {"weight": W, "after_norm": True},
         {"weight": W, "scale": W},
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_legacy_files_hold_tensors_only(data, tmp_path):
     torch.save(data, tmp_path / "h7.pt")
@@ -292,12 +280,6 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
     assert find_head(tmp_path, 3, LSQ, "v3").stem == "d"
     with pytest.raises(HeadError, match=r"no head for layer 3, lsq over v4; it has .*lsq over v3 at layer 3"):
         find_head(tmp_path, 3, LSQ, "v4")
-
-
-@pytest.mark.parametrize("name", ["lnes", "lsq_r3", "translator_argmax", "translator_r0", "translator_r", ""])
-def test_heads_that_there_are_not(name):
-    with pytest.raises(SettingsError):
-        HeadSpec.from_name(name)
 
 
 CONFIG = {

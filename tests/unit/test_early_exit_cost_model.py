@@ -1,19 +1,11 @@
 """The cost model against brute force and against numbers worked by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from selfspec_cli.early_exit import cost_model as cm
 from selfspec_cli.early_exit.cost_model import Costs
 
 MEASURED = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25)
-
-
-def test_expected_tokens_from_positions():
-    assert cm.expected_tokens_from_positions([]) == 1
-    assert cm.expected_tokens_from_positions([0.8, 0.5]) == pytest.approx(1 + 0.8 + 0.4)
-    assert cm.expected_tokens_from_positions([0.6] * 3) == pytest.approx(cm.expected_tokens(0.6, 3))
 
 
 def costs(plain=10.0, draft=2.0, head=0.5):
@@ -23,17 +15,6 @@ def costs(plain=10.0, draft=2.0, head=0.5):
 
 def tokens(a, longest=16):
     return {k: cm.expected_tokens(a, k) for k in range(longest + 1)}
-
-
-def test_round_and_speedup_by_hand():
-    assert costs().round(3) == pytest.approx(17.5)
-    assert costs().speedup(4, 3) == pytest.approx(40 / 17.5)
-    assert costs().speedup(1, 0) == 1
-    whole = Costs(plain=10, draft=1, verify=11, verify_token=0.25, start=0.5, per_layer=0.1, layers=8, head=0.3)
-    assert whole.step == pytest.approx(1 + 0.8 + 0.3 + 0.25)
-    assert whole.round(2.5) == pytest.approx(11 + 0.5 + 2.5 * 2.35)
-    # What a step takes besides its layers may come out of noise as negative; a step is never a gain.
-    assert replace(whole, draft=-3.0).at(8, 0.3).step == pytest.approx(0.3 + 0.25)
 
 
 def test_efficiency():
@@ -80,23 +61,9 @@ def test_costs_are_found_again(start):
         assert getattr(found, name) == pytest.approx(getattr(costs, name), abs=1e-9)
 
 
-@pytest.mark.parametrize("drafting", [(1.0, 8.0), (4.0, 2.0)])
-def test_drafting_neither_starts_at_a_gain_nor_gets_cheaper_with_length(drafting):
-    found = cm.fit_costs([(1, 10.0, drafting[0], 1), (4, 20.0, drafting[1], 1)], 7.0)
-    assert found.start == 0
-    assert found.draft == pytest.approx(sum(drafting) / 5)
-
-
 def test_one_length_says_nothing_of_where_drafting_starts():
     found = cm.fit_costs([(4, 20.0, 8.0, 1)], 7.0)
     assert (found.draft, found.start, found.verify_token, found.verify) == (2.0, 0.0, 0.0, 12.0)
-
-
-def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
-    arms = [(k, 100 * MEASURED.round(k), None, 100) for k in (1, 4, 8)]
-    found = cm.fit_costs(arms, MEASURED.plain)
-    assert [found.round(k) for k in (0, 3, 8)] == pytest.approx([MEASURED.round(k) for k in (0, 3, 8)])
-    assert found.draft == pytest.approx(MEASURED.draft + MEASURED.verify_token)
 
 
 @pytest.mark.parametrize(

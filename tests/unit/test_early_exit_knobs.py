@@ -88,12 +88,3 @@ def test_every_value_out_of_its_range_is_told_in_the_order_of_the_fields():
         ("inner.size", 0),
     ]
     assert list(knobs.out_of_range(Outer())) == []
-
-
-def test_reading_and_writing_by_a_key():
-    config = Outer()
-    knobs.write(config, "inner.size", 3)
-    knobs.write(config, "number", 7)
-    assert config == Outer(number=7, inner=Inner(size=3))
-    assert (knobs.read(config, "inner.size"), knobs.read(config, "number")) == (3, 7)
-    assert knobs.read(config, "inner") is config.inner

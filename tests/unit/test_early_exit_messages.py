@@ -41,6 +41,10 @@ def said(call, *arguments):
         ),
         ({"head_path": 3}, "head_path = 3 must be text, a path or words"),
         ({"layer_skip": 12}, "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)"),
+        (
+            {"layer_skip": True},
+            "layer_skip = True must be an integer, not bool; allowed: 1 to 11 (the model has 12 layers)",
+        ),
         ({"num_speculative_tokens": 2.0}, "num_speculative_tokens = 2.0 must be an integer, not float"),
         ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
         ({"gate": "maxp", "tau": "0.5"}, "tau = '0.5' must be a finite number"),
@@ -49,6 +53,11 @@ def said(call, *arguments):
             f"tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates that use tau: {TAU}",
         ),
         ({"tau": 0.5}, f"tau = 0.5 is given but gate 'none' has no threshold; gates that use tau: {TAU}"),
+        (
+            {"threshold": 0.5},
+            "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
+            "adaedl, entropy, margin, maxp, survival, varH",
+        ),
         (
             {"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
             "threshold = 0.5 and tau = 0.5 and tau_v = 1.0 mean the same setting; give one",
@@ -64,6 +73,10 @@ def said(call, *arguments):
         (
             {"method": "skip", "gate": "maxp"},
             "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none",
+        ),
+        (
+            {"method": "skip", "length_table": "3:2"},
+            "length_table '3:2' is not used by method 'skip', which drafts nothing; allowed: none",
         ),
     ],
 )
@@ -101,6 +114,12 @@ def test_of_settings_in_json(change, text):
             1.0,
             "with tau = 1 never opens but for ties by rounding (the largest draft probability lies between 0 "
             "and 1): drafts end after their first step",
+        ),
+        (
+            "maxp",
+            1.5,
+            "with tau = 1.5 never opens (the largest draft probability lies between 0 and 1): every draft "
+            "ends after its first step",
         ),
         (
             "entropy",

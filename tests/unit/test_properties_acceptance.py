@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from properties import costs, logs, rates, times
 
 from selfspec_cli.early_exit import counters
-from selfspec_cli.early_exit.cost_model import Costs, expected_tokens, expected_tokens_from_positions, fit_costs
+from selfspec_cli.early_exit.cost_model import Costs, expected_tokens, fit_costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog, DraftRecorder
 from selfspec_cli.early_exit.gates import GATES, features
@@ -23,26 +23,6 @@ def test_a_round_yields_the_sum_of_the_powers(a, k):
     found = expected_tokens(a, k)
     assert found == pytest.approx(sum(a**i for i in range(k + 1)))
     assert 1 <= found <= k + 1
-
-
-@given(st.lists(rates, max_size=8), st.integers(0, 7), rates)
-def test_more_acceptance_and_more_drafts_never_yield_less(found, place, better):
-    whole = expected_tokens_from_positions(found)
-    assert expected_tokens_from_positions([*found, better]) >= whole
-    if place < len(found):
-        raised = [max(rate, better) if i == place else rate for i, rate in enumerate(found)]
-        assert expected_tokens_from_positions(raised) >= whole
-        # Nothing behind a draft that is never accepted counts.
-        assert expected_tokens_from_positions([*found[:place], 0.0, *found[place:]]) == (
-            expected_tokens_from_positions(found[:place])
-        )
-
-
-@given(logs(full=True))
-def test_conditional_acceptance_says_what_the_rounds_of_a_log_yielded(log):
-    """Where every draft has k tokens, the rates at the positions multiply up to the mean."""
-    yielded = 1 + float(log.accepted.double().mean())
-    assert expected_tokens_from_positions(log.conditional_acceptance()) == pytest.approx(yielded)
 
 
 # ---- what rounds cost ------------------------------------------------------------------------------------------------
@@ -69,18 +49,6 @@ def test_the_best_length_is_the_shortest_of_the_fastest(made, a):
     every = {length: made.speedup(tokens[length], length) for length in tokens}
     assert speedup == max(every.values()) >= every[0] == 1
     assert k == min(length for length in every if every[length] == speedup)
-
-
-@given(costs)
-def test_costs_come_back_from_json(made):
-    assert Costs(**made.to_dict()) == made
-
-
-def test_an_exit_changes_nothing_but_the_draft_step():
-    made = Costs(7.0, 1.0, 7.5, verify_token=0.25, start=0.5, per_layer=0.125, layers=3, head=0.0625)
-    other = made.at(8, 0.5)
-    assert other.to_dict() == made.to_dict() | {"layers": 8, "head": 0.5}
-    assert other.step - made.step == pytest.approx(0.125 * 5 + 0.5 - 0.0625)
 
 
 shares = st.one_of(st.none(), st.floats(0.01, 0.99))
@@ -228,19 +196,6 @@ def test_verify_counts_add_and_subtract(one, two, three):
 # ---- logs and replay -------------------------------------------------------------------------------------------------
 
 
-@given(logs())
-def test_places_of_a_log_nest(log):
-    drafted, accepted, at_stake = log.was_drafted, log.was_accepted, log.was_at_stake
-    assert drafted.sum(1).tolist() == log.drafted.tolist()
-    assert accepted.sum(1).tolist() == log.accepted.tolist()
-    assert not (accepted & ~at_stake).any() and not (at_stake & ~drafted).any()
-    # A verdict is on every accepted token, and on the one after them if there is one.
-    assert at_stake.sum(1).tolist() == torch.minimum(log.accepted + 1, log.drafted).tolist()
-    first, second = log.halves()
-    assert len(first.drafted) + len(second.drafted) == len(log.drafted)
-    assert not set(first.request.tolist()) & set(second.request.tolist())
-
-
 @given(logs(), st.integers(1, 5), st.sampled_from(["none", *features()]), st.data())
 def test_a_stricter_gate_and_a_shorter_draft_draft_less(log, k, gate, data):
     low, high = GATES[gate].statistic_range(100)
@@ -265,14 +220,6 @@ def test_no_setting_beats_the_oracle_of_its_length(log, price, k):
         assert found.rounds <= found.drafted and found.accepted <= found.drafted
         whole = price.speedup((found.rounds + found.accepted) / found.rounds, found.drafted / found.rounds)
         assert found.speedup == whole
-
-
-@given(logs(), st.sampled_from(features()), st.integers(1, 20))
-def test_thresholds_are_values_that_the_gate_may_have(log, gate, count_):
-    found = thresholds(log, gate, count_)
-    assert found == sorted(set(found))
-    assert 1 <= len(found) <= count_
-    assert all(GATES[gate].low <= value <= GATES[gate].high for value in found)
 
 
 def test_a_log_without_a_number_has_no_thresholds():

@@ -44,6 +44,15 @@ def test_what_can_be_had_passes(fine):
     verify(fine)
 
 
+@pytest.mark.parametrize(("extra_args", "readings"), [(None, 0), ({}, 0), ({"selfspec_k": 4}, 1)])
+def test_the_engines_settings_are_read_only_for_a_request_that_may_ask_for_others(extra_args, readings, monkeypatch):
+    """To read them takes longer than all that vLLM does with a request before it hands it to the engine."""
+    read, from_dict = [], ResolvedSettings.from_dict
+    monkeypatch.setattr(ResolvedSettings, "from_dict", lambda data: read.append(data) or from_dict(data))
+    verify(extra_args)
+    assert len(read) == readings
+
+
 def test_what_cannot_be_had_is_answered_with_status_400():
     with pytest.raises(VLLMValidationError, match="selfspec_k = 9 is out of range") as error:
         verify({"selfspec_k": 9})

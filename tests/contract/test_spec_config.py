@@ -304,8 +304,6 @@ def test_the_shape_of_llama_4_scout_has_its_parameters_in_4_bits():
 # ---- The pages' lines for vLLM, read by vLLM's own parsers
 
 
-pytest.importorskip("vllm")
-
 SERVE = of_kind("vllm", README, INDEX)
 
 

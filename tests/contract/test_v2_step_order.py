@@ -84,6 +84,14 @@ def test_a_request_that_comes_while_tokens_are_waited_for_is_launched_at_once(ma
     assert core.batch_queue[-1][1].num_scheduled_tokens.keys() == {"one", "two"}
 
 
+def test_an_engine_that_gets_no_messages_waits_for_its_tokens(make):
+    core, _ = engine_of(make(), True)
+    del core.input_queue
+    add(core.scheduler, "one", 20, 30)
+    assert run(core) == {}
+    assert core.log[:4] == ["launch", "read", "launch", "read"]
+
+
 def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypatch):
     core, reader = engine_of(make(), False)
     moments = iter(range(10_000))
@@ -202,6 +210,12 @@ def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(read
     took(reader, 1.9, SAMPLES)
     assert not reader._orders[2, WIDTH].first
     took(reader, 1.7, SAMPLES)
+    assert reader._orders[2, WIDTH].first
+
+
+def test_a_few_slow_steps_change_nothing(reader):
+    took(reader, 1.0, SAMPLES - 4)
+    took(reader, 500.0, 4)
     assert reader._orders[2, WIDTH].first
 
 

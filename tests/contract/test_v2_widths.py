@@ -281,6 +281,15 @@ def test_the_scheduler_hands_out_what_was_planned_and_pads_new_requests_only_to_
     assert scheduler.dynamic_sd_lookup is None
 
 
+def test_other_schedulers_are_left_alone():
+    scheduler = Scheduler()
+    scheduler.use_v2_model_runner = False
+    assert advance(scheduler) == K
+    plain = Scheduler()
+    plain.vllm_config = SimpleNamespace(speculative_config=None, additional_config=None)
+    assert advance(plain) == K
+
+
 def test_verdicts_reach_the_planner_of_their_scheduler():
     one, other = Scheduler(gate="auto"), Scheduler(gate="auto")
     hear = hear_verdicts(Scheduler.make_spec_decoding_stats)

@@ -272,3 +272,16 @@ def test_no_private_name_of_ours_is_one_of_a_class_that_it_is_added_to(release):
         mine = {name for file in files for name in defined(ast.parse((PLUGIN / file).read_text(encoding="utf-8")))}
         theirs = {name for name in Source(folder).attributes(base) if name.startswith("_")}
         assert {name for name in mine & theirs if not name.startswith("__")} <= set(USED), base
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "runner._update_states(1)",
+        'Patch("vllm.v1.engine.core:EngineCore._initialize_kv_caches")',
+        "from vllm.v1.engine.core import _warm_up",
+        'ATTRIBUTES = {"Class": "graphs _pool_of_graphs"}',
+    ],
+)
+def test_another_private_name_is_found(planted):
+    assert len(of_vllm(planted, ours())) == 1

@@ -1,22 +1,24 @@
-"""The kernel for a whole trunk, as far as a CPU can tell: its layout of the weights, and which models get it."""
+"""The kernels for a whole trunk, as far as a CPU can tell: their layout of the weights, and which models get them."""
 
 import dataclasses
+import re
+from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scripts import importable
 from torch import nn
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
 from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
-from selfspec_cli.vllm_plugin.fused_step.layout import (
-    RECORD,
-    Shape,
-    planned,
-)
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned
+from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
+from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import step_bytes
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
@@ -24,8 +26,7 @@ from selfspec_cli.vllm_plugin.weights.renewed import refill
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
 LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5)
-SMALL = Shape(2, 512, 1024, 4, 2, 64, 16, 1e-6)
-SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
+QWEN3 = Shape(28, 1024, 3072, 16, 8, 128, 16, 1e-6, head_norms=True)
 
 
 @pytest.mark.parametrize("shape", [QWEN, LLAMA])
@@ -49,9 +50,9 @@ def test_every_tile_is_one_blocks_and_the_blocks_read_about_as_much(shape, evenl
     [(QWEN, 4, 6, 4), (QWEN, 8, 6, 3), (LLAMA, 1, 6, 5), (LLAMA, 8, 3, 3)],
 )
 def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, slots):
-    build = built(shape, planned(shape, 132, 12, 0.5), tokens, SHARED)
+    build = built(shape, planned(shape, 132, 12, 0.5), tokens, wide.SHARED)
     assert (build.at_once, build.slots) == (records, slots)
-    assert build.shared_bytes <= SHARED < build.shared_bytes + 12 * (records * RECORD + 8)
+    assert build.shared_bytes <= wide.SHARED < build.shared_bytes + 12 * (records * RECORD + 8)
     options = dict(option[2:].split("=") for option in build.options)
     assert options["SHARED"] == str(build.shared_bytes) and options["WORDS"] == str(build.words)
     assert int(options["CHUNKS"]) == chunks(shape, build.plan, records)
@@ -61,7 +62,7 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
 def test_every_width_that_draft_steps_ask_for_has_room(shape):
     plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
     for tokens in range(1, drafting.MOST + 1):
-        assert built(shape, plan, tokens, SHARED).slots >= FEWEST_SLOTS
+        assert built(shape, plan, tokens, wide.SHARED).slots >= FEWEST_SLOTS
 
 
 def test_a_build_without_room_for_weights_is_refused():
@@ -72,7 +73,61 @@ def test_a_build_without_room_for_weights_is_refused():
 def test_a_build_for_more_heads_than_blocks_is_refused():
     heads = dataclasses.replace(LLAMA, heads=32)
     with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
-        built(heads, planned(heads, 114, 12, 0.5), 4, SHARED)
+        built(heads, planned(heads, 114, 12, 0.5), 4, wide.SHARED)
+
+
+# ---- 9 to 64 tokens; tests/unit/test_emulated_trunk.py runs both kernels ---------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", wide.WIDTHS)
+@pytest.mark.parametrize("shape", [QWEN, QWEN3, LLAMA])
+def test_every_build_shares_out_each_tile_and_fits_into_a_block(shape, tokens):
+    build = wide.built(shape, 132, tokens)
+    assert build.shared_bytes <= wide.SHARED and build.weight_slots >= 3 and build.input_slots >= 2
+    for phase in PHASES:
+        cells = set()
+        for block in range(build.blocks):
+            tiles, groups = build.work(phase, block)
+            assert len(tiles) <= build.most_tiles(phase)
+            mine = {(tile, group) for tile in tiles for group in groups}
+            assert not mine & cells
+            cells |= mine
+        assert len(cells) == shape.tiles[phase] * shape.groups[phase]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "over"), [(QWEN, 16, 1.15), (QWEN, 32, 1.15), (LLAMA, 16, 1.15), (LLAMA, 32, 1.05)]
+)
+def test_the_slowest_warp_multiplies_little_more_than_the_mean(shape, tokens, over):
+    """Of gate_up and down, which are most of the weights."""
+    build, most, mean = wide.built(shape, 132, tokens), 0, 0.0
+    for phase, rows in list(zip(PHASES, build.rows, strict=True))[2:]:
+        tiles, groups = shape.tiles[phase], shape.groups[phase]
+        columns = -(-groups // build.down_slices) if phase == "down" else groups
+        most += -(-build.most_tiles(phase) // rows) * -(-columns // (build.warps // rows))
+        mean += tiles * groups / build.blocks / build.warps
+    assert most < over * mean
+
+
+def test_a_block_without_room_for_many_tokens_is_refused():
+    with pytest.raises(ValueError, match="60000 bytes of shared memory have no room for weights and activations of 32"):
+        wide.built(LLAMA, 132, 32, 60_000)
+    with pytest.raises(ValueError, match="a block has 96 tiles of rows, and no more than 12 of a warp have registers"):
+        wide.built(LLAMA, 4, 16)
+
+
+def test_arguments_and_stamps_are_those_of_the_source():
+    folder = files("selfspec_cli.vllm_plugin.fused_step")
+    source = "".join((folder / part).read_text() for part in wide.Build.parts)
+    body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
+    names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
+    assert names == [name for name, *_ in Arguments._fields_]
+    assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", source).group(1)) == len(wide.STAMPS)
+
+
+def test_the_script_for_a_gpu_finds_what_it_imports():
+    with importable(Path(__file__).resolve().parents[2] / "experiments/kernels") as find:
+        assert find("wide_step").TINY.layers == 2
 
 
 # ---- for which models -----------------------------------------------------------------------------------------------

@@ -101,10 +101,6 @@ def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
     assert taus[:3] == [0.2, 0.3, 0.4]
 
 
-def test_points_that_measure_the_same_are_one():
-    assert len(compose_runs(None, ["gate=none,maxp", "tau=0.3,0.4"])) == 3  # none has no tau
-
-
 @pytest.mark.parametrize(
     ("overrides", "unused", "users"),
     [

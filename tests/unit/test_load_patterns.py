@@ -61,10 +61,8 @@ def test_a_short_run_has_at_least_one_burst():
     ("given", "name", "words"),
     [
         ({"clients": 1}, "closed", "1 client"),
-        ({"clients": 8}, "closed", "8 clients"),
         ({"clients": 8, "low_clients": 2, "period": 4.0}, "closed", "8 and 2 clients, alternating every 2 s"),
         ({"rate": 2.5}, "poisson", "2.5 requests/s"),
-        ({"share": 0.5}, "poisson", "50% of the baseline's saturation"),
         ({"share": 0.5, "clients": 4, "burst": 8}, "poisson", "50% of the baseline's saturation in bursts of 8"),
     ],
 )
@@ -113,8 +111,6 @@ def test_who_asks_in_a_closed_loop(given, schedule):
         {},
         {"clients": 2, "arrivals": (1.0,)},
         {"clients": 4, "levels": ((1.0, 4),)},
-        {"clients": 4, "levels": ((0, 2),)},
-        {"clients": 4, "levels": ((0, 2), (0, 4))},
         {"clients": 4, "levels": ((0, 1), (1, 2)), "period": 2.0},
     ],
 )

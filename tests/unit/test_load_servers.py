@@ -159,9 +159,7 @@ def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "of_the_user", "wanted"),
     [
-        ("python", None, {}),
         ("python", "1", {"VLLM_USE_RUST_FRONTEND": "0"}),
-        ("rust", None, {"VLLM_USE_RUST_FRONTEND": "1"}),
         ("rust", "0", {"VLLM_USE_RUST_FRONTEND": "1"}),
     ],
 )

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
 from selfspec_cli.early_exit.artifact import load_head, save_head
-from selfspec_cli.early_exit.errors import HeadError
+from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
@@ -280,6 +280,12 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
     assert find_head(tmp_path, 3, LSQ, "v3").stem == "d"
     with pytest.raises(HeadError, match=r"no head for layer 3, lsq over v4; it has .*lsq over v3 at layer 3"):
         find_head(tmp_path, 3, LSQ, "v4")
+
+
+@pytest.mark.parametrize("name", ["lnes", "lsq_r3", "translator_argmax", "translator_r0", "translator_r", ""])
+def test_heads_that_there_are_not(name):
+    with pytest.raises(SettingsError):
+        HeadSpec.from_name(name)
 
 
 CONFIG = {

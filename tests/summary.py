@@ -9,7 +9,7 @@ Exits with 1 if a test was skipped for want of a program that this machine could
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,12 +22,11 @@ COLLECTION = re.compile(r"'Skipped: (.*)'\)$", re.DOTALL)
 
 @dataclass
 class Part:
-    """One command of `make test`. counts: properties of its tests, summed. skipped: reason -> tests."""
+    """One command of `make test`. skipped: reason -> tests."""
 
     name: str
     seconds: int
     tests: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -38,9 +37,6 @@ def read(seconds: Path) -> Part:
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
             part.tests += 1
-            for one in case.iter("property"):
-                if one.get("name") in ("engines", "compiled", "tokens"):
-                    part.counts[one.get("name", "")] += round(float(one.get("value", "0")))
             for skip in case.iter("skipped"):
                 whole_file = COLLECTION.search(skip.text or "")
                 reason = whole_file[1] if whole_file else skip.get("message", "")
@@ -50,16 +46,10 @@ def read(seconds: Path) -> Part:
 
 def table(parts: list[Part], seconds: int) -> str:
     """A line a part, and one for the run, which took `seconds`: fewer than its parts where some ran side by side."""
-    lines = [f"{'part':13} {'seconds':>8} {'tests':>6} {'skipped':>8} {'engines':>8} {'compiled':>9} {'tokens':>8}"]
-    rows = [(part.name, part.seconds, part.tests, sum(map(len, part.skipped.values())), part.counts) for part in parts]
-    every: Counter[str] = sum((row[4] for row in rows), Counter())
-    rows.append(("all", seconds, *(sum(row[place] for row in rows) for place in (2, 3)), every))
-    for name, took, tests, skipped, counts in rows:
-        engines = [str(counts[key]) if counts["engines"] else "" for key in ("engines", "compiled", "tokens")]
-        lines.append(
-            f"{name:13} {took:8} {tests or '':>6} {skipped or '':>8} "
-            f"{engines[0]:>8} {engines[1]:>9} {engines[2]:>8}".rstrip()
-        )
+    rows = [(part.name, part.seconds, part.tests, sum(map(len, part.skipped.values()))) for part in parts]
+    rows.append(("all", seconds, *(sum(row[place] for row in rows) for place in (2, 3))))
+    lines = [f"{'part':13} {'seconds':>8} {'tests':>6} {'skipped':>8}"]
+    lines += [f"{name:13} {took:8} {tests or '':>6} {skipped or '':>8}".rstrip() for name, took, tests, skipped in rows]
     return "\n".join(lines)
 
 

@@ -171,7 +171,10 @@ def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
         alike.setdefault(shown, []).append(planned)
     texts = {}
     for same in alike.values():
-        settings = [dict(flat(to_plain(planned.cfg))) for planned in same] if len(same) > 1 else [{}]
+        settings = [
+            {name: value for name, value in flat(to_plain(planned.cfg)) if value != {}} if len(same) > 1 else {}
+            for planned in same
+        ]
         names = dict.fromkeys(name for own in settings for name in own)
         differing = [name for name in names if any(own.get(name) != settings[0].get(name) for own in settings)]
         for planned, own in zip(same, settings, strict=True):

@@ -12,7 +12,7 @@ from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, block_weights_of_keys, chosen_blocks, only
+from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, chosen_blocks, only
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
@@ -98,15 +98,6 @@ def test_columns_into_which_drafts_are_written_follow_the_newest_block():
     weights[0, 0, 3] = 5.0
     kept = chosen_blocks(weights, torch.tensor([8 * 4]), 4, 1, 4)
     assert only(table, kept)[0, :6].tolist() == [10, 13, 17, 18, 19, 0]
-
-
-def test_heads_are_added_up_and_the_newest_token_has_no_key_yet():
-    keys = torch.zeros(1, 4, 1, 2, 2)  # blocks of two tokens
-    keys[0, 1, 0, 0, 0] = keys[0, 2, 0, 1, 1] = keys[0, 3, 0, 1, 0] = 1.0
-    queries = torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
-    weights = block_weights_of_keys(queries, keys, torch.tensor([8]), 1.0)
-    assert weights.argmax(-1).tolist() == [[1, 2]]
-    assert weights[0, 0, 3] == 0.0  # of the last block's first token alone
 
 
 def group(**more: object) -> SimpleNamespace:

@@ -82,13 +82,6 @@ def test_a_second_engine_from_the_same_arguments_drafts_early_too(arguments, pat
     assert args.speculative_config == spec
 
 
-def test_skip_is_understood_twice_too(arguments, path):
-    args = arguments(model=path, skip_tokenizer_init=True, speculative_config={"method": "skip", "layer_skip": 2})
-    for config in (args.create_engine_config(), args.create_engine_config()):
-        assert config.speculative_config is None
-        assert not settings_of(config).verify
-
-
 def test_layer_skip_of_0_is_an_engine_without_speculation(arguments, path, warned):
     spec = {"method": "layer_skip", "layer_skip": 0, "num_speculative_tokens": 3}
     args = arguments(model=path, skip_tokenizer_init=True, speculative_config=dict(spec))
@@ -166,25 +159,6 @@ def test_one_setting_in_two_places_is_refused(arguments, path):
         args.create_engine_config()
 
 
-CONTEXT_PARALLEL = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("method", "spec", "engine", "message"),
-    [
-        ("layer_skip", {"layer_skip": 8}, {}, "layer_skip = 8 is out of range; allowed: 1 to 7"),
-        ("skip", {"draft_sample_method": "probabilistic"}, {}, "no meaning for method 'skip'.*allowed: none"),
-        ("skip", {}, CONTEXT_PARALLEL, "decode_context_parallel_size = 2 .*allowed: 1; use tensor_parallel_size"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_an_engine_starts(arguments, path, method, spec, engine, message):
-    """compatibility.py has all refusals."""
-    given = {"method": method, "layer_skip": 2, **spec}
-    args = arguments(model=path, skip_tokenizer_init=True, speculative_config=given, **engine)
-    with pytest.raises(SettingsError, match=message):
-        args.create_engine_config()
-
-
 def test_vllms_own_settings_still_work(arguments, path):
     """Keys that are vLLM's, dashes instead of underscores, and the defaults: copies of all layers, twelve tokens."""
     spec = {"method": "layer_skip", "draft-sample-method": "probabilistic"}
@@ -249,9 +223,7 @@ def said(monkeypatch):
     ("more", "words"),
     [
         ({"gate": "maxp"}, "drafting with layers 0 to 2 of 8, gate maxp at 0.35, up to 4 tokens"),
-        ({}, "drafting with layers 0 to 2 of 8, no gate, up to 4 tokens"),
         ({"draft_weights": "int8"}, "drafting with layers 0 to 2 of 8, int8 copies of their weights, no gate"),
-        ({"layer_skip": 1, "num_speculative_tokens": 1}, "drafting with layer 0 of 8, no gate, 1 token"),
         ({"draft_weights": "none", "free_drafts": 6}, "drafting by prompt lookup of up to 6 tokens alone, no gate"),
     ],
 )
@@ -332,8 +304,6 @@ def test_the_shape_of_llama_4_scout_has_its_parameters_in_4_bits():
 
 # ---- The pages' lines for vLLM, read by vLLM's own parsers
 
-
-pytest.importorskip("vllm")
 
 SERVE = of_kind("vllm", README, INDEX)
 

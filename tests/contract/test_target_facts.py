@@ -65,24 +65,12 @@ def test_a_layer_that_the_checkpoint_was_trained_to_exit_after(facts, value, lay
     [
         (None, None, 16),
         ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}, 8),
-        ("fp8", None, 8),
         ("awq", {"w_bit": 4, "q_group_size": 128}, 4),
-        ("awq_marlin", {"bits": 4, "group_size": 128, "zero_point": True}, 4),
         ("gptq", {"bits": 3, "group_size": 128}, 3),
-        ("gptq_marlin", {"bits": 8, "group_size": 128}, 8),
         ("gguf", None, 4),
         ("bitsandbytes", {"load_in_4bit": True}, 4),
         ("mxfp4", None, 4),
         ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}, 4),
-        (
-            "compressed-tensors",
-            {
-                "config_groups": {
-                    "group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}
-                }
-            },
-            8,
-        ),
     ],
 )
 def test_bits_of_the_weights(method, config, bits):

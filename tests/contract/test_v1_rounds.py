@@ -173,20 +173,3 @@ def test_a_kind_of_context_hears_which_rows_of_the_batch_are_still_drafting():
     ahead = Ahead.of(state, 1, [table(4, blocks)], 3, SimpleNamespace(shortened=shortened))
     assert ahead.seq_lens.tolist() == [[10 - 6, 14 - 4]]
     assert ahead.groups[0][0].tolist() == blocks[[2, 0]].flip(1).tolist()
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_whole_blocks_between_the_first_one_and_the_window_are_left_out_and_no_others(size):
-    """Counted block by block, for contexts that end anywhere, in the last column of the table too."""
-    columns = 7
-    table = torch.randperm(columns, generator=torch.Generator().manual_seed(size)).int()
-    for window in range(1, columns * size + 2):
-        for tokens in range(1, columns * size + 1):
-            attended = {0} | {at // size for at in range(max(tokens - window, 0), tokens)}
-            in_use = range((tokens - 1) // size + 1)
-            found, left_out = Window(window).shortened(torch.stack([table, table]), torch.tensor([tokens, 1]), size)
-            kept = [block for block in in_use if block >= min(attended - {0}, default=1) or block == 0]
-            assert left_out.tolist() == [size * (len(in_use) - len(kept)), 0]
-            assert found.shape == (2, columns) and found.dtype == torch.int32
-            assert found[0, : len(kept)].tolist() == table[kept].tolist()
-            assert found[1].tolist() == table.tolist()

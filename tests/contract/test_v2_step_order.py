@@ -67,14 +67,6 @@ def test_a_request_that_has_ended_is_not_verified_again(make):
     assert launches == {True: 9, False: 10}  # a prefill, and 40 tokens of 5 a round
 
 
-def test_the_first_token_is_read_before_the_next_step_is_launched(make):
-    core, _ = engine_of(make(), True)
-    add(core.scheduler, "one", 20, 30)
-    run(core)
-    assert core.log.pop() == "nothing"  # by which the worker hears that the request has ended
-    assert core.log == ["launch", "read"] * (len(core.log) // 2)
-
-
 def test_a_request_that_comes_while_tokens_are_waited_for_is_launched_at_once(make):
     core, _ = engine_of(make(), True, late=5)
     add(core.scheduler, "one", 20, 60)
@@ -90,30 +82,6 @@ def test_a_request_that_comes_while_tokens_are_waited_for_is_launched_at_once(ma
     core.step_fn()
     assert core.log[3:] == ["launch", "read"]
     assert core.batch_queue[-1][1].num_scheduled_tokens.keys() == {"one", "two"}
-
-
-def test_a_message_that_is_no_request_changes_nothing(make):
-    core, _ = engine_of(make(), True, late=5)
-    add(core.scheduler, "one", 20, 60)
-    for _ in range(3):
-        core.step_fn()
-    core.looked = lambda: core.input_queue.put("what else there is")
-    assert core.step_fn() == (None, True)
-    core.looked, core.input_queue = lambda: None, queue.Queue()
-    core.step_fn()
-    assert core.log[3:] == ["read"]
-
-
-def test_a_request_that_takes_the_place_of_one_that_has_ended_is_launched_at_once_too(make):
-    core, _ = engine_of(make(), True, late=5)
-    add(core.scheduler, "short", 20, 2)
-    add(core.scheduler, "long", 20, 100)
-    steps_until(core, lambda: "short" not in core.scheduler.requests)
-    steps_until(core, lambda: core.log[-1] == "launch")
-    before = len(core.log)
-    add(core.scheduler, "next", 20, 20)
-    core.step_fn()
-    assert core.log[before:] == ["launch", "read"]
 
 
 def test_an_engine_that_gets_no_messages_waits_for_its_tokens(make):

@@ -13,7 +13,6 @@ from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
-from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
 from selfspec_cli.vllm_plugin.v2.sizes import (
     MOST,
@@ -552,9 +551,3 @@ def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
     planner_of(scheduler).set_table(LengthTable.parse("1:1", K))
     assert advance(scheduler) == 2  # the next width that there are graphs for
     assert planners_like(settings(length_table="1:3")) == []
-
-
-def test_the_device_gets_another_table():
-    budget = DraftBudget.of(LengthTable.fixed(4), 3)
-    budget.set_table(LengthTable.parse("1:4 9:2 9@100:1", 4))
-    assert budget.limits.cells.tolist() == [[1, 0, 4], [9, 0, 2], [9, 100, 1]]

@@ -14,11 +14,6 @@ from filelock import FileLock
 from harness import Counts, Live, greedy, live, ragged_prompts, tokens
 from models import save_tiny, save_tokenizer, vocab_of
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(quick_starts.PerTest(), "selfspec-counting")
-
-
 LONG_FILES = """
 test_verify test_server_stress test_draft_weights test_load test_gateway test_lossless_others test_lossless
 test_two_ranks test_performance_checks_cpu test_views test_beside_vllm test_compile_cache test_first_lines_live
@@ -34,15 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def engines_are_counted_and_start_quickly() -> None:
-    quick_starts.count()
+def engines_start_quickly() -> None:
     quick_starts.replace_kernels_once()
     quick_starts.rank_tokens_without_compiling()
     quick_starts.look_at_models_in_this_process()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_imported_stays(engines_are_counted_and_start_quickly: None) -> None:
+def what_is_imported_stays(engines_start_quickly: None) -> None:
     """Between two files no engine lives."""
     quick_starts.keep_what_is_imported_out_of_garbage_collections()
 

@@ -1,6 +1,5 @@
 """A server started by `selfspec serve` from a tuned file, asked by the `openai` client in every way that it can."""
 
-import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ pytestmark = pytest.mark.engine
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 48
-# A model of this size would go on with spaces between two fields for as long as it may.
-NO_SPACES = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
 
 
 @dataclass
@@ -50,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     template = folder / "chat.jinja"  # the embedded model has none of its own
     template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
-    options = ["--chat-template", str(template), *NO_SPACES]
+    options = ["--chat-template", str(template)]
     of_development = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
     (found_best,) = compose_runs(None, ["layer=3", "k=4", "gate=margin"], sweep=False)
     tuned.write(folder / "conf", found_best, tuned.overrides(found_best), "as selfspec tune writes it")
@@ -75,14 +72,6 @@ def plain(server: Server) -> str:
 def _draft_at_most(server: Server, k: int) -> None:
     asked = {"method": "early_exit_set_draft_length", "args": [k]}
     httpx.post(f"{server.url}/collective_rpc", json=asked).raise_for_status()
-
-
-def test_the_log_says_in_one_line_what_the_server_does(server):
-    log = server.log.read_text()
-    lines = [line for line in log.splitlines() if "drafting with layers 0 to 2 of 24, gate margin at 0.3" in line]
-    assert "up to 4 tokens" in lines[0]
-    assert "speculative_config=EarlyExit(drafting with layers 0 to 2 of 24" in log
-    assert "draft_model" not in log
 
 
 def test_the_process_has_become_the_server(server):
@@ -111,26 +100,6 @@ def test_chats_streamed_and_not(server):
     assert whole
 
 
-def test_logprobs(server, plain):
-    found = server.ask(prompt=PROMPT, logprobs=2).choices[0]
-    assert found.text == plain
-    assert len(found.logprobs.token_logprobs) == TOKENS
-    assert all(value <= 0 for value in found.logprobs.token_logprobs)
-    for value, best in zip(found.logprobs.token_logprobs, found.logprobs.top_logprobs, strict=True):
-        assert value == pytest.approx(max(best.values()))  # greedy: the likeliest token is the one
-    message = [{"role": "user", "content": "import os"}]
-    chat = server.ask(messages=message, logprobs=True, top_logprobs=3, max_tokens=8)
-    assert [len(one.top_logprobs) for one in chat.choices[0].logprobs.content] == [3] * 8
-
-
-def test_several_answers_to_one_prompt(server):
-    found = server.ask(prompt=PROMPT, n=3, temperature=1.0, seed=1)
-    assert len({choice.text for choice in found.choices}) == 3
-    assert [choice.index for choice in found.choices] == [0, 1, 2]
-    again = server.ask(prompt=PROMPT, n=3, temperature=1.0, seed=1)
-    assert [one.text for one in again.choices] == [one.text for one in found.choices]
-
-
 def test_a_request_may_opt_out_of_drafts_and_a_wrong_wish_is_refused(server, plain):
     drafted = server.metric("spec_decode_num_draft_tokens_total")
     found = server.ask(prompt=PROMPT, extra_body={"vllm_xargs": {"selfspec_k": 0}})
@@ -144,25 +113,6 @@ def test_a_request_may_opt_out_of_drafts_and_a_wrong_wish_is_refused(server, pla
         assert said in str(error.value)
     found = server.ask(prompt=PROMPT, extra_body={"vllm_xargs": {"selfspec_k": 1}})
     assert found.choices[0].text == plain
-
-
-def test_structured_output(server):
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 8},
-            "size": {"type": "integer", "minimum": 0, "maximum": 999},
-        },
-        "required": ["name", "size"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "file", "schema": schema}}
-    messages = [{"role": "user", "content": '{"name": "a", "size": 1}'}]
-    answer = server.ask(messages=messages, response_format=form, max_tokens=200)
-    found = json.loads(answer.choices[0].message.content)
-    assert set(found) == {"name", "size"} and isinstance(found["size"], int)
-    words = {"structured_outputs": {"choice": ["True", "False", "None"]}}
-    assert server.ask(prompt="flag = ", extra_body=words).choices[0].text in words["structured_outputs"]["choice"]
 
 
 def test_one_interrupt_ends_the_server(server):

@@ -38,24 +38,22 @@ def percent(part: int, whole: int) -> str:
 
 
 def table(found: list[Row], groups: list[Row]) -> list[str]:
-    """One line a module, and one for all: killed by the earlier tests, killed now, and what is left."""
+    """One line a module, and one for all: killed, and what is left."""
     modules = defaultdict(list)
     for row in found:
         modules[row["module"]].append(row)
     lines = [
-        "| module | mutants | killed before | killed now | explained | left | not reached |",
-        "|---|---|---|---|---|---|---|",
+        "| module | mutants | killed | explained | left | not reached |",
+        "|---|---|---|---|---|---|",
     ]
     for name, here in [*modules.items(), ("all", found)]:
         killed = [row for row in here if row["verdict"] in (KILLED, TIMEOUT)]
-        before = sum(not row.get("newer") for row in killed)
         living = [row for row in here if row["verdict"] not in (KILLED, TIMEOUT)]
         known = sum(explanation(row, groups) is not None for row in living)
         unreached = sum(row["verdict"] == UNREACHED for row in living)
         file = f"`{name.removeprefix('selfspec_cli/')}`"
         dead = f"{len(killed)} ({percent(len(killed), len(here))})"
-        old = f"{before} ({percent(before, len(here))})"
-        cells = (file, len(here), old, dead, known, len(living) - known, unreached)
+        cells = (file, len(here), dead, known, len(living) - known, unreached)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

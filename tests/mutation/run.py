@@ -31,12 +31,10 @@ import linecache
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -48,21 +46,6 @@ from make import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED, SURVIVED, UNREACHED, TIMEOUT = "killed", "survived", "unreached", "timeout"
-
-
-def newer_than(revision: str | None) -> Callable[[str], bool]:
-    """Which tests, by their node ids, there were not at a revision of this repository."""
-
-    @functools.cache
-    def text(file: str) -> str:
-        command = ["git", "show", f"{revision}:{file}"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-
-    def newer(name: str) -> bool:
-        file, _, test = name.partition("::")
-        return revision is not None and f"def {test.partition('[')[0]}(" not in text(file)
-
-    return newer
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -81,10 +64,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 class Session:
     """A pytest plugin that takes the place of the test loop."""
 
-    def __init__(
-        self, modules: list[Path], out: Path, cov: coverage.Coverage, revision: str | None, every: int
-    ) -> None:
-        self.modules, self.out, self.cov, self.newer, self.every = modules, out, cov, newer_than(revision), every
+    def __init__(self, modules: list[Path], out: Path, cov: coverage.Coverage, every: int) -> None:
+        self.modules, self.out, self.cov, self.every = modules, out, cov, every
         self.known = {key_of(row): row["verdict"] for row in rows(out)}
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed = False
@@ -144,7 +125,7 @@ class Session:
                 verdict, by = self._verdict(mutant, path, functions, reach)
                 tally[verdict] += 1
                 row = {key: value for key, value in asdict(mutant).items() if key not in ("source", "at_import")}
-                row |= {"verdict": verdict, "by": by, "newer": "::" in by and self.newer(by)}
+                row |= {"verdict": verdict, "by": by}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
         # What is no mutant any more, because the code has changed, leaves the file.
@@ -175,7 +156,7 @@ class Session:
             unchanged = replace(mutant, source=path.read_text(encoding="utf-8"), at_import=True)
             if self._verdict(unchanged, path, functions, reach)[0] != SURVIVED:
                 raise _stopped(f"the tests fail when {path} is imported anew without a mutant")
-        names = sorted(tests, key=lambda name: (self.newer(name), self.seconds[name]))
+        names = sorted(tests, key=lambda name: self.seconds[name])
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -337,7 +318,6 @@ def main() -> int:
     parser.add_argument("suite", help=", ".join(suites))
     parser.add_argument("--module", action="append", help="only modules with this in their path")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it; default mutants/SUITE.jsonl")
-    parser.add_argument("--since", help="a revision: tests that it did not have run last, and are told apart")
     parser.add_argument("--every", type=int, default=1, help="a sample: with 8 every eighth mutant of each module")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT)]
@@ -357,23 +337,9 @@ def main() -> int:
     cov = coverage.Coverage(data_file=None, include=[str(path) for path in modules])
     cov.start()
     # Nobody reads why a test failed: plain assertions and tracebacks are made faster.
-    arguments = [
-        "-q",
-        "--no-header",
-        "--assert=plain",
-        "--tb=native",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-o",
-        "tmp_path_retention_policy=none",
-        "--basetemp",
-        str(out.with_suffix(".tmp")),
-    ]
-    return int(
-        pytest.main([*arguments, *suite["tests"]], plugins=[Session(modules, out, cov, options.since, options.every)])
-    )
+    arguments = ["-q", "--no-header", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    arguments += ["-o", "tmp_path_retention_policy=none", "--basetemp", str(out.with_suffix(".tmp"))]
+    return int(pytest.main([*arguments, *suite["tests"]], plugins=[Session(modules, out, cov, options.every)]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Compiles kernels for an H100, which needs none, and prints what its PTX says: run by test_v2_kernels.py.
+"""Compiles kernels for an H100, which needs none, and looks at their PTX: run by test_v2_kernels.py.
 
-Names of functions below are the arguments; each prints its name and then its lines.
+Names of functions below are the arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -55,6 +56,7 @@ def compiled(
 
 
 def gates() -> None:
+    """More gates add no reduction. Prints how many there are, and how often threads wait for each other."""
     from selfspec_cli.early_exit.gates import device_features
     from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 
@@ -71,8 +73,7 @@ def begin() -> None:
 
     for measures in (False, True):
         constants = {"K": 5, "ROWS": 512, "LIMITS": measures, "FREE": measures, "MEASURES": measures}
-        _, ptx = compiled(_begin_round, {"lengths": "*i32", "step_value": "fp32"}, constants)
-        print("measured" if measures else "fixed", len(ptx))
+        compiled(_begin_round, {"lengths": "*i32", "step_value": "fp32"}, constants)
 
 
 def matching() -> None:
@@ -82,14 +83,17 @@ def matching() -> None:
 
     types = of("*fp32", "statistics own") | of("*i64", "counts draft_tokens") | of("*i32", "num_sampled slots lengths")
     types |= {"cost": "fp32", "logits": "*bf16"}
-    for kernel in (_look_up, _judge, _certain, _turn, _judge_confidence):
+    atomic = {_look_up: 1, _certain: 0, _turn: 0}
+    atomic |= {_judge: 3, _judge_confidence: 4}  # counters and rows that go on; what stood and what was judged
+    for kernel, additions in atomic.items():
         constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True, "MEASURES": True, "ALONE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         _, ptx = compiled(kernel, types, constants)
-        print(ptx.count(".local"), ptx.count("atom"))
+        assert (ptx.count(".local"), ptx.count("atom")) == (0, additions), kernel
 
 
 def attention() -> None:
+    """It multiplies on tensor cores, spills nothing, and counts programs only where several share a request."""
     from selfspec_cli.vllm_plugin.attention.one_query import _attend
 
     types = of("*bf16", "query key value out keys values") | of("*i32", "table seq_lens arrived")
@@ -99,10 +103,13 @@ def attention() -> None:
         whole = [name for name in _attend.arg_names if name not in {"scale", "table_columns", *constants}]
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
         kernel, ptx = compiled(_attend, types, constants, whole, **options)
-        print(ptx.count("mma.sync"), ptx.count("atom"), ptx.count(".local"), kernel.metadata.shared)
+        assert ptx.count("mma.sync") >= 16 and ptx.count(".local") == 0
+        assert (ptx.count("atom") > 0) == (splits > 1)
+        assert kernel.metadata.shared < 227 * 2**10
 
 
 def several() -> None:
+    """Weights are read 16 bytes at a time and in no other way, and nothing passes through shared memory or spills."""
     from selfspec_cli.vllm_plugin.weights.lowbit_one_token import _rows
 
     types = of("*bf16", "bias out") | of("*i32", "rounded words") | {"factors": "*fp32", "scales": "*fp16"}
@@ -111,24 +118,27 @@ def several() -> None:
         whole = [*types, "rows"]
         kernel, ptx = compiled(_rows, types, constants | {"EARLY": True}, whole, num_warps=1, launch_pdl=True)
         hint = "evict_first.L2::cache_hint"
-        counts = ptx.count(hint + ".v4.b32"), ptx.count(hint + ".b32")
-        print(bits, *counts, kernel.metadata.shared, ptx.count(".local"))
+        assert ptx.count(hint + ".v4.b32") == 2 * bits  # two rows of 512 * bits bytes, by 32 lanes
+        assert not ptx.count(hint + ".b32") + kernel.metadata.shared + ptx.count(".local")
 
 
 def rounding() -> None:
+    """Nothing spills, and of a norm only its weight is read before the kernel in front has ended."""
     from selfspec_cli.vllm_plugin.weights.rounding import _activate, _add_and_norm
 
     types = of("*bf16", "x residual weight normed left activated")
     types |= {"rounded": "*i32", "factors": "*fp32", "epsilon": "fp32"}
-    for kernel, groups, warps in ((_add_and_norm, 64, 8), (_activate, 8, 2)):
+    for kernel, groups, warps, reads in ((_add_and_norm, 64, 8, [8, 16]), (_activate, 8, 2, [0, 16])):
         constants = {"TOKENS": 8, "HALVES": True, "GROUPS": groups, "EARLY": True}
         pointers = [name for name in kernel.arg_names if types.get(name, "")[:1] == "*"]
         _, ptx = compiled(kernel, types, constants, pointers, num_warps=warps, launch_pdl=True)
         loads = [len(re.findall(r"ld\.global", part)) for part in ptx.split("griddepcontrol.wait", 1)]
-        print(kernel.fn.__name__, ptx.count(".local"), *loads)
+        assert ptx.count(".local") == 0 and loads == reads, kernel
 
 
 def few() -> None:
+    """Weights go from memory to tensor cores 16 or 8 bytes at a time, nothing passes through shared memory but the sums
+    of warps, and nothing spills."""
     from selfspec_cli.vllm_plugin.weights.lowbit_few_tokens import _some_rows
 
     types = of("*bf16", "bias out") | of("*i8", "rounded words") | of("*fp32", "factors partial")
@@ -137,19 +147,24 @@ def few() -> None:
         constants = {"BITS": bits, "BIASED": True, "WHOLE": True, "ROWS": 16, "TOKENS": 8, "WARPS": 4, "ACROSS": 1}
         constants |= {"AT_ONCE": 3, "LOOPS": False, "PARTS": 1, "ASM": True, "EARLY": True}
         kernel, ptx = compiled(_some_rows, types, constants, types, num_warps=4, num_stages=1, launch_pdl=True)
-        counts = ptx.count("mma.sync"), ptx.count("evict_first.L2::cache_hint" + loads), ptx.count(".local")
-        print(bits, *counts, kernel.metadata.shared, 4 * 16 * 8 * 4)
+        assert (ptx.count("mma.sync"), ptx.count(".local")) == (6, 0)
+        assert ptx.count("evict_first.L2::cache_hint" + loads) >= 6  # of weights: three groups of 16 rows
+        assert kernel.metadata.shared == 4 * 16 * 8 * 4
 
 
 def shorten() -> None:
+    """All is read before it is written: a row moves within itself, and a thread may overwrite what another has to
+    read."""
     from selfspec_cli.vllm_plugin.contexts.window import _shorten
 
     types = of("*i32", "table seq_lens left_out")
     _, ptx = compiled(_shorten, types, {"BLOCK_SIZE": 16, "KEPT": 512})  # more blocks than threads
-    print(ptx.rindex("ld.global"), ptx.index("bar.sync"), ptx.rindex("bar.sync"), ptx.index("st.global"))
+    places = ptx.rindex("ld.global"), ptx.index("bar.sync"), ptx.rindex("bar.sync"), ptx.index("st.global")
+    assert places == tuple(sorted(places))
 
 
 def choose() -> None:
+    """As `shorten` of the table; the products of the keys are on tensor cores."""
     from selfspec_cli.vllm_plugin.contexts.blocks import _choose, _weigh
 
     types = of("*i32", "table seq_lens left_out ends rejected") | of("*bf16", "queries cache")
@@ -157,8 +172,10 @@ def choose() -> None:
     weighing = {"PAGE": 16, "KEYS": 16, "DIM": 128, "DIMS": 128, "SHARED": 6, "ROWS": 16, "BLOCKS": 8}
     for kernel, constants in ((_choose, {"PAGE": 16, "COLUMNS": 2048}), (_weigh, weighing)):
         _, ptx = compiled(kernel, types, constants)
-        read = ptx.rindex("ld.global")
-        print(ptx.count("mma.sync"), read, ptx.index("bar.sync", read), ptx.index("st.global"))
+        assert (ptx.count("mma.sync") > 0) == (kernel is _weigh)
+        if kernel is _choose:
+            read = ptx.rindex("ld.global")
+            assert read < ptx.index("bar.sync", read) < ptx.index("st.global")
 
 
 # ---- compiled ahead, on a device that launches nothing ---------------------------------------------------------------
@@ -188,6 +205,9 @@ class FullDisk(FileCacheManager):
 
 
 def ahead() -> None:
+    """What is compiled ahead is not compiled when it is launched, and each kernel once: 4 and 8 tokens have the same
+    product here. It ends with the block that it is beside where that raises, and a full disk is a warning; either way a
+    launch compiles what it does not find."""
     from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
     from selfspec_cli.vllm_plugin.weights import compiled_ahead, copied, lowbit
 
@@ -223,19 +243,23 @@ def ahead() -> None:
         knobs.cache.dir = folder
         several = copy(4, 2048, 512)
         beside(several, processors=16)
-        print(*found(several, 1, 2, 5, 12, 16, 17, 32), logged)
+        assert found(several, 1, 2, 5, 12, 16, 17, 32) == (4, [], 14) and not logged
         ended = copy(8, 2048, 512)
-        try:
+        with contextlib.suppress(MemoryError):
             beside(ended, processors=1, block=fail)
-        except MemoryError as error:
-            print(error, *found(ended, 32), logged)
+            raise AssertionError("the block did not fail")
+        before, *rest = found(ended, 32)
+        assert before < 4 and rest == [["_some_rows"], 2] and not logged
         knobs.cache.manager_class, no_room = FullDisk, copy(4, 512, 8192)
         beside(no_room, processors=4)
         knobs.cache.manager_class = FileCacheManager
-        print(*found(no_room, 32), logged)
+        assert found(no_room, 32) == (0, ["_some_rows"], 2)
+        assert logged == [
+            "draft kernels: 5 could not be compiled ahead, and will be where they are first launched "
+            "(OSError: [Errno 28] No space left on device)"
+        ]
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(f"printed by {name}")
         globals()[name]()

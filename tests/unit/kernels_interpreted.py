@@ -242,26 +242,6 @@ def test_logits_that_are_no_numbers_propose_nothing_and_are_counted(poison):
     assert state.snapshot()["nan_logits"] == 2
 
 
-def test_a_draft_ends_at_the_models_last_place():
-    state = new_state()
-    begin(state, [MAX_LEN - 3, 10])
-    end = end_step()
-    for _ in range(K):
-        end(state, sharp_and_flat(ROWS))
-    # With one token more than is in the cache, two are left to the model's end, and the verifier's own is one of them.
-    assert state.lengths[[4, 3]].tolist() == [1, K]
-
-
-def test_the_draft_length_and_the_runners_own_limit_both_hold():
-    for limit, steps, most in ((2, K, 2), (K, 1, 1), (0, K, 0)):
-        state = new_state()
-        state.limit.fill_(limit)
-        begin(state, [10, 10], steps=steps)
-        for _ in range(K):
-            end_step()(state, sharp_and_flat(ROWS))
-        assert state.lengths[[4, 3]].tolist() == [most] * 2
-
-
 def test_counters_count_as_the_cpus_do():
     state, plain = new_state(), DraftCounters(K)
     gate = DeviceGate(state, "maxp", 0.3)

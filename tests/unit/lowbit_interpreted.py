@@ -127,15 +127,6 @@ def test_one_token_times_several_rows(name, columns, at_once, rows_at_once):
     assert (exact - want).norm() / want.norm() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("rows", "groups", "bits", "wanted"),
-    [(2304, 96, 8, (1, 32)), (4096, 64, 8, (4, 32)), (4096, 224, 8, (4, 32)), (2304, 36, 4, (4, 32))],
-)
-def test_one_token_has_the_settings_that_were_fastest_on_an_h100(rows, groups, bits, wanted):
-    """Those of 4 bits on an H200: tuning_interpreted.py."""
-    assert one_token.usual_settings(rows, groups, bits) == wanted
-
-
 # ---- the operator ---------------------------------------------------------------------------------------------------
 
 
@@ -191,12 +182,3 @@ def same(one, other, step):
     if "rows_at_once" in one and "at_once" in one:
         one, other = ({**each, "at_once": min(each["at_once"], step)} for each in (one, other))
     return one == other
-
-
-def test_what_was_not_measured_has_the_settings_that_it_had():
-    """8 bits, and matrices between those of a small layer and those of gate and up."""
-    for rows, bits in ((28672, 8), (8192, 4)):
-        found = [few_tokens.usual_settings(rows, 64, bits, tokens) for tokens in (4, 16, 32)]
-        assert found == [(32, 1, 3, 4)] * 2 + [(32, 1, 2, 4)]
-    assert [few_tokens.usual_settings(4096, 224, 8, tokens) for tokens in (4, 32)] == [(16, 4, 2, 4)] * 2
-    assert one_token.usual_settings(151936, 24, 8) == one_token.usual_settings(8192, 24, 4) == (4, 32)

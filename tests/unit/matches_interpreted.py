@@ -176,25 +176,16 @@ def test_the_first_step_is_made_at_any_price_where_nobody_has_a_match():
     assert [len(draft) for draft in drafts] == [1, 1]
 
 
-def test_requests_without_a_match_draft_on_beside_them():
-    device, new = Device(), [5, 4, 3]
-    assert device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])[1] == [0, 0, 0]
-    assert device.state.snapshot()["active_histogram"][:3] == [0, 3, 0]
-
-
 @pytest.mark.parametrize(
     ("own", "end", "limit", "steps", "wanted"),
     [
-        (RequestSettings(0), Ending(), K, FREE, 0),
         (RequestSettings(2), Ending(), K, FREE, 2),
         (RequestSettings(K), Ending(), K, FREE, FREE),
         (NOTHING, Ending(len(REPEATED) + 4), K, FREE, 3),
         (NOTHING, Ending(stop=VOCAB), K, FREE, 0),
         (NOTHING, Ending(), 1, FREE, 1),
-        (NOTHING, Ending(), 0, FREE, 0),
         (NOTHING, Ending(), K, 5, 5),
         (NOTHING, Ending(), K, 2, 2),
-        (NOTHING, Ending(), K, 0, 0),
     ],
 )
 def test_what_bounds_drafts_bounds_free_ones(own, end, limit, steps, wanted):

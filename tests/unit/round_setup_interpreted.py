@@ -171,19 +171,3 @@ def test_a_round_ends_where_all_rows_together_gain_less_than_a_step_is_worth(val
     drafts = drafted(state, 3)
     assert max(drafts) == wanted
     assert state.snapshot()["gate_ended"] == (wanted < K)
-
-
-def test_a_new_state_belongs_to_no_request():
-    state = new_state()
-    state.forget()
-    assert state.requests.tolist() == [-1] * ROWS
-    assert state.idx_mapping.tolist() == [-1] * ROWS
-    assert new_state().requests.tolist() == [-1] * ROWS
-    assert new_state().requests.dtype == torch.int64
-
-
-def test_the_gate_of_a_new_state_is_open_and_every_row_has_its_threshold():
-    state = new_state()
-    assert state.gate_feature.tolist() == [-1]
-    assert state.row_limits.shape == (ROWS,)
-    assert state.row_limits.isnan().all()

@@ -108,11 +108,7 @@ def test_a_dry_run_names_the_arms_and_starts_nothing(asked, model, command):
     [
         (("ppl", "--stride", "512"), "--stride 512: it must be from 1 to the window less 1, 511"),
         (("ppl", "--corpus", "gone.txt"), "there is no such file; allowed: stdlib"),
-        (("ppl", "--temperature", "0"), "--temperature 0"),
-        (("ppl", "layer=8"), "1..7"),
-        (("ppl", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
         (("eval", "--limit", "0"), "--limit"),
-        (("eval", "layer=8", "--dry-run"), "1..7"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):

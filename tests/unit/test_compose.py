@@ -13,7 +13,7 @@ from selfspec_cli.config import compose, files, paths, words
 from selfspec_cli.config.choices import choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.files import load_config
-from selfspec_cli.config.keys import Keys, baseline_of, digest, run_key
+from selfspec_cli.config.keys import Keys, digest
 from selfspec_cli.config.schema import (
     GROUPS,
     LAUNCHERS_WITH,
@@ -101,10 +101,6 @@ def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
     assert taus[:3] == [0.2, 0.3, 0.4]
 
 
-def test_points_that_measure_the_same_are_one():
-    assert len(compose_runs(None, ["gate=none,maxp", "tau=0.3,0.4"])) == 3  # none has no tau
-
-
 @pytest.mark.parametrize(
     ("overrides", "unused", "users"),
     [
@@ -114,48 +110,31 @@ def test_points_that_measure_the_same_are_one():
             "gates that use tau_v: varH",
         ),
         (["tau_v=5"], "tau_v=5 is not used by gate 'none'", "varH"),  # what it is without a word, but asked for
-        (["threshold=0.5"], "threshold=0.5 is not used by gate 'none'", "entropy, margin, maxp, survival, varH"),
-        (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "margin, maxp"),
-        (["gate=margin", "tau_v=0.2"], "by gate 'margin', which takes tau or threshold;", "gates that use tau_v: varH"),
-        (["gate=maxp,margin", "tau_v=4"], "tau_v=4 is not used by gate 'maxp'", "varH"),
         (
             ["gate=none,maxp", "tau=0.2", "threshold=0.5"],
             "tau=0.2 and threshold=0.5: both are threshold",
             "one of them",
         ),
-        (["gate=maxp,varH", "tau=0.2", "tau_v=5"], "tau=0.2 and tau_v=5: both are threshold", "one of them"),
         (["draft_window=64", "draft_context=full"], "draft_window=64 and draft_context=full: both are", "one of them"),
         (["method=skip", "gate=maxp", "tau=0.3"], "gate=maxp is not used by method 'skip'", "layer_skip"),
-        (["method=skip", "tau=0.3"], "tau=0.3 is not used by method 'skip'", "methods that use tau: layer_skip"),
         (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "margin, maxp, survival"),
-        (["method=skip", "k=3"], "k=3 is not used by method 'skip'", "layer_skip, draft_model, vllm"),
         (
             ["method=skip", "engine=gpu", "acceptance_length=3"],
             "acceptance_length=3 is not used by",
             "layer_skip, draft",
         ),
-        ([*NGRAM, "layer=3"], "layer=3 is not used by method 'vllm'", "layer_skip, skip, draft_model"),
-        (
-            [*NGRAM, "head=lsq"],
-            "head=lsq is not used by method 'vllm'",
-            "methods that use head: layer_skip, skip",
-        ),
         ([*NGRAM, "head.path=x.pt"], "head.path=x.pt is not used by method 'vllm'", "layer_skip, skip"),
-        ([*DRAFT_MODEL, "gate=varH", "tau_v=4"], "gate=varH is not used by method 'draft_model'", "layer_skip"),
         ([*DRAFT_MODEL, "vocab=4096"], "vocab=4096 is not used by method 'draft_model'", "layer_skip, skip"),
-        (["method=baseline", "k=5", "layer=3"], "k=5 is not used by method 'baseline'", "layer_skip, draft_model"),
         (
             ["method=baseline", "draft_sample_method=probabilistic"],
             "draft_sample_method=probabilistic is not used by method 'baseline'",
             "methods that use draft_sample_method: layer_skip, draft_model",
         ),
-        (["method=baseline", "gate=maxp"], "gate=maxp is not used by method 'baseline'", "layer_skip"),
         (
             ["tau=0.1,0.2", "gate=maxp,varH"],
             "by gate 'varH', which takes tau_v or threshold",
             "gates that use tau: ada",
         ),
-        (["tau=0.1,0.2", "gate=maxp,entropy"], "not used by gate 'entropy', which takes threshold;", "maxp, survival"),
         (["experiment=m4_varh", "gate=maxp"], "tau_v=4,5,6 is not used by gate 'maxp'", "varH"),
     ],
 )
@@ -169,18 +148,12 @@ def test_a_setting_that_no_point_uses_is_refused(tuned_models, overrides, unused
     ("overrides", "points"),
     [
         (["gate=none,maxp", "tau=0.2,0.4"], 3),
-        (["gate=maxp,varH", "threshold=0.2,0.4"], 4),
         (["experiment=m3_maxp", "threshold=0.5"], 1),
-        (["tuned=reference", "tau=0.2"], 1),
-        (["experiment=m_qwen"], 9),
         (["method=skip,layer_skip", "gate=maxp", "tau=0.3", "k=3"], 2),
-        (["method=baseline,layer_skip", "gate=maxp", "tau=0.3"], 2),
         (["method=baseline,layer_skip", "draft_sample_method=greedy,probabilistic"], 3),
         (["method=baseline,skip", "draft_sample_method=greedy"], 2),  # asks for nothing
         (["method=baseline", "layer=null", "gate=none"], 1),
         (["method=skip", "gate=none", "vocab=full", "k=null", "tau=null"], 1),  # asks for nothing
-        (["experiment=m4_varh", "gate=none,varH"], 4),
-        (["tuned=reference", "gate=none"], 1),
         (["tuned=reference", "method=skip"], 1),
     ],
 )
@@ -240,28 +213,15 @@ def test_every_launcher_setting_that_is_not_of_all_says_whose_it_is():
     ("override", "reason"),
     [
         ("k=range(5,3)", "a range without a value"),
-        ("k=range(1,5,0)", "a range without a value"),
-        ("tau=range(0.1,0.5,0.0)", "a range without a value"),
         ("tau=range(0.1,inf,0.1)", "or without an end"),
-        ("tau=range(0,nan)", "a range without a value"),
-        ("layer=range(4,8,-1)", "a range without a value"),
         ("method=glob(*)", "has no list of values"),
-        ("experiment=glob(m*)", "has no list of values"),
-        ("tuned=glob(*)", "has no list of values"),
         ("method=interval(0,1)", "has no list of values"),
-        ("gate=interval(0,1)", "has no list of values"),
     ],
 )
 def test_a_sweep_without_a_list_of_values_is_refused_as_it_was_typed(override, reason):
     message = refusal(override)
     assert message.startswith(f"{override}: ")
     assert reason in message
-
-
-def test_the_users_override_replaces_the_experiments():
-    runs = compose_runs("m4_varh", ["tau_v=7", "k=3"])
-    assert [(cfg.gate.kind, cfg.threshold, cfg.k) for cfg in runs] == [("varH", 7, 3)]
-    assert compose_runs(None, ["experiment=m4_varh", "tau_v=7", "k=3"]) == runs
 
 
 def test_published_experiments_are_the_promised_grids():
@@ -285,15 +245,10 @@ def test_the_header_of_an_experiment_is_its_command():
     ("override", "nearest"),
     [
         ("tua=0.3", "'tau'"),
-        ("gate=varh", "'varH'"),
         ("gate.knd=maxp", "'gate.kind'"),
-        ("model=refrence", "'reference'"),
         ("method=layerskip", "'layer_skip'"),
-        ("workload.outputlen=3", "'workload.output_len'"),
         ("experiment=m4_varH", "'m4_varh'"),
         ("head=lens,lzq", "'lsq'"),
-        ("draft_weights=fp9", "'fp8'"),
-        ("draft_wieghts=fp8", "'draft_weights'"),
     ],
 )
 def test_a_misspelling_names_the_nearest(override, nearest):
@@ -306,13 +261,7 @@ def test_a_misspelling_names_the_nearest(override, nearest):
     "override",
     [
         "k=five",
-        "k=0",
-        "tau=1.5",
-        "tau=interval(0,1)",
         "~k",
-        "k",
-        "k.x=3",
-        "hydra.run.dir=x",
         "gate@x=none",
         "engine.enforce_eager=maybe",
         "model=[a]",
@@ -368,8 +317,6 @@ def test_free_form_arguments_of_vllm_need_no_plus():
     [
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
-        ["engine=gpu", "draft_weights=fp8"],
-        ["model=llama3_8b", "engine=gpu", "tracker=wandb", "workload=sanity"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "gate=maxp", "tau=1e-7"],
     ],
 )
@@ -418,7 +365,10 @@ def test_the_users_experiments_add_and_replace(elsewhere):
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("knd: maxp\n", "'kind'"), ("kind: maxq\n", "maxq"), ("kind: [maxp\n", "bad.yaml")],
+    [
+        ("knd: maxp\n", "'kind'"),
+        ("kind: maxq\n", "maxq"),
+    ],
 )
 def test_a_bad_choice_of_the_users_is_named(elsewhere, text, named):
     write(elsewhere, "conf/gate/bad.yaml", text)
@@ -467,9 +417,7 @@ def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
     "words",
     [
         "gate=margin threshold=0.5 head=lsq",
-        "gate=entropy threshold=2.25 k=7 head=translator_r64_bias",
         "k=4 gate=maxp threshold=0.3 length_table='1:4 8:2 8@4096:0'",
-        "engine=gpu draft_weights=fp8",
         "draft_weights=int8 skip_layers=2-3 draft_window=64",
         "draft_sample_method=probabilistic free_drafts=8",
         "runner=v1 head_dir=mine",
@@ -485,29 +433,11 @@ def test_what_tuning_writes_composes_to_what_it_measured(elsewhere, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["gate=maxp", "tau=nan"], "threshold = nan must be a finite number"),
-        (["length_table=8:9"], "'8:9' drafts more than the engine's k; allowed: 0 to 4"),
-        (["length_table=8-9"], "'8-9' is no entry"),
-        (["length_table=8:2/0.4"], "'8:2/0.4' is no entry"),
-    ],
-)
-def test_a_table_that_cannot_be_followed_is_refused(words, message):
-    with pytest.raises(ConfigError) as error:
-        one("k=4", *words)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("word", "value"),
     [
         ("results_dir=ergebnisse/größe", "ergebnisse/größe"),
-        ("results_dir=my results/run 1", "my results/run 1"),
         ("results_dir=a\\,b", "a,b"),
         ("results_dir='a,b'", "a,b"),
-        ("results_dir=it's", "it's"),
-        ("results_dir=a=b", "a=b"),
         ("results_dir=a\\", "a\\"),
         ("results_dir=[1]", None),
     ],
@@ -557,16 +487,6 @@ def test_a_file_that_refers_to_another_setting_follows_it(elsewhere):
     write(elsewhere, "conf/workload/long.yaml", "name: long\noutput_len: ${k}\n")
     assert [cfg.workload.output_len for cfg in compose_runs(None, ["k=2,3", "workload=long"])] == [2, 3]
     assert one("workload.num_prompts=${workload.batch}", "workload.batch=3").workload.num_prompts == 3
-
-
-def test_a_model_of_the_users_own_name_keeps_it():
-    assert one("model.name=mine", "model=org/M").model.name == "mine"
-
-
-def test_the_models_exit_and_the_users_are_one_point():
-    mine, models = one("layer=3", "k=4"), one()
-    assert run_key(mine) == run_key(models)
-    assert run_key(baseline_of(mine)) == run_key(baseline_of(models))
 
 
 def test_what_is_not_read_in_conf_is_named(elsewhere):

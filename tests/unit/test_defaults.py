@@ -33,15 +33,6 @@ def test_ordinary_weights_get_copies_of_four_bits(target):
     assert why == "copies of all layers draft well without training (1.9 GiB)"
 
 
-def test_weights_of_eight_bits_may_have_copies_or_not_and_the_log_says_why():
-    for quantization in ("fp8", "compressed-tensors"):
-        target = replace(GPU, bits=8, weights=replace(GPU.weights, quantization=quantization))
-        added, why = chosen(target)
-        assert added["draft_weights"] == "int4" or (
-            added["draft_weights"] == "none" and "copies cannot be made here" in why
-        )
-
-
 @pytest.mark.parametrize("quantization", ["awq", "gptq", "compressed-tensors"])
 def test_weights_of_four_bits_have_no_cheaper_copies(quantization):
     target = replace(GPU, bits=4, weights=replace(GPU.weights, quantization=quantization))
@@ -94,18 +85,6 @@ def test_where_a_part_of_what_drafts_is_named_nothing_of_it_is_chosen(key):
 def test_where_lengths_are_named_measured_times_choose_none(named):
     assert set(named) <= set(LENGTH_KEYS)
     assert chosen(GPU, **named)[0] == {"draft_weights": "int4"}
-
-
-def test_everything_that_is_named_is_kept():
-    spec = {
-        "layer_skip": 3,
-        "gate": "maxp",
-        "tau": 0.4,
-        "num_speculative_tokens": 3,
-        "free_drafts": 5,
-        "length_table": "9:2",
-    }
-    assert chosen(GPU, **spec) == ({}, None)
 
 
 def test_a_limit_by_load_is_no_length_and_free_drafts_may_be_switched_off():

@@ -11,9 +11,11 @@ from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.contexts import CONTEXTS, Context
 from selfspec_cli.early_exit.contexts.base import DraftContext
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.layers import as_text, skipped_layers
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.early_exit.view import DraftView, all_columns
+from selfspec_cli.engine.arguments import speculative_config
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import label
 
@@ -70,12 +72,8 @@ def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
     [
         ({"draft_context": "windw:64"}, "draft_context 'windw' is not known.*did you mean 'window'"),
         ({"draft_context": "window"}, "draft_context = 'window': write window:TOKENS"),
-        ({"draft_context": "window:64:3"}, "write window:TOKENS"),
-        ({"draft_context": "window:-4"}, "write window:TOKENS"),
         ({"draft_context": "full:4"}, "draft_context = 'full:4': write full"),
         ({"draft_context": "window:8"}, "draft_context = window:8: tokens 8 is out of range; allowed: 16 or more"),
-        ({"skip_layers": "9"}, "skip_layers = 9: layer 9 does not draft"),
-        ({"draft_weights_path": "a"}, "draft_weights_path = 'a' holds copies, and draft_weights is 'shared'"),
     ],
 )
 def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculative_config(given, message):
@@ -89,7 +87,6 @@ def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculati
     ("given", "message"),
     [
         ({"draft_context": "window:64", "draft_window": 32}, "draft_context = 'window:64' and draft_window = 32 mean"),
-        ({"draft_window": 8}, "draft_window = 8 is out of range; allowed: 16 or more"),
         ({"draft_window": "many"}, "draft_window = 'many' must be an integer, not str"),
         ({"draft_context": 64}, "draft_context = 64 must be text, such as window:1024"),
     ],
@@ -158,15 +155,60 @@ def test_a_view_in_a_few_words(changes, parts):
     assert view.label(row)[:2] == parts
 
 
-def test_a_view_in_the_words_of_the_command_line():
-    cfg = RunConfig(
-        layer=6,
-        head=HeadConfig("translator", rank=15),
-        vocab="1024",
-        draft_weights="int4",
-        draft_weights_path="a/b.safetensors",
-    )
-    own = DraftView.of(resolved(cfg))
-    assert own.options() == {"draft_weights": "int4", "draft_weights_path": "a/b.safetensors"}
-    assert own.overrides()[:2] == ["layer=6", "head=translator_r15"]
-    assert set(own.options()) < set(view.own_names())
+# ---- sets of layers that draft --------------------------------------------------------------------------------------
+
+
+SPEC = {"method": "layer_skip", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "layers", "text"),
+    [
+        (None, (), None),
+        ("", (), None),
+        ("7", (7,), "7"),
+        ("10-15,20", (10, 11, 12, 13, 14, 15, 20), "10-15,20"),
+        (" 3 , 1-2 , 2 ", (1, 2, 3), "1-3"),
+        ([5, 4, 9, 5], (4, 5, 9), "4-5,9"),
+        ((0,), (0,), "0"),
+    ],
+)
+def test_sets_of_layers_are_read_and_written(value, layers, text):
+    assert skipped_layers(value) == layers
+    assert as_text(layers) == text
+    assert skipped_layers(text) == layers
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("10-", "'10-' is no layer and no range"),
+        ("-3", "'-3' is no layer"),
+        ("15-10", "runs backwards; write 10-15"),
+        ([1, -2], "-2 is no layer"),
+        (3.5, "must be layers counted from 0"),
+    ],
+)
+def test_what_names_no_layers_is_refused(value, message):
+    with pytest.raises(SettingsError, match=f"^skip_layers.*{message}"):
+        skipped_layers(value)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "message"),
+    [("0-2", "leaves none of 3 layers"), ("3", "layer 3 does not draft"), (3.5, "^skip_layers = 3.5 must be layers")],
+)
+def test_a_view_that_there_is_not_is_refused(skipped, message):
+    with pytest.raises(SettingsError, match=message):
+        ResolvedSettings.from_user({**SPEC, "layer_skip": 3, "skip_layers": skipped}, 24)
+
+
+def test_the_command_line_takes_a_set_without_quotes_and_a_list_of_sets_with_them(tmp_path):
+    (cfg,) = compose_runs(overrides=["skip_layers=10-15,20"], sweep=False)
+    assert cfg.skip_layers == "10-15,20" and cfg.layer is None  # all layers, not the exit that suits the model
+    assert speculative_config(cfg, tmp_path)["skip_layers"] == "10-15,20"
+    cfgs = compose_runs(overrides=["skip_layers=null,'10-15','10-15,20'", "draft_weights=int8"])
+    assert [one.skip_layers for one in cfgs] == [None, "10-15", "10-15,20"]
+    assert [one.layer for one in cfgs] == [3, None, None]
+    (cfg,) = compose_runs(overrides=["skip_layers=5", "layer=8"], sweep=False)
+    assert (cfg.layer, cfg.skip_layers) == (8, "5")

@@ -68,7 +68,6 @@ def test_a_copy_stands_for_its_weight(name, dtype):
             WeightFacts("cuda", capability=(8, 0), device_name="A100"),
             "compute capability 8.9 or more, and this is A100",
         ),
-        (WeightFacts("cuda", dtype="float16", capability=(9, 0)), "the model's dtype is float16"),
     ],
 )
 def test_where_there_can_be_no_8_bit_floats(facts, reason):

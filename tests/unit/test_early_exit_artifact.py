@@ -121,15 +121,6 @@ def test_foreign_and_missing_files(tmp_path):
         load_head(tmp_path / "x.bin")
 
 
-@pytest.mark.parametrize(
-    "change", [{"kind": "lens"}, {"kind": "translator"}, {"hidden": 5}, {"vocab_size": 10}, {"kind": "len"}]
-)
-def test_metadata_must_match_the_tensors(change, tmp_path):
-    with pytest.raises(HeadError):
-        save_head(tmp_path / "x.safetensors", lsq_head(W), dataclasses.replace(META, **change))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
     head, metadata = HEADS["low rank"]
     with pytest.raises(HeadError, match="rank"):
@@ -214,18 +205,15 @@ def test_pickled_objects_are_refused_unopened(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [
-        {"weight": W, "note": "text"},
         {"weight": [1.0]},
-        {"w": W},
         [W],
         "text",
         {"weight": W.long()},
-        {"weight": W[0]},
         {"weight": W, "bias": W},
         {"weight": W, "after_norm": True},
         {"weight": W, "scale": W},
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_legacy_files_hold_tensors_only(data, tmp_path):
     torch.save(data, tmp_path / "h7.pt")

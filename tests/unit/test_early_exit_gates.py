@@ -50,17 +50,6 @@ def test_against_naive_formulas(name, logits):
     np.testing.assert_allclose(got.numpy(), want, rtol=2e-4, atol=2e-5)
 
 
-def test_a_uniform_and_a_one_hot_distribution():
-    uniform, one_hot = torch.zeros(1, 8), torch.full((1, 8), -math.inf)
-    one_hot[0, 3] = 5.0
-    for row, maxp, entropy, margin in ((uniform, 1 / 8, math.log(8), 0), (one_hot, 1, 0, 1)):
-        assert statistic("maxp", row).item() == pytest.approx(maxp)
-        assert statistic("entropy", row).item() == pytest.approx(entropy, abs=1e-6)
-        assert statistic("varH", row).item() == pytest.approx(0, abs=1e-6)
-        assert statistic("margin", row).item() == pytest.approx(margin, abs=1e-6)
-        assert statistic("adaedl", row).item() == pytest.approx(1 - math.sqrt(0.2 * entropy), abs=1e-3)
-
-
 def test_a_vocabulary_of_one_token():
     certain = {"maxp": 1, "varH": 0, "entropy": 0, "margin": 1, "adaedl": 1, "survival": 1}
     assert all_statistics(torch.zeros(2, 1)).tolist() == [[certain[name] for name in features()]] * 2
@@ -109,13 +98,6 @@ def test_gates_none_and_auto_compare_nothing():
         rule = GATES[name].rule()
         assert rule.feature is None
         assert rule.is_open(torch.full((3,), math.nan)).all()
-
-
-def test_the_registry_holds_every_module_of_the_folder():
-    built_in = ["none", "adaedl", "auto", "entropy", "margin", "maxp", "survival", "varH"]
-    assert list(GATES)[: len(built_in)] == built_in
-    assert features() == tuple(name for name in GATES if name not in ("none", "auto"))
-    assert len({gate.colour for gate in GATES.values()}) == len(GATES)
 
 
 def test_a_gate_in_force_is_its_statistic_its_direction_and_its_threshold():

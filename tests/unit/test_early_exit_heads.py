@@ -4,11 +4,9 @@ import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
 
-from selfspec_cli.early_exit.errors import HeadError, SettingsError
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_module import (
-    bytes_per_step,
     check_vocab_ids,
-    most_frequent_ids,
     scatter_to_full,
     with_draft_vocabulary,
 )
@@ -88,19 +86,6 @@ def test_bytes_are_those_of_the_tensors_read(name, ids):
     own = sum(p.numel() for p in head.parameters())
     projection = 0 if head.has_rows else (VOCAB if ids is None else len(ids)) * HIDDEN
     assert head.bytes_per_step(HIDDEN, VOCAB) == 2 * (own + projection)
-
-
-def test_a_rank_15_translator_at_hidden_5120_has_150_thousand_parameters():
-    extra = bytes_per_step("translator", 5120, 1000, 15, itemsize=1) - bytes_per_step("lens", 5120, 1000, itemsize=1)
-    assert extra == 153_600
-    with pytest.raises(SettingsError, match="lens, lsq, translator"):
-        bytes_per_step("len", 8, 8)
-
-
-def test_more_tokens_than_there_are_or_none_are_refused():
-    for size in (0, 6):
-        with pytest.raises(HeadError, match="1 to 5"):
-            most_frequent_ids(torch.ones(5), size)
 
 
 @pytest.mark.parametrize(

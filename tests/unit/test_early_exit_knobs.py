@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from selfspec_cli.early_exit import knobs, settings
+from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.knobs import Knob, knob
 
 
@@ -34,13 +34,6 @@ class Outer:
     flag: bool = knob(False, help="on or off")
 
 
-@dataclass
-class Needed:
-    """A setting without a default."""
-
-    it: int = knob(help="must be given", of_vllm=True)
-
-
 KEYS = ["number", "inner.word", "inner.size", "names", "free", "level", "flag"]
 
 
@@ -53,18 +46,6 @@ def test_the_options_of_a_schema_are_its_fields_and_those_of_the_dataclasses_in_
     assert found["inner.size"].knob == Knob(help="a size", low=1, high=4, unit="tokens")
     assert Outer().names == ["x"] and Outer().names is not Outer().names
     assert Outer().inner == Inner("ann", 9)
-
-
-def test_a_setting_may_have_no_default():
-    with pytest.raises(TypeError, match="it"):
-        Needed()
-    assert Needed(3).it == 3
-    assert knobs.options(Needed)["it"].knob == Knob(help="must be given", of_vllm=True)
-
-
-def test_what_is_not_said_of_a_setting_is_nothing():
-    assert Knob("help") == Knob("help", "", None, None, None, "", "", (), "", (), False, ())
-    assert (Knob("help").words(), Knob("help").allowed()) == ((), "")
 
 
 def test_the_words_of_a_setting_and_what_is_said_of_others():
@@ -107,17 +88,3 @@ def test_every_value_out_of_its_range_is_told_in_the_order_of_the_fields():
         ("inner.size", 0),
     ]
     assert list(knobs.out_of_range(Outer())) == []
-
-
-def test_reading_and_writing_by_a_key():
-    config = Outer()
-    knobs.write(config, "inner.size", 3)
-    knobs.write(config, "number", 7)
-    assert config == Outer(number=7, inner=Inner(size=3))
-    assert (knobs.read(config, "inner.size"), knobs.read(config, "number")) == (3, 7)
-    assert knobs.read(config, "inner") is config.inner
-
-
-def test_a_threshold_of_varentropy_may_be_any_that_is_not_negative():
-    threshold = knobs.options(settings.DraftSettings)["threshold"]
-    assert knobs.admits(threshold, 0.5) and threshold.knob.limits == "those of the gate"

@@ -63,16 +63,6 @@ def test_nan_closes_the_gate():
     assert draft_lengths(log, Setting("maxp", 0.0, K)).tolist() == [K, 1, K]
 
 
-def test_the_outcome_counts_and_prices():
-    log = make()
-    setting = Setting("none", None, 3)
-    outcome = replay(log, setting, COSTS)
-    accepted = int(log.accepted.clamp_max(3).sum())
-    assert (outcome.rounds, outcome.drafted, outcome.accepted) == (200, 600, accepted)
-    assert outcome.speedup == pytest.approx((200 + accepted) * 7.0 / (200 * 7.2 + 600 * 1.25))
-    assert outcome.speedup == pytest.approx((200 + accepted) / 200 * COSTS.plain / COSTS.round(3))
-
-
 @pytest.mark.parametrize(
     ("setting", "text"),
     [

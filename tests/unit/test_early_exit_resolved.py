@@ -1,6 +1,5 @@
 """What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
 
-import json
 import subprocess
 import sys
 
@@ -13,8 +12,6 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table, wa
 from selfspec_cli.early_exit.settings import (
     DraftSettings,
     GateConfig,
-    HeadConfig,
-    gate_threshold,
     to_spec,
     vllm_keys,
 )
@@ -112,25 +109,8 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
     assert checked_table(None, 5) is None
 
 
-def test_the_threshold_in_force():
-    maxp, varh = GateConfig("maxp"), GateConfig("varH")
-    assert gate_threshold(DraftSettings(threshold=0.3)) is None
-    assert gate_threshold(DraftSettings(gate=maxp)) == GATES["maxp"].default
-    assert gate_threshold(DraftSettings(gate=maxp, threshold=0.1)) == 0.1
-    assert gate_threshold(DraftSettings(gate=varh, threshold=2.0)) == 2.0
-    assert gate_threshold(DraftSettings(gate=varh, threshold=0.0)) == 0.0
-
-
-def test_two_names_of_one_setting_may_agree():
-    assert read(head_path="a", lsq_head_path="a").head == HeadConfig(path="a")
-    assert read(lsq_head_path="b").head.path == "b"
-
-
-def test_vllms_word_for_synthetic_acceptance():
+def test_vllms_words_for_synthetic_acceptance_and_for_how_drafts_are_taken():
     assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
-
-
-def test_vllms_word_for_how_drafts_are_taken_is_ours_too():
     assert read().draft_sample_method == read(draft_sample_method="greedy").draft_sample_method == "greedy"
     drawn = read(draft_sample_method="probabilistic")
     assert drawn.draft_sample_method == "probabilistic"
@@ -182,26 +162,6 @@ def test_the_keys_that_are_vllms_own():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "idle"),
-    [
-        ("gate", "maxp", "none"),
-        ("draft_weights", "fp8", "shared"),
-        ("draft_weights_path", "w", "none"),
-        ("skip_layers", "2", "none"),
-        ("length_table", "3:2", "none"),
-        ("free_drafts", 8, 0),
-        ("draft_context", "window:64", "full"),
-        ("strict", True, False),
-    ],
-)
-def test_of_what_method_skip_does_not_use(key, value, idle):
-    assert said(read, method="skip", **{key: value}) == (
-        f"{key} {value!r} is not used by method 'skip', which drafts nothing; allowed: {idle}"
-    )
-    assert read(method="skip").method == "skip"
-
-
-@pytest.mark.parametrize(
     ("spec", "text"),
     [
         (
@@ -217,14 +177,8 @@ def test_of_what_method_skip_does_not_use(key, value, idle):
             {"skip_layers": "7", "layer_skip": 7},
             "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft",
         ),
-        ({"skip_layers": 3.5}, "skip_layers = 3.5 must be layers counted from 0, and ranges of them, such as 10-15,20"),
         ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
         ({"strict": 1}, "strict = 1 must be true or false"),
-        (
-            {"draft_sample_method": "probabalistic"},
-            "draft_sample_method 'probabalistic' is not known; allowed: greedy, "
-            "probabilistic; did you mean 'probabilistic'?",
-        ),
         ({"draft_sample_method": True}, "draft_sample_method True is not known; allowed: greedy, probabilistic"),
         ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
     ],
@@ -233,35 +187,10 @@ def test_of_what_does_not_go_together(spec, text):
     assert said(read, **spec) == text
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"skip_layers": "4-7"}, "skip_layers = 4-7: layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
-        ({"length_table": "3:9"}, "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
-        (
-            {"threshold": 2.0, "gate": {"kind": "maxp"}},
-            "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1",
-        ),
-    ],
-)
-def test_of_settings_that_travelled(change, text):
-    assert said(travelled, **change) == text
-
-
 # ---- a head and a draft vocabulary that no file says -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [(32768, "32768"), ("32768", "32768"), ("full", "full"), ("a.txt", "a.txt")]
-)
-def test_a_draft_vocabulary_is_a_number_or_a_file(given, kept):
-    settings = read(layer_skip=3, head="lens", vocab=given)
-    assert (settings.vocab, settings.head.kind) == (kept, "lens")
-    assert to_spec(settings).get("vocab", "full") == kept
-    assert ResolvedSettings.from_dict(settings.to_dict()) == read(**to_spec(settings)) == settings
-
-
-@pytest.mark.parametrize("value", [0, "0", -3, True, 1.5, ""])
+@pytest.mark.parametrize("value", [0, "0", True, ""])
 def test_what_is_no_draft_vocabulary_is_refused(value):
     assert said(read, vocab=value) == (
         f"vocab = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids"
@@ -282,36 +211,9 @@ def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_i
 # ---- what nobody gives -----------------------------------------------------------------------------------------------
 
 
-def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
-    assert ResolvedSettings.from_user({"draft_weights": None}, 4).draft_weights == "shared"
-    settings = ResolvedSettings.from_user({"draft_weights": "fp8"}, 4)
-    assert settings.draft_weights == "fp8"
-    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    with pytest.raises(SettingsError, match="draft_weights 'int3'"):
-        ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int3"})
-
-
-def test_a_gate_without_threshold_gets_its_default():
-    for name, rule in GATES.items():
-        assert ResolvedSettings.from_user({"gate": name}, 4).threshold == rule.default
-
-
-def test_passthrough_keys_belong_to_vllm():
-    ResolvedSettings.from_user({"max_model_len": 128}, 4, passthrough={"max_model_len"})
-    with pytest.raises(SettingsError, match="max_model_len"):
-        ResolvedSettings.from_user({"max_model_len": 128}, 4)
-
-
 @pytest.mark.parametrize("gate", GATES)
 def test_default_thresholds_are_not_extreme(gate):
     assert warnings_for(DraftSettings(gate=GateConfig(gate), threshold=GATES[gate].default), vocab_size=4096) == []
-
-
-def test_bounds_follow_the_vocabulary():
-    entropy = DraftSettings(gate=GateConfig("entropy"), threshold=9.0)
-    assert warnings_for(entropy, vocab_size=128_256) == []
-    assert "never closes" in warnings_for(entropy, vocab_size=4096)[0]
-    assert warnings_for(DraftSettings(gate=GateConfig("adaedl"), threshold=0.0)) == []  # the bound goes below 0
 
 
 def test_what_a_command_checks_before_it_starts_does_not_import_torch():

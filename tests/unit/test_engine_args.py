@@ -16,24 +16,6 @@ from selfspec_cli.engine.arguments import shallow_model, speculative_config
 GPU = RunConfig(engine=EngineConfig(device="cuda"), layer=3, k=4, gate=GateConfig("varH"), threshold=5.0)
 
 
-def test_a_config_becomes_what_a_user_would_write(tmp_path):
-    assert speculative_config(GPU, tmp_path) == {
-        "method": "layer_skip",
-        "layer_skip": 3,
-        "head_path": None,
-        "num_speculative_tokens": 4,
-        "draft_weights": "shared",
-        "draft_weights_path": None,
-        "skip_layers": None,
-        "length_table": None,
-        "free_drafts": 0,
-        "strict": False,
-        "gate": "varH",
-        "threshold": 5.0,
-    }
-    assert speculative_config(replace(GPU, method=Method.baseline), tmp_path) is None
-
-
 @pytest.mark.parametrize("method", [Method.layer_skip, Method.draft_model])
 @pytest.mark.parametrize(("taken", "asked"), [("greedy", None), ("probabilistic", "probabilistic")])
 def test_how_drafts_are_taken_is_vllms_own_key(method, taken, asked, tmp_path):

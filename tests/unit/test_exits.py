@@ -15,7 +15,6 @@ from selfspec_cli.config.schema import (
     HeadConfig,
     ModelConfig,
     RunConfig,
-    Runner,
     WorkloadConfig,
 )
 from selfspec_cli.early_exit.replay import Setting, replay
@@ -111,14 +110,6 @@ def test_layers_where_the_user_names_none(tmp_path, monkeypatch):
     assert exits.candidate_layers(cfg, tune.LAYER_PARTS) == [2, 3, 4, 6, 12]
 
 
-def test_views_of_all_layers_come_first(tmp_path, monkeypatch):
-    monkeypatch.setitem(schema.BEST_DRAFTS, str(tmp_path), (3, 4))
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 24}')
-    cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path)))
-    assert exits.candidate_layers(replace(cfg, draft_weights="int8"), roc.LAYER_PARTS) == [24, 3, 6, 12]
-    assert exits.candidate_layers(replace(cfg, skip_layers="10-12"), roc.LAYER_PARTS) == [24]
-
-
 def test_each_view_has_exits_of_its_own_where_no_layer_is_named():
     words = ["draft_weights=shared,int8", "skip_layers=null,'10-12'"]
     found = [(cfg.layer, cfg.draft_weights, cfg.skip_layers) for cfg in configs.exits(words, roc.LAYER_PARTS)]
@@ -147,7 +138,6 @@ def test_a_model_whose_depth_is_unknown_still_has_the_exit_that_it_measured(monk
         ({"head": HeadConfig("lsq"), "vocab": "4096"}, "lsq-4096"),
         ({"draft_weights": "fp8"}, "lens-fp8"),
         ({"draft_sample_method": "probabilistic"}, "lens-probabilistic"),
-        ({"runner": Runner.v1}, "lens-v1"),
         ({"acceptance_length": 2.5}, "lens-accept2.5"),
     ],
 )

@@ -1,80 +1,30 @@
-"""The kernel for a whole trunk, as far as a CPU can tell: its layout of the weights, and which models get it."""
+"""The kernels for a whole trunk, as far as a CPU can tell: their layout of the weights, and which models get them."""
 
 import dataclasses
+import re
+from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scripts import importable
 from torch import nn
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, PARTS, built, chunks
-from selfspec_cli.vllm_plugin.fused_step.layout import (
-    PHASES,
-    RECORD,
-    Shape,
-    Stream,
-    gate_and_up,
-    planned,
-    records,
-    share,
-)
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned
+from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
+from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
 LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5)
-SMALL = Shape(2, 512, 1024, 4, 2, 64, 16, 1e-6)
-SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
-
-
-def multiplied(record: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What the lanes of a warp make of a record [544] and 64 signed bytes x: [16], before factors of tokens.
-
-    Written from the PTX manual's fragments of mma.m16n8k32, with the token in column 0.
-    """
-    words, scales = record[:512].view(torch.int32).tolist(), record[512:].view(torch.float16).float()
-    place = [(c % 32) // 8 * 16 + c // 32 * 8 + c % 8 for c in range(64)]
-    laid_out = [0] * 64
-    for column, where in enumerate(place):
-        laid_out[where] = int(x[column])
-    sums = torch.zeros(16)
-    for row in range(8):
-        for pair in range(4):
-            for half in range(2):  # the two products, of 32 columns each
-                token = laid_out[pair * 16 + half * 8 : pair * 16 + half * 8 + 8]
-                for below in range(2):
-                    word = words[(row * 4 + pair) * 4 + half * 2 + below] & 0xFFFFFFFF
-                    for high in range(2):
-                        shifted = ((word if high else word << 4) & 0xF0F0F0F0).to_bytes(4, "little")
-                        signed = [byte - 256 if byte > 127 else byte for byte in shifted]
-                        products = zip(signed, token[high * 4 : high * 4 + 4], strict=True)
-                        sums[row + 8 * below] += sum(a * b for a, b in products) / 16
-    return sums * scales.view(8, 2).t().flatten()
-
-
-def test_a_record_is_what_the_lanes_of_a_warp_multiply():
-    torch.manual_seed(0)
-    copy = WEIGHTS.quantise(torch.randn(32, 128))
-    x = torch.randint(-127, 128, (128,))
-    made, weight = records(copy), WEIGHTS.dequantise(copy, torch.float32)
-    for tile in range(2):
-        for group in range(2):
-            part = weight[tile * 16 : tile * 16 + 16, group * 64 : group * 64 + 64]
-            torch.testing.assert_close(
-                multiplied(made[tile, group], x[group * 64 :][:64]), part @ x[group * 64 :][:64].float()
-            )
-
-
-def test_a_tile_of_gate_and_up_has_eight_rows_of_each():
-    copy = WEIGHTS.quantise(torch.arange(64.0).repeat(32, 1) + 100 * torch.arange(32.0)[:, None])
-    mixed = gate_and_up(copy)
-    wanted = [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23]
-    assert mixed["words"][:16].equal(copy["words"][wanted]) and mixed["scales"][:16].equal(copy["scales"][wanted])
-    assert mixed["words"][16:].equal(copy["words"][[row + 8 for row in wanted]])
+QWEN3 = Shape(28, 1024, 3072, 16, 8, 128, 16, 1e-6, head_norms=True)
 
 
 @pytest.mark.parametrize("shape", [QWEN, LLAMA])
@@ -93,51 +43,14 @@ def test_every_tile_is_one_blocks_and_the_blocks_read_about_as_much(shape, evenl
     assert max(reads) < 1.15 * sum(reads) / len(reads)
 
 
-@pytest.mark.parametrize("warps", [8, 12, 16])
-def test_warps_share_the_columns(warps):
-    for groups in (24, 64, 76, 140):
-        shares = [share(groups, warp, warps) for warp in range(warps)]
-        assert sorted(group for one in shares for group in one) == list(range(groups))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_streams_hold_every_record_in_the_order_of_its_use():
-    blocks, warps = 4, 8
-    plan = planned(SMALL, blocks, warps, 0.5)
-    stream = Stream(SMALL, plan, torch.device("cpu"))
-    for layer in range(SMALL.layers):
-        weights, number = {}, 1 + layer * 100_000
-        for name in PHASES:
-            shape = SMALL.tiles[name], SMALL.groups[name]
-            count = shape[0] * shape[1]
-            numbers = torch.arange(number, number + count, dtype=torch.int32).view(*shape, 1)
-            weights[name] = numbers.expand(*shape, RECORD // 4).contiguous().view(torch.uint8)
-            number += count
-        stream.put(layer, weights)
-    numbers = stream.records[:, :4].contiguous().view(torch.int32).flatten()
-    held = numbers[numbers > 0]
-    in_a_layer = sum(SMALL.tiles[name] * SMALL.groups[name] for name in PHASES)
-    assert sorted(held.tolist()) == sorted({*range(1, 1 + in_a_layer), *range(100_001, 100_001 + in_a_layer)})
-    q0, qn, o0, on, g0, gn = plan.blocks[1]
-    at = int(stream.offsets[1 * warps + 3]) // RECORD
-    first, wanted = 1, []
-    for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
-        groups = SMALL.groups[name]
-        wanted += [
-            first + tile * groups + group for tile in range(start, start + count) for group in share(groups, 3, warps)
-        ]
-        first += SMALL.tiles[name] * groups
-    assert numbers[at : at + 2 * len(wanted)].tolist() == wanted + [100_000 + number for number in wanted]
-
-
 @pytest.mark.parametrize(
     ("shape", "tokens", "records", "slots"),
-    [(QWEN, 1, 6, 4), (QWEN, 4, 6, 4), (QWEN, 8, 6, 3), (LLAMA, 1, 6, 5), (LLAMA, 4, 6, 3), (LLAMA, 8, 3, 3)],
+    [(QWEN, 4, 6, 4), (QWEN, 8, 6, 3), (LLAMA, 1, 6, 5), (LLAMA, 8, 3, 3)],
 )
 def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, slots):
-    build = built(shape, planned(shape, 132, 12, 0.5), tokens, SHARED)
+    build = built(shape, planned(shape, 132, 12, 0.5), tokens, wide.SHARED)
     assert (build.at_once, build.slots) == (records, slots)
-    assert build.shared_bytes <= SHARED < build.shared_bytes + 12 * (records * RECORD + 8)
+    assert build.shared_bytes <= wide.SHARED < build.shared_bytes + 12 * (records * RECORD + 8)
     options = dict(option[2:].split("=") for option in build.options)
     assert options["SHARED"] == str(build.shared_bytes) and options["WORDS"] == str(build.words)
     assert int(options["CHUNKS"]) == chunks(shape, build.plan, records)
@@ -147,7 +60,7 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
 def test_every_width_that_draft_steps_ask_for_has_room(shape):
     plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
     for tokens in range(1, drafting.MOST + 1):
-        assert built(shape, plan, tokens, SHARED).slots >= FEWEST_SLOTS
+        assert built(shape, plan, tokens, wide.SHARED).slots >= FEWEST_SLOTS
 
 
 def test_a_build_without_room_for_weights_is_refused():
@@ -158,14 +71,61 @@ def test_a_build_without_room_for_weights_is_refused():
 def test_a_build_for_more_heads_than_blocks_is_refused():
     heads = dataclasses.replace(LLAMA, heads=32)
     with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
-        built(heads, planned(heads, 114, 12, 0.5), 4, SHARED)
+        built(heads, planned(heads, 114, 12, 0.5), 4, wide.SHARED)
 
 
-def test_the_kernel_travels_with_the_package():
-    from importlib.resources import files
+# ---- 9 to 64 tokens; tests/unit/test_emulated_trunk.py runs both kernels ---------------------------------------------
 
+
+@pytest.mark.parametrize("tokens", wide.WIDTHS)
+@pytest.mark.parametrize("shape", [QWEN, QWEN3, LLAMA])
+def test_every_build_shares_out_each_tile_and_fits_into_a_block(shape, tokens):
+    build = wide.built(shape, 132, tokens)
+    assert build.shared_bytes <= wide.SHARED and build.weight_slots >= 3 and build.input_slots >= 2
+    for phase in PHASES:
+        cells = set()
+        for block in range(build.blocks):
+            tiles, groups = build.work(phase, block)
+            assert len(tiles) <= build.most_tiles(phase)
+            mine = {(tile, group) for tile in tiles for group in groups}
+            assert not mine & cells
+            cells |= mine
+        assert len(cells) == shape.tiles[phase] * shape.groups[phase]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "over"), [(QWEN, 16, 1.15), (QWEN, 32, 1.15), (LLAMA, 16, 1.15), (LLAMA, 32, 1.05)]
+)
+def test_the_slowest_warp_multiplies_little_more_than_the_mean(shape, tokens, over):
+    """Of gate_up and down, which are most of the weights."""
+    build, most, mean = wide.built(shape, 132, tokens), 0, 0.0
+    for phase, rows in list(zip(PHASES, build.rows, strict=True))[2:]:
+        tiles, groups = shape.tiles[phase], shape.groups[phase]
+        columns = -(-groups // build.down_slices) if phase == "down" else groups
+        most += -(-build.most_tiles(phase) // rows) * -(-columns // (build.warps // rows))
+        mean += tiles * groups / build.blocks / build.warps
+    assert most < over * mean
+
+
+def test_a_block_without_room_for_many_tokens_is_refused():
+    with pytest.raises(ValueError, match="60000 bytes of shared memory have no room for weights and activations of 32"):
+        wide.built(LLAMA, 132, 32, 60_000)
+    with pytest.raises(ValueError, match="a block has 96 tiles of rows, and no more than 12 of a warp have registers"):
+        wide.built(LLAMA, 4, 16)
+
+
+def test_arguments_and_stamps_are_those_of_the_source():
     folder = files("selfspec_cli.vllm_plugin.fused_step")
-    assert all((folder / part).is_file() for part in PARTS)
+    source = "".join((folder / part).read_text() for part in wide.Build.parts)
+    body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
+    names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
+    assert names == [name for name, *_ in Arguments._fields_]
+    assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", source).group(1)) == len(wide.STAMPS)
+
+
+def test_the_script_for_a_gpu_finds_what_it_imports():
+    with importable(Path(__file__).resolve().parents[2] / "experiments/kernels") as find:
+        assert find("wide_step").TINY.layers == 2
 
 
 # ---- for which models -----------------------------------------------------------------------------------------------

@@ -31,14 +31,6 @@ def test_of_five_scales_each_group_gets_the_best(kind: Integers):
     assert torch.allclose((restored - groups).square().sum(2), torch.stack(errors).amin(0), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
-def test_integers_times_a_scale_are_kept_exactly(kind: Integers):
-    top = 2 ** (kind.width - 1)
-    q = torch.randint(-top, top, (4, 2 * GROUP), generator=torch.Generator().manual_seed(3)).float()
-    q[:, ::GROUP] = -top
-    assert kind.dequantise(kind.quantise(q / 2), torch.float32).equal(q / 2)
-
-
 def test_a_fit_minds_what_the_data_do():
     """Inputs that do not depend on each other, some a hundred times as large: only the choice of scales can differ."""
     weight = torch.randn(32, 2 * GROUP, generator=torch.Generator().manual_seed(4))
@@ -62,18 +54,10 @@ def test_a_fit_refuses_what_rounding_does(broken):
     assert messages[0] == messages[1]
 
 
-def test_groups_of_zeros_and_of_tiny_values_stay_finite():
-    weight = torch.zeros(2, 2 * GROUP)
-    weight[1, :GROUP] = 1e-12
-    for kind in INTEGERS:
-        restored = kind.dequantise(kind.quantise(weight), torch.float32)
-        assert restored.abs().max() <= 1e-12
-
-
 def test_on_cuda_the_target_has_to_run_in_bfloat16():
     require_draft_weights("int4", WeightFacts("cpu", dtype="float32"))
     require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))
-    with pytest.raises(SettingsError, match=r"bfloat16, not float16.*allowed: shared"):
+    with pytest.raises(SettingsError, match=r"bfloat16, not float16.*allowed: none, shared"):
         require_draft_weights("int4", WeightFacts("cuda", dtype="float16"))
 
 

@@ -44,7 +44,7 @@ def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monk
     copy = DRAFT_WEIGHTS["int4"].quantise(weight)
     trace = make_fx(lambda x, copy, weight: lowbit.linear(x, copy, None, weight), tracing_mode="symbolic")
     traced = trace(torch.randn(70, 64), copy, weight)
-    assert traced(x := torch.randn(rounding.MOST + 1, 64), copy, weight).equal(F.linear(x, weight))
+    assert traced(x := torch.randn(lowbit.MOST + 1, 64), copy, weight).equal(F.linear(x, weight))
     assert not seen
     for tokens in (1, 7):  # vLLM drops the guards
         assert traced(torch.randn(tokens, 64), copy, weight).equal(torch.zeros(tokens, 32))

@@ -72,7 +72,7 @@ def test_options_shows_what_has_to_do_with_a_word():
     assert call("options", "--markdown").stdout == options.markdown()
 
 
-@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "fit", "roc", "tune"])
+@pytest.mark.parametrize("command", ["bench", "sweep"])
 def test_the_help_of_a_command_lists_the_draft_settings(command):
     shown = call(command, "--help").stdout
     for key in OPTIONS.keys() - options.RARE:

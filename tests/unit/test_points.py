@@ -8,18 +8,10 @@ from points import ARM, BASELINE, against, baseline, drafts, failed, measured, p
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.record import archive, columns, tables
-from selfspec_cli.record.intervals import speedup_interval
+from selfspec_cli.record.intervals import overlap, speedup_interval
 from selfspec_cli.record.point import compare, from_json, output_digests, to_json
 
 OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
-
-
-def test_a_point_comes_back_as_it_went():
-    base = baseline()
-    for made in (base, against(base), failed(), point(measurement=measured(100.0), figures={"speedup": 2.0})):
-        assert from_json(to_json(made)) == made
-    drafted = replace(against(base), repeats=(repeat(100.0, drafts(), OWN),))
-    assert from_json(to_json(drafted)) == drafted
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": 99}', '{"format": 1}', "no", '{"format": 1, "repeats": [1]}'])
@@ -181,13 +173,6 @@ def test_identity_says_only_what_the_arm_has():
     assert columns(replace(cfg, method=Method.baseline)) == [None] * 5
 
 
-def test_a_row_names_the_file_of_the_copies_that_drafted():
-    cfg = RunConfig(draft_weights="int4", draft_weights_path="fits/copies-r32.safetensors")
-    found = tables.identity(cfg, layer=8)
-    assert found["draft_weights_file"] == "copies-r32.safetensors"
-    assert tables.identity(RunConfig(), layer=8)["draft_weights_file"] is None
-
-
 def test_points_from_before_the_column_name_the_file_of_their_copies():
     before = point(config={"draft_weights_path": "fits/copies.safetensors"})
     assert tables.row(before).draft_weights_file == "copies.safetensors"
@@ -206,3 +191,42 @@ def test_a_file_is_plain_json_and_short():
         "events_us": [6667, 13333, 20000, 26667],
     }
     assert set(BASELINE) < set(document["arm"])
+
+
+# ---- intervals of speedups ------------------------------------------------------------------------------------------
+
+
+BASE = [100.0, 104.0, 96.0, 101.0, 99.0]
+
+
+def test_the_interval_holds_the_ratio_of_the_medians_and_is_the_same_every_time():
+    ours = [150.0, 156.0, 144.0, 151.0, 149.0]
+    low, high = speedup_interval(ours, BASE)
+    assert low < 1.5 < high
+    assert min(ours) / max(BASE) <= low and high <= max(ours) / min(BASE)
+    assert speedup_interval(ours, BASE) == (low, high)
+
+
+def test_both_sides_count():
+    steady = [150.0] * 5
+    low, high = speedup_interval(steady, BASE)
+    assert high - low > 0.02  # the baseline varies
+    assert speedup_interval(steady, [100.0] * 5) == (1.5, 1.5)
+
+
+def test_what_slows_both_sides_of_a_pair_is_no_uncertainty():
+    drift = [1.0, 0.5, 0.8, 1.2, 0.6]
+    ours, theirs = [150 * d for d in drift], [100 * d for d in drift]
+    paired, apart = speedup_interval(ours, theirs, paired=True), speedup_interval(ours, theirs)
+    assert paired == pytest.approx((1.5, 1.5))
+    assert apart[1] - apart[0] > 0.5
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([1.0], BASE), (BASE, [1.0]), (BASE, []), ([], [])])
+def test_one_repeat_says_nothing_about_its_spread(ours, theirs):
+    assert speedup_interval(ours, theirs) is None
+
+
+def test_intervals_overlap_where_they_share_a_value():
+    assert overlap((1.0, 1.5), (1.5, 2.0)) and overlap((1.0, 3.0), (1.5, 2.0))
+    assert not overlap((1.0, 1.4), (1.5, 2.0))

@@ -1,6 +1,5 @@
 """Gates and thresholds for any logits and numbers."""
 
-import json
 import math
 
 import numpy as np
@@ -11,12 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from properties import rates
 
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.gates.distribution import Distribution
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
-from selfspec_cli.early_exit.settings import to_spec
-from selfspec_cli.early_exit.thresholds import check_threshold
 
 WITH_THRESHOLD = [name for name, gate in GATES.items() if gate.key is not None]
 numbers = st.one_of(st.floats(), st.integers(), st.booleans(), st.text(max_size=3), st.none())
@@ -50,12 +45,6 @@ def test_statistics_do_not_see_a_shift_or_the_order_of_the_tokens(rows, shift, r
     torch.testing.assert_close(found, moved, atol=5e-2, rtol=5e-2)
 
 
-@given(logits(-100, 100))
-def test_a_token_that_cannot_be_drafted_changes_no_statistic(rows):
-    with_another = torch.cat([rows, torch.full((len(rows), 1), -math.inf)], dim=1)
-    torch.testing.assert_close(all_statistics(rows), all_statistics(with_another), atol=1e-4, rtol=1e-4)
-
-
 @given(logits())
 def test_rows_of_a_batch_do_not_see_each_other(rows):
     alone = torch.cat([all_statistics(row.unsqueeze(0)) for row in rows])
@@ -69,16 +58,6 @@ def test_survival_never_rises_and_the_others_forget(rows, before):
     for name in features():
         if not GATES[name].cumulative:
             assert torch.equal(statistic(name, rows), statistic(name, rows, previous))
-
-
-@given(logits())
-def test_what_a_distribution_answers_does_not_depend_on_what_was_asked_before(rows):
-    draft, other = Distribution(rows), Distribution(rows)
-    names = ("confidence", "second", "entropy", "varentropy", "logit", "logsumexp", "probabilities")
-    first = {name: getattr(draft, name).clone() for name in names}
-    for name in reversed(names):
-        torch.testing.assert_close(getattr(other, name), first[name], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(draft.probabilities.sum(-1), torch.ones(len(rows)))
 
 
 @given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), st.floats(0, 1), st.lists(st.floats(width=32), min_size=1))
@@ -98,21 +77,6 @@ def test_a_stricter_threshold_opens_no_gate(name, one, other, values):
 # ---- thresholds ------------------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(list(GATES)), numbers)
-def test_a_threshold_is_a_number_of_the_gates_range_or_refused_in_words(name, value):
-    gate = GATES[name]
-    try:
-        found = check_threshold(name, value)
-    except SettingsError as error:
-        refused = str(error)
-        assert repr(value) in refused
-        inside = isinstance(value, (int, float)) and not isinstance(value, bool)
-        assert gate.key is None or not (inside and gate.low <= value <= gate.high and value != math.inf)
-    else:
-        assert found == (gate.default if value is None else value)
-        assert value is None or gate.low <= found <= gate.high
-
-
 @given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), st.integers(2, 200_000))
 def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, threshold, vocab):
     gate = GATES[name]
@@ -128,15 +92,3 @@ def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, thresho
     if warnings:
         said = "never closes" if always else "never opens (" if never else "never opens but for ties"
         assert said in warnings[0] and repr(name) in warnings[0] and f"{gate.key} = {threshold:g}" in warnings[0]
-
-
-@given(st.sampled_from(list(GATES)), st.floats(0, 1), st.integers(1, 7), st.integers(1, 256))
-def test_settings_come_back_from_json_and_from_a_users_words(name, threshold, layer, k):
-    gate = GATES[name]
-    spec = {"gate": name, "layer_skip": layer, "num_speculative_tokens": k}
-    spec |= {"threshold": threshold} if gate.key else {}
-    settings = ResolvedSettings.from_user(spec, 8)
-    assert (settings.layer, settings.k, settings.gate.kind) == (layer, k, name)
-    assert settings.threshold == (threshold if gate.key else None)
-    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    assert ResolvedSettings.from_user(to_spec(settings), 8) == settings

@@ -24,11 +24,8 @@ def place(tmp_path, monkeypatch):
     [
         (["gate=varH"], "123"),
         (["gate=varH,none", "speedup>=1"], "1"),
-        (["speedup<1"], "3"),
-        (["E=4"], "123"),
         (["arm!=layer_skip"], "0"),
         (["status~MEMORY"], "2"),
-        (["tok_s>100"], "1"),
         (["gate="], "0"),
         (["read_first="], "0123"),
         (["machine~machine", "time>2027"], ""),

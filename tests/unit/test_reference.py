@@ -46,32 +46,6 @@ def test_greedy_output_is_plain_decodings(model, plain, layers, k, gate):
     assert gate is always or k == 1 or min(lengths) == 1
 
 
-def test_nothing_drafted_is_plain_decoding(model, plain):
-    text, rounds = generate(model, model, model.new_cache(100), PROMPT, LENGTH, k=0)
-    assert text == plain
-    assert {(one.drafted, one.accepted) for one in rounds} == {(0, 0)}
-
-
-def test_a_draft_reads_the_cache_that_verifying_wrote(model):
-    """After a pass over the text, one draft step needs nothing else: the first layers' keys and values are there."""
-    text = [3, 9, 200, 41, 7]
-    whole = model.new_cache(8)
-    model(text[:-1], whole, 0)
-    step = model(text[-1:], whole, len(text) - 1, layers=3)
-    alone = model(text, model.new_cache(8), 0, layers=3)[-1:]
-    torch.testing.assert_close(step, alone)
-
-
-def test_rejected_drafts_leave_nothing_behind(model):
-    """What drafts wrote is overwritten: the next pass sees the cache of a text that never had them."""
-    text, wrong = [3, 9, 200], [77, 78, 79]
-    clean, used = model.new_cache(8), model.new_cache(8)
-    model(text, clean, 0)
-    model(text, used, 0)
-    model(wrong, used, 3)
-    torch.testing.assert_close(model([4, 5], used, 3), model([4, 5], clean, 3))
-
-
 @pytest.mark.slow
 def test_the_decoder_is_a_llama(model):
     """The logits of transformers' Llama with the same weights."""
@@ -169,32 +143,6 @@ def test_sampled_output_has_the_distribution_of_plain_decoding(gate, temperature
     want = exact(full, length, temperature)
     assert sum(found.values()) == pytest.approx(1)
     assert found == pytest.approx(want, abs=1e-12)
-
-
-def test_a_decoder_and_its_first_layers_sample_exactly_too():
-    model = random_decoder(depth=3, hidden=8, vocab=VOCAB)
-    draft = partial(model, layers=1)
-    found = every_outcome(
-        lambda draw: tuple(generate(model, draft, model.new_cache(9), [1, 2], 2, 2, temperature=1.0, draw=draw)[0])
-    )
-
-    def full(tokens, cache, start):
-        return model(tokens, model.new_cache(len(tokens)), start)
-
-    assert found == pytest.approx(exact(full, 2, 1.0), abs=1e-5)
-
-
-def test_drafts_that_are_always_accepted_have_another_distribution(monkeypatch):
-    """What the enumeration is there to see."""
-    full, draft = table(0), table(1)
-
-    def accepting(full, cache, text, guesses, drawn_from, temperature, draw):
-        return len(guesses), draw(probabilities(full([text[-1], *guesses], cache, len(text) - 1)[-1], temperature))
-
-    monkeypatch.setattr(reference, "verify", accepting)
-    found = every_outcome(lambda draw: drafted(full, draft, 3, 2, draw, temperature=1.0))
-    assert sum(found.values()) == pytest.approx(1)
-    assert found != pytest.approx(exact(full, 3, 1.0), abs=0.01)
 
 
 @pytest.mark.slow

@@ -43,21 +43,6 @@ def gates(tmp_path, monkeypatch):
     return Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
 
 
-def test_the_default_comes_first_then_ours_then_theirs(gates):
-    assert list(gates) == [
-        "none",
-        "adaedl",
-        "auto",
-        "entropy",
-        "margin",
-        "maxp",
-        "survival",
-        "varH",
-        "new",
-    ]
-    assert gates["new"].statistic is gates["maxp"].statistic
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

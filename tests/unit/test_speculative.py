@@ -167,13 +167,9 @@ def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
     [
         (["method=vllm"], "allowed: dflash, draft_model, eagle3, mtp, ngram, suffix"),
         (["speculative=ngram"], "speculative=ngram is not used by method 'layer_skip'; methods that use speculative"),
-        (["speculative.prompt_lookup_max=3"], "speculative.prompt_lookup_max=3 is not used by method 'layer_skip'"),
-        (["method=vllm", "speculative=ngran"], "did you mean 'ngram'"),
         (["method=vllm", 'speculative={"method": "ngran"}'], "speculative.method 'ngran' is not known"),
         ([*NGRAM, "speculative.prompt_lokup_max=3"], "did you mean 'prompt_lookup_max'"),
-        (["method=vllm", 'speculative={"method": "layer_skip"}'], "use method=layer_skip"),
         (["method=vllm", 'speculative={"method": "ngram"'], """speculative='{"method": "ngram"}'"""),
-        ([*NGRAM, "speculative.num_speculative_tokens=0"], "1 or more"),
         (["method=vllm", "speculative=eagle3"], "speculative.model=./FOLDER"),
         (["method=vllm", "speculative=draft_model", "speculative.model=./nowhere"], "speculative.model=./nowhere"),
         (["method=vllm", "speculative=mtp"], "num_nextn_predict_layers"),

@@ -1,6 +1,7 @@
 """The last lines of `make test`: parts, skipped tests with their reasons, and a failure for those that need not be."""
 
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,8 +18,7 @@ import pytest
 @pytest.mark.parametrize("number", [1, 2])
 def test_skipped(number): pass
 
-def test_counted(record_property):
-    record_property("engines", 3), record_property("tokens", 40.0)
+def test_more(): pass
 """
 WHOLE = """
 import pytest
@@ -56,8 +56,8 @@ def test_a_run_in_which_a_program_was_missing(run, monkeypatch, capsys, installa
     lines = capsys.readouterr().out.strip().splitlines()
     assert [line.split() for line in lines[1:4]] == [
         ["lint", "7"],
-        ["unit", "12", "4", "3", "3", "0", "40"],
-        ["all", "15", "4", "3", "3", "0", "40"],
+        ["unit", "12", "4", "3"],
+        ["all", "15", "4", "3"],
     ]
     assert lines[5] == (
         "skipped in unit: test_one.test_skipped[1] and 1 more: not installed: axe-core; make programs installs them"
@@ -115,3 +115,38 @@ def test_a_program_of_debians_is_installed_by_root_alone(monkeypatch):
         monkeypatch.setattr(programs.os, "geteuid", lambda user=user: user)
         assert programs.PROGRAMS["chromium"].installable() is able
         assert programs.PROGRAMS["axe-core"].installable()
+
+
+# ---- what tests/processes/sitecustomize.py keeps for all processes --------------------------------------------------
+
+
+FILE = Path(__file__).parents[1] / "processes" / "sitecustomize.py"
+
+
+def test_a_result_is_kept_for_the_same_call_and_path_alone(tmp_path, monkeypatch):
+    calls = []
+
+    def find(*args, **more):
+        calls.append((args, more))
+        return {"args": args, **more}
+
+    found_once = runpy.run_path(str(FILE))["found_once"]
+    one, other = found_once(find, tmp_path), found_once(find, tmp_path)
+    assert one(1, prefix="a") == other(1, prefix="a") == {"args": (1,), "prefix": "a"}
+    assert len(calls) == 1
+    assert other(1, prefix="b") == {"args": (1,), "prefix": "b"}
+    monkeypatch.syspath_prepend(tmp_path)
+    one(1, prefix="a")
+    assert len(calls) == 3
+
+
+@pytest.mark.slow
+def test_transformers_finds_the_classes_that_it_has(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from transformers.utils import import_utils
+
+    own, kept = import_utils.define_import_structure.__wrapped__, import_utils.define_import_structure
+    folder = Path(transformers.__file__).parent / "models" / "llama"
+    assert kept(folder) == kept(folder) == own(folder) != {}
+    packages = sys.modules["importlib.metadata"].packages_distributions
+    assert packages() == packages.__wrapped__()

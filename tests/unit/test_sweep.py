@@ -284,15 +284,6 @@ def test_a_valid_baseline_is_reused_where_that_is_asked_for_and_the_point_says_s
     assert not lab.points()[-1].compared_with.reused
 
 
-def test_a_failed_rerun_changes_nothing_of_a_good_point(lab):
-    lab.run(VARH_SWEEP[:1])
-    before = lab.points()
-    lab.fail_point = lambda cfg: RuntimeError("no") if cfg.method is Method.layer_skip else None
-    lab.run(VARH_SWEEP[:1], again=True)
-    assert lab.points()[:2] == before
-    assert lab.run(VARH_SWEEP[:1]).skipped == 1
-
-
 def _rows(folder):
     """Ids of the points in the table; none without one."""
     table = folder / "summary.csv"

@@ -156,9 +156,9 @@ class _EarlyExit(DraftModelProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Compile the trunk together with the target, in vLLM's warm-up and profiling runs."""
-        # Zeros: a batch may hold more tokens than the model has positions, and compiled code reads its table of them.
         if not self.settings.layers_draft:
             return
+        # Zeros: a batch may hold more tokens than the model has positions, and compiled code reads its table of them.
         positions = self._positions.of(torch.zeros_like(self.arange[:num_tokens], dtype=torch.int64))
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)

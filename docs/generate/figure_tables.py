@@ -113,7 +113,7 @@ def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
 
 def served(measurement: str = "served") -> str:
     """Write a row per level of a served measurement: speeds of all arms, and the one line's latency over plain's."""
-    levels = data_of(FILE)[measurement]["levels"]
+    levels = sorted(data_of(FILE)[measurement]["levels"], key=_order)
     fixed = list(dict.fromkeys(arm for level in levels for arm in level["rows"] if arm.startswith("k=")))
     latency = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
     rows = []
@@ -165,18 +165,25 @@ def fixed_lengths() -> str:
 
 
 def spec_bench() -> str:
-    """Write the one line's speedup on Spec-Bench by requests at once and category, for all with the least and the
-    greatest ratio of the repeats."""
-    categories = data_of(FILE)["spec_bench"]["categories"]
+    """Write the one line's speedup on Spec-Bench by requests at once: of a request, by category, and in all, with its
+    interval."""
+    found = data_of(FILE)["spec_bench"]
+    totals = {f"{cell['batch']:.0f}": cell for cell in found["totals"] if cell["arm"] == SERVED}
     rows = [
-        (f"speedup, {batch}", *(ratio(found[name]["speedup"]) for name in SPEC_BENCH), _with_range(found["all"]))
-        for batch, found in categories.items()
+        (batch, *(ratio(of_category[name]["speedup"]) for name in SPEC_BENCH), _with_interval(totals[batch]))
+        for batch, of_category in found["categories"].items()
     ]
-    return table(("requests at once", *(name.replace("_", " ") for name in SPEC_BENCH), "all"), rows)
+    return table(("requests at once", *(name.replace("_", " ") for name in SPEC_BENCH), "all, in all"), rows)
 
 
-def _with_range(cell: dict[str, Any]) -> str:
-    return f"**{ratio(cell['speedup'])}** ({cell['low']:.2f}, {cell['high']:.2f})"
+def _with_interval(cell: dict[str, Any]) -> str:
+    return f"**{ratio(cell['speedup'])}** ({cell['speedup_low']:.2f} to {cell['speedup_high']:.2f})"
+
+
+def _order(level: dict[str, Any]) -> tuple[bool, bool, int]:
+    """Coding before chat, closed loops before Poisson arrivals, then by their number."""
+    kind, number = level["level"].split()
+    return level["prompts"] != "coding", kind != "closed", int(number.rstrip("%"))
 
 
 def _clients(level: dict[str, Any]) -> int:

@@ -180,6 +180,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "preemption under a small KV cache",
     ),
     "test_free_drafts::with_a_table_gate_auto_copies_a_window_and_preemption": ("drafts from a request's own text",),
+    "test_free_drafts::alone_where_no_layer_drafts": ("none",),
     "test_new_weights::copies_follow_weights_that_are_replaced": ("weights replaced in a live engine",),
     "test_views::a_thinned_view_drafts_and_the_output_is_the_targets": ("layers left out",),
     "test_views::drafts_with_a_window_are_others_and_the_output_is_the_targets": ("drafts with a window",),

@@ -30,7 +30,7 @@ def make(folder, monkeypatch):
     register()
 
     def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
-        spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
+        spec = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": K, **spec}
         limits = {"max_num_seqs": MOST, "max_model_len": LEN, "max_num_batched_tokens": 64, "block_size": BLOCK}
         plain = {"skip_tokenizer_init": True, "dtype": "float32", "enable_prefix_caching": False}
         config = EngineArgs(str(folder), speculative_config=spec, **limits, **plain).create_engine_config()

@@ -22,7 +22,8 @@ def require_draft_weights(name: str, facts: WeightFacts) -> None:
     """Raises SettingsError where drafts cannot run on weights of kind `name` with such a target on such a machine."""
     reason = DRAFT_WEIGHTS[name].reason_against(facts)
     if reason is not None:
-        possible = [other for other, kind in DRAFT_WEIGHTS.items() if kind.reason_against(facts) is None]
+        drafting = [kind for kind in DRAFT_WEIGHTS.values() if kind.drafts]
+        possible = [kind.name for kind in drafting if kind.reason_against(facts) is None]
         raise SettingsError(
             f"draft_weights {name!r} is not supported here: {reason}; allowed: {', '.join(sorted(possible))}"
         )

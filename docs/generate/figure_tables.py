@@ -134,7 +134,8 @@ def served(measurement: str = "served") -> str:
 
 def fixed_lengths() -> str:
     """Write plain vLLM's tokens a second on engines and what each other arm reaches of it, by prompts and requests at
-    once; and how many of the one line's outputs equal plain vLLM's, and plain vLLM's those of its second run."""
+    once. The last column counts the outputs of the one line that equal plain vLLM's, and in brackets those of a second
+    plain run that do."""
     cells = sorted(data_of(FILE)["cells"], key=lambda cell: (-list(WORDS).index(cell["prompts"]), cell["batch"]))
     arms = [
         RULE,

@@ -27,7 +27,8 @@ NEW = 0.1  # least weight of a new time in the mean of its point of a curve
 class Line:
     """Recursive least squares of y on x, with forgetting; coefficients are never used below 0.
 
-    start: variance of the coefficients before anything was seen; scaled to the unit of y over that of x.
+    start: variance of each coefficient before anything was seen, which it never exceeds later, in the squared unit of
+    y over that of its x.
     """
 
     def __init__(self, start: Sequence[float]) -> None:
@@ -116,8 +117,9 @@ class Prediction:
 class Timing:
     """The times of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second.
 
-    ttft: to the first token, of (1, tokens to prefill, those of others before them). steps: of a plain step by the
-    requests in it, while no other backend of its host is busy. beside: how many times longer they take while one is.
+    ttft: the time to the first token, as a line over (1, own tokens to prefill, tokens of other requests to prefill
+    before them). steps: the time of a plain step by the requests in it, while no other backend of its host is busy.
+    beside: how many times longer a step takes while another one is busy.
     """
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))

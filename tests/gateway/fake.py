@@ -50,14 +50,16 @@ def warms(body: dict[str, Any]) -> bool:
 
 @dataclass
 class Fake:
-    """A backend. In the stream of a request, after so many tokens: die_after closes the connection, hang_after sends
-    nothing more, or comments if it `pings`, garbage_after sends `garbage` and ends. `times`: for so many
-    requests, then it is healthy. form: of an event with these data. script: what streams send in place of
-    tokens. refuse: status of every answer, with `error` and, if set, Retry-After; of prompts with the word
+    """A backend.
+
+    die_after, hang_after and garbage_after count the tokens of a stream after which a fault happens: the connection is
+    closed; nothing more is sent (only comments if it `pings`); `garbage` is sent and the stream ends. times: how many
+    requests meet the fault before the backend is healthy. form: of an event with these data. script: what streams send
+    in place of tokens. refuse: status of every answer, with `error` and, if set, Retry-After; of prompts with the word
     poison it is 500. go: what answers in one piece wait for. adapters: more models. suffix: of its address.
-    whole_garbage: what it answers where no stream is asked for. unsure: logprob of its tokens for prompts with
-    the word hard. dead: closes every connection at once. step: seconds between two tokens; first: before the
-    first."""
+    whole_garbage: what it answers where no stream is asked for. unsure: logprob of its tokens for prompts with the word
+    hard. dead: closes every connection at once. step: seconds between two tokens; first: before the first.
+    """
 
     name: str = "fake"
     model: str = "toy"

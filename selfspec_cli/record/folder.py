@@ -66,8 +66,7 @@ def writing(results: str | os.PathLike[str]) -> Iterator[None]:
         file.write(f"{os.getpid()}\n".encode())
         for left in [*(folder / RUNS).glob(".*.part"), *folder.glob(".*.part")]:
             left.unlink(missing_ok=True)  # of a process that was killed
-        if not all(_takes_lines(folder / name, kind) for name, kind in TABLES.items()):
-            export(results)
+        export(results)  # a process that was killed may have left a point without its line
         try:
             yield
         finally:
@@ -119,12 +118,6 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
         _sync(runs)
     _append(Path(results), point)
     return target
-
-
-def _takes_lines(table: Path, kind: type) -> bool:
-    """Whether lines can be appended: no table is there, or one of today's columns that ends with a whole line."""
-    text = table.read_text(encoding="utf-8", errors="replace") if table.exists() else ""
-    return not text or (text.startswith(columns.text(kind, [])) and text.endswith("\n"))
 
 
 def _append(results: Path, point: Point) -> None:

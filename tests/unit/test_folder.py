@@ -76,6 +76,15 @@ def test_the_tables_are_made_from_the_points_whatever_was_there(tmp_path):
     assert list(lines(tmp_path)[0]) == columns.header(columns.Summary)
 
 
+def test_a_point_that_was_left_without_its_line_has_it_once_another_command_begins(tmp_path):
+    folder.save(tmp_path, BASE)
+    before = (tmp_path / "summary.csv").read_bytes()
+    folder.save(tmp_path, ARM)
+    (tmp_path / "summary.csv").write_bytes(before)  # killed between the point and its line
+    with folder.writing(tmp_path):
+        assert [line["point"] for line in lines(tmp_path)] == [BASE.id, ARM.id]
+
+
 def test_files_that_are_no_points_are_one_warning_and_left_alone(tmp_path):
     folder.save(tmp_path, BASE)
     for number in range(76):

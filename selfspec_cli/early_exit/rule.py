@@ -43,6 +43,10 @@ LARGEST_VERIFY = 768
 SHORT_CONTEXT = 8192
 """Tokens of context of a whole batch below which attention takes no time of its own; beyond, each doubling does."""
 
+WORTH_LEAVING_OUT = 0.3
+"""Draft steps that reading a part of the context must take for drafts to leave it out. Blocks of greatest attention
+lose 12 to 16 % of a step's tokens (results/LOG.md), and draft steps that take 0.2 to 0.3 longer lose as much."""
+
 DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 16, 2
 """Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's; the last for what was
 never seen."""
@@ -83,7 +87,7 @@ class StepTimes:
 
     verify: by width and number of requests, a forward pass that verifies that many drafts of each request. draft: by
     number of requests, one draft step. kv_token: reading the keys and values of one token of context once. attended:
-    tokens of a request's context that a draft step reads at most.
+    tokens of a request's context that a draft step reads where drafts leave out a part of it (`leaves_out`).
     """
 
     verify: Mapping[int, Mapping[int, float]]
@@ -108,7 +112,14 @@ class StepTimes:
 
     def draft_step(self, requests: int, context: float = 0.0) -> float:
         """One draft step."""
-        return _at(self.draft, requests) + self.kv_token * min(context, self.attended * requests)
+        kept = self.attended * requests if self.leaves_out(requests, context) else math.inf
+        return _at(self.draft, requests) + self.kv_token * min(context, kept)
+
+    def leaves_out(self, requests: int, context: float) -> bool:
+        """Whether drafts leave out what `draft_context` lets them leave out: once reading it takes WORTH_LEAVING_OUT
+        draft steps, because without it fewer drafts are accepted; always where nothing was measured."""
+        unread = self.kv_token * (context - self.attended * requests)
+        return not self.measured or unread > WORTH_LEAVING_OUT * _at(self.draft, requests)
 
 
 def _at(known: Mapping[int, float], requests: int) -> float:
@@ -288,7 +299,7 @@ class Choice:
 
     width: draft slots of each request. step_value: tokens that another draft step must be expected to bring all
     requests together to be worth its time. step_cost: what a draft step takes, in plain steps. expected: tokens a
-    second of the batch. seconds: that the step is expected to take.
+    second of the batch. seconds: that the step is expected to take. leaves_out: see `StepTimes.leaves_out`.
     """
 
     width: int
@@ -296,6 +307,7 @@ class Choice:
     step_cost: float
     expected: float
     seconds: float
+    leaves_out: bool = True
 
 
 class LengthRule:
@@ -444,7 +456,8 @@ class LengthRule:
         speed = means[best] if pace is None else pace.tokens / pace.seconds
         # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
         value = speed * load * step if best or not width else 0.0
-        choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds)
+        leaves_out = self.times.leaves_out(load, context)
+        choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds, leaves_out)
         if width in unseen:
             return choice, LEAST_HELD if width else DRAFTING_HELD
         if not width:

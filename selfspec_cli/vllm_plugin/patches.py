@@ -160,7 +160,12 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change("vllm.v1.engine.core:EngineCore.early_exit_reader", "v2.step_order", "an engine has one order of steps"),
     Change(f"{_GPU}.states:RequestState.early_exit_lengths", "v2.verdict", "the sampler must know what was drafted"),
-    Change(f"{_GPU}.states:RequestState.all_token_ids", "v2.speculator", "prompt look-up reads it there", "cuda"),
+    Change(
+        f"{_GPU}.buffer_utils:StagedWriteTensor.gpu",
+        "v2.speculator",
+        "prompt lookup reads the tokens of all requests in the device's memory",
+        "cuda",
+    ),
     Change(
         f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager._capture_descs",
         "v2.draft_loop",

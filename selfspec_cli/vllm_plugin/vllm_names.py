@@ -52,7 +52,6 @@ MODULES = {
     "vllm.v1.worker.gpu.attn_utils": "build_attn_metadata build_slot_mappings_by_layer get_attn_cg_support "
     "init_attn_backend",
     "vllm.v1.worker.gpu.block_table": "BlockTables",
-    "vllm.v1.worker.gpu.buffer_utils": "StagedWriteTensor",
     "vllm.v1.worker.gpu.cudagraph_utils": "BatchExecutionDescriptor ModelCudaGraphManager",
     "vllm.v1.worker.gpu.dp_utils": "dispatch_cg_and_sync_dp",
     "vllm.v1.worker.gpu.input_batch": "InputBatch InputBuffers",

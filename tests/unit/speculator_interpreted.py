@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
@@ -124,7 +125,7 @@ class Graphs:
     """In place of vLLM's captured graphs: one holds a loop over draft steps that ends on the device."""
 
     def __init__(self, speculator):
-        self.state, self.replayed = speculator.state, []
+        self.state, self.replayed, self.attended = speculator.state, [], []
         self.end_step = EndStep(REQUESTS, VOCAB, None, torch.device("cpu"))
 
     def dispatch(self, num_reqs, num_tokens, uniform_token_count, **unused):
@@ -136,6 +137,7 @@ class Graphs:
     def run_fullgraph(self, batch):
         self.replayed.append(batch)
         while int(self.state.active):
+            self.attended.append(self.state.buffers.seq_lens[:REQUESTS].tolist())  # of each step
             self.end_step(self.state, torch.randn(REQUESTS, VOCAB))
 
 
@@ -269,6 +271,16 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
         assert read[row, : 1 + kept].tolist() == [whole[row, 0], *whole[row, 1 + left_out :][:kept].tolist()]
     assert max(attended) + K - 1 <= speculator.draft_max_seq_len == WINDOW + 2 * BLOCK + K
     assert speculator.state.lengths.tolist() == [K] * REQUESTS
+    speculator.set_choice(Choice(K, 0.0, 0.3, 1.0, 1.0, leaves_out=False))
+    table.copy_(whole)  # as vLLM's next step gathers it
+    propose(speculator, REQUESTS, [60, 30, 10])
+    read, attended = group.read[-1]
+    assert torch.equal(read, whole) and attended == [61, 31, 11]
+    steps = speculator.decode_cudagraph_manager.attended[-K:]  # nothing is left of what the round before left out
+    assert steps == [[61 + step, 31 + step, 11 + step] for step in range(K)]
+    speculator.set_choice(Choice(K, 0.0, 0.3, 1.0, 1.0))
+    propose(speculator, REQUESTS, [60, 30, 10])
+    assert group.read[-1][1] == [61 - 10 * BLOCK, 31 - 2 * BLOCK, 11]
 
 
 def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(config, monkeypatch):

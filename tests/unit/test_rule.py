@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -648,8 +649,21 @@ def test_times_between_and_beyond_those_that_are_known():
     assert [times.verify_pass(n, 0) for n in (1, 2, 8, 16)] == [1.0, 2.0, 2.0, 4.0]
     assert times.verify_pass(1, 3) == times.verify_pass(1, 4) == times.verify_pass(1, 9) == 2.0
     assert times.draft_step(4, 300) == 1.3
-    assert times.draft_step(4, 4000) == 1.4  # a draft reads 100 tokens of each request at most
+    assert times.draft_step(4, 4000) == 1.4  # a draft reads 100 tokens of each request
     assert times.step(4, 2, 4000) == pytest.approx(4.0 + 4.0 + 2 * 1.4)
+    assert times.draft_step(4, 650) == 1.65  # but all of a context that takes little to read
+
+
+def test_drafts_leave_a_part_of_the_context_out_where_reading_it_takes_long():
+    times = replace(device_times(), kv_token=7e-9, attended=1024)  # of the coder on an H200
+
+    def leaves_out(times: StepTimes, requests: int, context: float) -> bool:
+        return LengthRule(times, clock=lambda: 0.0).choose(requests, context).leaves_out
+
+    contexts = {1: (16_000, 32_000), 8: (24_000, 260_000), 32: (65_000, 524_000)}
+    chosen = {n: [leaves_out(times, n, tokens) for tokens in both] for n, both in contexts.items()}
+    assert chosen == {1: [False, True], 8: [False, True], 32: [False, True]}
+    assert leaves_out(StepTimes.assumed(0.3), 1, 0.0)  # nothing was measured
 
 
 def test_acceptance_is_by_position_and_what_was_not_judged_takes_after_the_one_before():

@@ -280,6 +280,7 @@ ATTRIBUTES = {
     "cudagraph_manager",
     f"{V2_FOLDER}.model_states.default:DefaultModelState": "rope_state",
     f"{V2_FOLDER}.mm.rope:RopeState": "prefill_delta",
+    f"{V2_FOLDER}.buffer_utils:StagedWriteTensor": "gpu",
     f"{V2_FOLDER}.buffer_utils:UvaBackedTensor": "gpu",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",

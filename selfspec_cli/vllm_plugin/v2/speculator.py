@@ -40,7 +40,6 @@ from selfspec_cli.vllm_plugin.v2.tensors import Free
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.vllm_names import (
-    StagedWriteTensor,
     dispatch_cg_and_sync_dp,
     init_attn_backend,
     init_logger,
@@ -119,6 +118,7 @@ class EarlyExitSpeculator(DraftLoop):
         self._warm = False
         self._weights: Watch | None = None  # of the target, once it is loaded
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
+        self._leaves_out = True  # whether the coming rounds do: `rule.StepTimes.leaves_out`
 
     def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
         """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round
@@ -128,8 +128,7 @@ class EarlyExitSpeculator(DraftLoop):
             return None, None
         text = requests.all_token_ids.gpu
         if text.device.type == "cuda":  # vLLM keeps them in host memory, except for its own n-gram drafts
-            requests.all_token_ids = StagedWriteTensor(tuple(text.shape), dtype=text.dtype, device=self.device)
-            text = requests.all_token_ids.gpu
+            text = requests.all_token_ids.gpu = torch.zeros_like(text)
         return Free(settings.free_drafts, settings.k, settings.free_requests, not settings.layers_draft), text
 
     # ---- loading ----------------------------------------------------------------------------------------------
@@ -222,8 +221,12 @@ class EarlyExitSpeculator(DraftLoop):
         return planners
 
     def set_choice(self, choice: Choice) -> None:
-        """Take the value and cost of a draft step from the scheduler's rule, for the drafts after the coming step."""
+        """Take from the scheduler's rule, for the drafts after the coming step, the value and cost of a draft step, and
+        whether drafts leave out a part of the context."""
         self.state.step_value, self.state.step_cost = choice.step_value, choice.step_cost
+        if self._leaves_out and not choice.leaves_out:
+            self.state.left_out.zero_()  # a round that leaves nothing out does not write it
+        self._leaves_out = choice.leaves_out
 
     def _limit(self, threshold: float | None) -> float:
         """The number that the gate compares with for a request's `threshold`; NaN, the gate's own, if it has none."""
@@ -375,7 +378,7 @@ class EarlyExitSpeculator(DraftLoop):
     def _leave_out(self, steps: int) -> None:
         """Leave out the part of the context that `draft_context` excludes from this round's drafts."""
         context = self._context
-        if context is None:
+        if context is None or not self._leaves_out:
             return
         (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_context`
         size = self.block_tables.block_sizes[group]

@@ -149,6 +149,19 @@ def test_few_tokens_give_what_pytorch_gives(shape, blocks, lengths):
     one.check()
 
 
+@pytest.mark.parametrize("kernel", [few, many])
+def test_blocks_of_the_context_can_be_left_out(kernel):
+    """As `draft_context` leaves them out: the block table and the length are shorter, the positions are not."""
+    lengths = [300, 100] if kernel is few else [300, 100, *[40] * 8]
+    one = kernel(QWEN, 4, lengths) if kernel is few else kernel(QWEN, 4, 16, lengths)
+    step, left_out = one.step, 2
+    step.table[:2, 1:-left_out] = step.table[:2, 1 + left_out :].clone()
+    step.lengths[:2] -= left_out * QWEN.page
+    one.wanted, one.written = trunk_model.reference(step, getattr(trunk_model, f"{one.kind.upper()}_TOKENS"))
+    assert one.run(1) == 0
+    one.check()
+
+
 FAULTS = {
     "activations are copied at once": ("        wait_for(a, bases, before, layer + 1);\n", ""),
     "a slot is read before it is full": ("barrier_wait(full + slot * 8, parity);", ""),

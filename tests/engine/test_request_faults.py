@@ -178,16 +178,12 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
 
 
 @pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("drafts", [*MODES, "mixed"])
+@pytest.mark.parametrize("drafts", MODES)
 def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
     """A step without drafts forced the end of one request's thinking on another, and so did a move into the row of a
-    request that had ended; thinking that ended by itself inside accepted drafts was ended again when the budget ran
-    out."""
-    asked = thinking(drafts, bias)
-    for params in asked[::2] if drafts == "mixed" else ():
-        params.extra_args = NO_DRAFTS["extra_args"]
-    with in_mode(drafting, MODES[0] if drafts == "mixed" else drafts):
-        outputs = tokens(drafting.generate(THINKING, asked))
+    request that had ended. On V1 requests without a budget draft beside those that have one, which do not."""
+    with in_mode(drafting, drafts):
+        outputs = tokens(drafting.generate(THINKING, thinking(drafts, bias)))
     assert outputs == wanted[f"thinking {bias}"]
     assert bias or outputs[4][BUDGETS[4]] == ENDS  # its prompt ends in <think>, and nothing else ends it sooner
 

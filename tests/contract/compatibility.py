@@ -167,7 +167,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test_works_with::prompts_given_as_embeddings": ("prompts given as embeddings",),
     "test_works_with::stop_strings_several_samples_and_seeds_of_prompts_in_pieces": ("stop strings",),
     "test_works_with::keys_and_values_that_another_engine_made": ("KV connectors",),
-    "test_adapters::each_request_has_the_output_of_its_own_adapter": ("LoRA requests",),
+    "test_works_with::each_request_has_the_output_of_its_own_adapter": ("LoRA requests",),
     "test_sampling::drafting_keeps_the_distribution": ("sampling, seeds", "drafts drawn"),
     "test_request_faults::a_seed_gives_the_same_sample_again": ("a seed again",),
     "test_request_faults::each_field_beside_all_others": ("every other field of a request", "logit_bias, min_p"),
@@ -191,7 +191,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test_draft_weights::experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets": (
         "copies of experts",
     ),
-    "test_fit_weights::fitted_copies_draft_better_and_the_output_is_the_targets": (
+    "test_fit_heads::fitted_copies_draft_better_and_the_output_is_the_targets": (
         "copies fitted to data (draft_weights_path)",
     ),
 }

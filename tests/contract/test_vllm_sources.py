@@ -171,7 +171,7 @@ def test_workers_learn_a_shorter_context_before_the_kv_cache_is_made(vllm):
 
 
 def test_verification_refuses_a_place_that_holds_no_token(vllm):
-    """Places that were not drafted are invalid drafts to the rejection sampler, which makes them -1 (v2/verdict.py)."""
+    """Places that were not drafted are invalid drafts to the rejection sampler, which makes them -1 (v2/sampler.py)."""
     folder = V2_RUNNER.rpartition(".")[0]
     kernels = vllm.text(f"{folder}.spec_decode.rejection_sampler_utils")
     assert "is_valid_draft = draft_sampled >= 0" in kernels

@@ -114,12 +114,12 @@ class DraftLoop(TargetDependentARSpeculator):
         )
         step_times.measure(self.vllm_config, target.decode_replays(), drafts, kv_token)
         self.state.forget()
-        self.state.counts.zero_()
+        self.state.progress.counts.zero_()
 
     def _replay_one_step(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay a draft loop with one row that counts as drafting, and no request: it ends after a step."""
-        self.state.step.zero_()
-        self.state.active.fill_(1)
+        self.state.progress.step.zero_()
+        self.state.progress.active.fill_(1)
         graph.replay()
 
     def _capture_all(self) -> None:
@@ -278,7 +278,7 @@ class DraftLoop(TargetDependentARSpeculator):
             )
 
         if self._loop is not None and torch.cuda.is_current_stream_capturing():
-            self._loop.capture(self.state.active, step)
+            self._loop.capture(self.state.progress.active, step)
             return
         if self._loop is not None and self._capturing:  # the pass before a capture
             self._loop.warm_up(step)

@@ -29,16 +29,17 @@ from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.matches import certain
-from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
+from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.sampler import verify_no_more_than
+from selfspec_cli.vllm_plugin.v2.scheduling import planners_like
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.tensors import Free
-from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
-from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
+from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 from selfspec_cli.vllm_plugin.vllm_names import (
     StagedWriteTensor,
     dispatch_cg_and_sync_dp,
@@ -202,7 +203,7 @@ class EarlyExitSpeculator(DraftLoop):
         for planner in self._planners("length_table"):
             planner.set_table(table)
         self.settings = replace(self.settings, length_table=str(table))
-        self.state.budget.set_table(table)
+        self.state.set_table(table)
 
     def set_chooses_width(self, on: bool) -> None:
         """Choose each step's width by measured times if `on`, else by the length table, from the next step on."""
@@ -259,11 +260,11 @@ class EarlyExitSpeculator(DraftLoop):
     @property
     def draft_length(self) -> int:
         """Most tokens drafted a round. Reading it waits for the device."""
-        return int(self.state.limit)
+        return int(self.state.progress.limit)
 
     @draft_length.setter
     def draft_length(self, k: int) -> None:
-        self.state.limit.fill_(k)
+        self.state.progress.limit.fill_(k)
 
     @property
     def counters(self) -> DraftState:
@@ -298,7 +299,7 @@ class EarlyExitSpeculator(DraftLoop):
         num_speculative_tokens: most tokens drafted in this round; None: k. vLLM passes fewer if it chooses by batch
         size.
 
-        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see verdict.py).
+        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see sampler.py).
         """
         if self._weights is not None and self._weights.stale:
             self.renew()

@@ -3,7 +3,17 @@
 from typing import Any
 
 import pytest
-from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, steps_of_fixed_times, tokens
+from harness import (
+    Live,
+    differing,
+    greedy,
+    layer_skip,
+    live,
+    ragged_prompts,
+    steps_of_fixed_times,
+    tokens,
+    watch_proposals,
+)
 from models import LAYERS, VOCAB
 from vllm.exceptions import VLLMValidationError
 
@@ -47,25 +57,17 @@ def watch(engine: Live) -> Seen:
     its drafts."""
     seen: Seen = []
 
-    def begin(worker: Any) -> None:
-        drafter = worker.model_runner.drafter
-        propose = drafter.propose
+    def note(drafter: Any, drafts: list[list[int]]) -> None:
+        batch = drafter.runner.input_batch
+        contexts = (batch.num_tokens_no_spec[: batch.num_reqs] - 1).tolist()
+        going = [bool(one) and not drafter._ended(row) for row, one in enumerate(drafter._sampled)]
+        seen.extend(
+            (len(drafts), context, name, len(draft))
+            for context, name, draft, goes in zip(contexts, batch.req_ids, drafts, going, strict=False)
+            if goes
+        )
 
-        def watched(num_speculative_tokens: int, **arguments: Any) -> list[list[int]]:
-            batch = drafter.runner.input_batch
-            contexts = (batch.num_tokens_no_spec[: batch.num_reqs] - 1).tolist()
-            drafts = propose(num_speculative_tokens, **arguments)
-            going = [bool(one) and not drafter._ended(row) for row, one in enumerate(drafter._sampled)]
-            seen.extend(
-                (len(drafts), context, name, len(draft))
-                for context, name, draft, goes in zip(contexts, batch.req_ids, drafts, going, strict=False)
-                if goes
-            )
-            return drafts
-
-        drafter.propose = watched
-
-    engine.llm.collective_rpc(begin)
+    watch_proposals(engine, note)
     return seen
 
 

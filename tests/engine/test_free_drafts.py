@@ -13,6 +13,7 @@ from harness import (
     ragged_prompts,
     steps_of_fixed_times,
     tokens,
+    watch_proposals,
 )
 from models import LAYERS, VOCAB
 
@@ -81,19 +82,11 @@ def seen(engine: Live) -> dict[bool, set[int]]:
     """From now on, the lengths of drafts of requests that want none, and of others."""
     found: dict[bool, set[int]] = {True: set(), False: set()}
 
-    def watch(worker: Any) -> None:
-        drafter = worker.model_runner.drafter
-        propose = drafter.propose
+    def note(drafter: Any, drafts: list[list[int]]) -> None:
+        for name, draft in zip(drafter.runner.input_batch.req_ids, drafts, strict=False):
+            found[bool(drafter.runner.requests[name].sampling_params.extra_args)].add(len(draft))
 
-        def watched(*args: Any, **kwargs: Any) -> list[list[int]]:
-            drafts = propose(*args, **kwargs)
-            for name, draft in zip(drafter.runner.input_batch.req_ids, drafts, strict=False):
-                found[bool(drafter.runner.requests[name].sampling_params.extra_args)].add(len(draft))
-            return drafts
-
-        drafter.propose = watched
-
-    engine.llm.collective_rpc(watch)
+    watch_proposals(engine, note)
     return found
 
 

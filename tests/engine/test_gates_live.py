@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import CHANGING, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
 
 from selfspec_cli.early_exit.draft_log import DraftLog
@@ -92,20 +92,18 @@ def test_a_gate_that_cannot_be_is_refused_and_the_one_before_it_stays(drafting, 
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
     """Gate, threshold, draft length and the record, between any two steps of the engine."""
-    core, before = drafting.llm.llm_engine, drafting.counts()
-    for number, prompt in enumerate(PROMPTS):
-        core.add_request(f"live-{number}", {"prompt_token_ids": prompt}, greedy(LENGTH))
-    settings = cycle([("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
-    lengths, records = cycle([K, 2, 0, 5, 1, 4, 3]), cycle([True, *[None] * 6, False, *[None] * 3])
-    done = {}
-    while core.has_unfinished_requests():
+    before, settings, lengths = drafting.counts(), cycle(CHANGING), cycle([K, 2, 0, 5, 1, 4, 3])
+    records = cycle([True, *[None] * 6, False, *[None] * 3])
+
+    def change(_: list[str]) -> None:
         drafting.call("early_exit_set_gate", *next(settings))
         drafting.call("early_exit_set_draft_length", next(lengths))
         if (on := next(records)) is not None:
             drafting.call("early_exit_record", on)
-        done |= {out.request_id: out for out in core.step() if out.finished}
+
+    outputs = drafting.step_through(PROMPTS, [greedy(LENGTH)] * len(PROMPTS), change)
     drafting.call("early_exit_record", False)
-    assert not differing(tokens([done[f"live-{number}"] for number in range(len(PROMPTS))]), plain)
+    assert not differing(tokens(outputs), plain)
     (drafting.counts() - before).require_both_verdicts()
 
 

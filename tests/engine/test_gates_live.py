@@ -1,6 +1,8 @@
-"""What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits."""
+"""What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits. And
+round by round the engine does what the method in plain PyTorch does (early_exit/reference.py)."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,11 @@ import pytest
 import torch
 from harness import CHANGING, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
+from safetensors.torch import load_file
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
 
 pytestmark = pytest.mark.engine
@@ -49,10 +53,10 @@ def same(engine: Live, plain: list[list[int]], count: int = len(PROMPTS)) -> Any
     return made
 
 
-def recorded(engine: Live, plain: list[list[int]]) -> tuple[Any, DraftLog]:
+def recorded(engine: Live, plain: list[list[int]], count: int = len(PROMPTS)) -> tuple[Any, DraftLog]:
     engine.call("early_exit_record", True)
     try:
-        made = same(engine, plain)
+        made = same(engine, plain, count)
         return made, DraftLog.from_plain(engine.call("early_exit_recorded"), K)
     finally:
         engine.call("early_exit_record", False)
@@ -73,6 +77,36 @@ def test_recording_changes_nothing_and_agrees_with_vllms_counters(drafting, plai
         # The recorded statistics are those on which the gate decided: replayed, it stops where it stopped.
         setting = Setting(gate, GATES[gate], K)
         assert (draft_lengths(log, setting) == log.drafted).float().mean() > 0.99
+
+
+def rounds_of(log: DraftLog, request: int) -> list[Round]:
+    own = log.choose(log.request == request)
+    return [Round(*pair) for pair in zip(own.drafted.tolist(), own.accepted.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "k", "threshold"), [(LAYERS // 2, K, None), (LAYERS // 2, K, 0.3), (2, 3, 0.2), (LAYERS - 1, 1, None)]
+)
+def test_every_round_is_the_references(drafting, plain, model_dir, report, layer, k, threshold):
+    """From the same weights, in a batch of eight beside the reference's one request at a time."""
+    model = Decoder(load_file(model_dir("llama") / "model.safetensors"), LAYERS, head_dim=32)
+    draft, gate = partial(model, layers=layer), always if threshold is None else confident(threshold)
+    drafting.call("early_exit_set_view", {"layer_skip": layer})
+    drafting.call("early_exit_set_draft_length", k)
+    drafting.call("early_exit_set_gate", *(("none", None) if threshold is None else ("maxp", threshold)))
+    try:
+        _, log = recorded(drafting, plain, AT_ONCE)
+    finally:
+        drafting.call("early_exit_set_view", {"layer_skip": LAYERS // 2})
+    expected = [
+        generate(model, draft, model.new_cache(len(prompt) + LENGTH + 2 * K), prompt, LENGTH, k, gate)
+        for prompt in PROMPTS[:AT_ONCE]
+    ]
+    assert [text for text, _ in expected] == plain[:AT_ONCE]
+    rounds = {tuple(made) for _, made in expected}
+    assert {tuple(rounds_of(log, number)) for number in range(AT_ONCE)} == rounds
+    assert (log.drafted == k).all() == (threshold is None)
+    report(f"E={layer} k={k} maxp>={threshold}: {len(log.drafted)} rounds, {int(log.accepted.sum())} accepted")
 
 
 @pytest.mark.parametrize("k", [-1, K + 1, 2.5, True])

@@ -255,7 +255,7 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
     with monkeypatch.context() as patch:
         patch.setattr(speculator, "_one_step", lambda *arguments: None)
         propose(speculator, REQUESTS, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True)
-    monkeypatch.setattr(v2, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
     speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
     speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
     propose(speculator, REQUESTS, dummy_run=True)
@@ -293,7 +293,7 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     speculator._warm, speculator._layer_names = True, {"layer"}
     group = Group(speculator.input_buffers)
     table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
-    monkeypatch.setattr(v2, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
     speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
     speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
     queries = torch.zeros(REQUESTS * (K + 1), 1, 32)

@@ -21,7 +21,7 @@ from harness import (
 )
 from models import LAYERS, VOCAB
 from safetensors.torch import load_file
-from test_reference import rounds_of
+from test_gates_live import rounds_of
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate

@@ -160,7 +160,7 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change("vllm.v1.engine.core:EngineCore.early_exit_reader", "v2.step_order", "an engine has one order of steps"),
     Change(f"{_GPU}.states:RequestState.early_exit_lengths", "v2.sampler", "the sampler must know what was drafted"),
-    Change(f"{_GPU}.states:RequestState.all_token_ids", "v2.speculator", "prompt look-up reads it there", "cuda"),
+    Change(f"{_GPU}.states:RequestState.all_token_ids", "v2.draft_loop", "prompt look-up reads it there", "cuda"),
     Change(
         f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager._capture_descs",
         "v2.draft_loop",

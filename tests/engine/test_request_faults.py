@@ -92,11 +92,13 @@ THINKING = [text + [THINKS] * bool(n % 3) for n, text in enumerate(ragged_prompt
 
 
 def thinking(drafts: str = MODES[0], bias: float = 0.0) -> list[Any]:
-    """Requests with thinking budgets. bias: of both markers, so that thinking begins and ends by itself too."""
+    """Requests with thinking budgets. bias: of both markers, so that thinking begins and ends by itself too; not where
+    there is no budget, so that these draft on V1."""
     said: dict[str, Any] = NO_DRAFTS if drafts == MODES[2] else {}
-    if bias:
-        said = {**said, "logit_bias": dict.fromkeys(MARKERS, bias)}
-    return [greedy(40, thinking_token_budget=budget, **said) for budget in BUDGETS]
+    biased = {"logit_bias": dict.fromkeys(MARKERS, bias)} if bias else {}
+    return [
+        greedy(40, thinking_token_budget=budget, **said, **({} if budget is None else biased)) for budget in BUDGETS
+    ]
 
 
 GRAMMARS = ("[a-f]{3}-[0-9]{6,20}", "(yes|no), (a|b|c){2,9}", "[a-z ]{12}")
@@ -111,7 +113,7 @@ def answering(drafts: str = MODES[0]) -> list[Any]:
             ignore_eos=False,
             detokenize=True,
             structured_outputs=StructuredOutputsParams(regex=GRAMMARS[number % 3]),
-            logit_bias={ENDS: (4.0, 2.5, 1.0)[number // 3 % 3]},
+            logit_bias=None if budget is None else {ENDS: (4.0, 2.5, 1.0)[number // 3 % 3]},
             thinking_token_budget=budget,
             **said,
         )

@@ -1,7 +1,7 @@
 """The first lines that a reader types: each of README.md and docs/index.md is run here as far as that goes without an
 engine, and read by the parser that it is meant for otherwise.
 
-tests/contract/test_spec_config.py asks vLLM's own parsers, tests/engine/test_first_lines_live.py measures, and
+tests/contract/test_spec_config.py asks vLLM's own parsers, tests/engine/test_screen.py measures, and
 tests/engine/test_server.py serves.
 """
 

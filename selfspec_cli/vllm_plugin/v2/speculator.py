@@ -119,13 +119,8 @@ class EarlyExitSpeculator(DraftLoop):
         """Note new requests before their first step.
 
         The device does not need them before drafts are verified or a round begins, so they are sent only then: the host
-        launches the step first, and a server with drafting disabled sends nothing.
-
-        Args:
-            slots: vLLM's slot of each request.
-            parameters: the SamplingParams of each, or None.
-            prompts: the prompt length of each, in tokens.
-            verified: whether the coming step verifies drafts.
+        launches the step first, and a server with drafting disabled sends nothing. slots: vLLM's; parameters: the
+        SamplingParams of each, or None; prompts: lengths in tokens; verified: whether the coming step verifies drafts.
         """
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:

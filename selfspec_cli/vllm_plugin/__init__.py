@@ -32,8 +32,8 @@ exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
-                  lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: min_p,
-                  logit_bias and custom processors together with drafts; thinking.py: thinking budgets over drafts
+                  lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: which requests
+                  draft nothing, such as those with min_p; thinking.py: thinking budgets
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)

@@ -106,7 +106,7 @@ def capture_every_width(original: Function) -> Function:
 
 def check_requests(original: Function) -> Function:
     """Replacement for `SamplingParams.verify`: what a request asks of drafting is checked where it comes in. `min_p`
-    and `logit_bias` are not refused, because early exit's drafts are verified with both."""
+    and `logit_bias` are not refused, because early exit serves both."""
 
     @functools.wraps(original)
     def verify(self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -115,8 +115,8 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
         replacement=f"{_HERE}.v1.processors:constrain_drafts",
         stage="worker",
-        reason="it verifies drafts without min_p, and on a CPU without their request's temperature, top_k and top_p",
-        unneeded_when="the V1 runner verifies drafts with every parameter of their request, also on a CPU",
+        reason="on a CPU it verifies drafts without their request's temperature, top_k and top_p",
+        unneeded_when="the V1 runner verifies drafts with the parameters of their request on a CPU too",
     ),
 )
 
@@ -159,10 +159,10 @@ CHANGES: tuple[Change, ...] = (
         "a subclass of what the worker made, of either model runner: vLLM has no way to name one",
     ),
     Change("vllm.v1.engine.core:EngineCore.early_exit_reader", "v2.step_order", "an engine has one order of steps"),
-    Change(f"{_GPU}.states:RequestState.early_exit_lengths", "v2.verdict", "the sampler must know what was drafted"),
+    Change(f"{_GPU}.states:RequestState.early_exit_lengths", "v2.sampler", "the sampler must know what was drafted"),
     Change(
         f"{_GPU}.buffer_utils:StagedWriteTensor.gpu",
-        "v2.speculator",
+        "v2.draft_loop",
         "prompt lookup reads the tokens of all requests in the device's memory",
         "cuda",
     ),

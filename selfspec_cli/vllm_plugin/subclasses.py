@@ -43,13 +43,13 @@ def adopt(runner: Any, v2: bool) -> None:
 def _of_scheduler() -> Methods:
     from selfspec_cli.vllm_plugin import compat
     from selfspec_cli.vllm_plugin.observe import transport
-    from selfspec_cli.vllm_plugin.v2 import widths
+    from selfspec_cli.vllm_plugin.v2 import scheduling
 
     compat.apply("scheduler")  # an engine core makes its scheduler before it chooses how to step
     return {
-        "__init__": widths.with_planner,
-        "schedule": widths.plan_drafts,
-        "make_spec_decoding_stats": widths.hear_verdicts,
+        "__init__": scheduling.with_planner,
+        "schedule": scheduling.plan_drafts,
+        "make_spec_decoding_stats": scheduling.hear_verdicts,
         "update_from_output": transport.send,
     }
 
@@ -82,9 +82,8 @@ def _with_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
 def _of_v2_runner() -> Methods:
     from selfspec_cli.vllm_plugin.loaded_model import after_loading
     from selfspec_cli.vllm_plugin.observe.transport import attach
-    from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
-    from selfspec_cli.vllm_plugin.v2.verdict import with_short_draft_sampler
-    from selfspec_cli.vllm_plugin.v2.widths import tell_speculator
+    from selfspec_cli.vllm_plugin.v2.runner import leave_out_drafting, tell_speculator
+    from selfspec_cli.vllm_plugin.v2.sampler import with_short_draft_sampler
 
     return {
         "load_model": lambda original: with_short_draft_sampler(after_loading(original)),
@@ -97,10 +96,10 @@ def _of_v1_runner() -> Methods:
     from selfspec_cli.vllm_plugin.loaded_model import after_loading
     from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.v1.sampling import keep_seeds_of_prompts
-    from selfspec_cli.vllm_plugin.v1.thinking import count_drafts
+    from selfspec_cli.vllm_plugin.v1.thinking import follow_budgets
 
     return {
         "load_model": after_loading,
-        "initialize_kv_cache": count_drafts,
+        "initialize_kv_cache": follow_budgets,
         "sample_tokens": lambda original: attach(keep_seeds_of_prompts(original)),
     }

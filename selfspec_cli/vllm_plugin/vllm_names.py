@@ -40,8 +40,7 @@ MODULES = {
     "vllm.v1.metrics.utils": "create_metric_per_engine",
     # The V1 model runner, which is the CPU's.
     "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate",
-    "vllm.v1.sample.logits_processor.builtin": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor "
-    "process_dict_updates",
+    "vllm.v1.sample.logits_processor.builtin": "MinTokensLogitsProcessor process_dict_updates",
     "vllm.v1.sample.logits_processor.state": "LogitsProcessors",
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.sample.ops.topk_topp_sampler": "apply_top_k_top_p",

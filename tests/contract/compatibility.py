@@ -167,7 +167,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test_works_with::prompts_given_as_embeddings": ("prompts given as embeddings",),
     "test_works_with::stop_strings_several_samples_and_seeds_of_prompts_in_pieces": ("stop strings",),
     "test_works_with::keys_and_values_that_another_engine_made": ("KV connectors",),
-    "test_adapters::each_request_has_the_output_of_its_own_adapter": ("LoRA requests",),
+    "test_works_with::each_request_has_the_output_of_its_own_adapter": ("LoRA requests",),
     "test_sampling::drafting_keeps_the_distribution": ("sampling, seeds", "drafts drawn"),
     "test_request_faults::a_seed_gives_the_same_sample_again": ("a seed again",),
     "test_request_faults::each_field_beside_all_others": ("every other field of a request", "logit_bias, min_p"),
@@ -179,8 +179,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "draft length by load",
         "preemption under a small KV cache",
     ),
-    "test_free_drafts::with_a_table_gate_auto_copies_a_window_and_preemption": ("drafts from a request's own text",),
-    "test_free_drafts::alone_where_no_layer_drafts": ("none",),
+    "test_draft_lengths::with_a_table_gate_auto_copies_a_window_and_preemption": ("drafts from a request's own text",),
+    "test_draft_lengths::alone_where_no_layer_drafts": ("none",),
     "test_new_weights::copies_follow_weights_that_are_replaced": ("weights replaced in a live engine",),
     "test_views::a_thinned_view_drafts_and_the_output_is_the_targets": ("layers left out",),
     "test_views::drafts_with_a_window_are_others_and_the_output_is_the_targets": ("drafts with a window",),
@@ -191,7 +191,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test_draft_weights::experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets": (
         "copies of experts",
     ),
-    "test_fit_weights::fitted_copies_draft_better_and_the_output_is_the_targets": (
+    "test_fit_heads::fitted_copies_draft_better_and_the_output_is_the_targets": (
         "copies fitted to data (draft_weights_path)",
     ),
 }

@@ -11,7 +11,7 @@ HEAD = """
 Fields of vLLM's SamplingParams, in one batch with all others: with drafts, without any by load (a table of lengths) and
 by request (`selfspec_k` 0). "yes": each time the answer, with its log-probabilities, is a plain engine's.
 `temperature`, `top_p`, `top_k` and `min_p` were asked for so that one token is left; for the distribution see
-`tests/engine/test_sampling.py`.
+`tests/engine/test_sampling.py` and `tests/engine/v2/test_v2_sampling.py`.
 
 | field | V1, on a CPU | V2, in Triton's interpreter | what to know |
 |---|---|---|---|

@@ -161,7 +161,7 @@ def test_the_names_of_classes_are_in_no_key_of_compiled_code(vllm):
 
 
 def test_a_scheduler_is_only_asked_to_schedule_where_its_slots_are_handed_out(vllm):
-    """`widths.plan_drafts` changes what an asynchronous scheduler has just handed out; nothing reads it in between."""
+    """`plan_drafts` changes what an asynchronous scheduler has just handed out; nothing reads it in between."""
     base = "vllm.v1.core.sched"
     planned = vllm.segment(f"{base}.scheduler:Scheduler.schedule").rstrip()
     assert planned.endswith("return scheduler_output")

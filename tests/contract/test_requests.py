@@ -19,7 +19,7 @@ from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.hooks import answer_streamed_input, check_requests
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
+from selfspec_cli.vllm_plugin.v2.round_setup import Ending
 
 pytestmark = pytest.mark.contract
 

@@ -7,7 +7,7 @@ import pytest
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
-from selfspec_cli.vllm_plugin.v2 import step_times
+from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 
 pytestmark = pytest.mark.contract
 
@@ -97,7 +97,7 @@ def test_a_file_that_was_cut_short_counts_as_none(measured):
 def test_a_graph_that_does_not_end_is_named_and_the_engine_does_not_wait_for_ever(monkeypatch):
     event = SimpleNamespace(record=lambda: None, query=lambda: False)
     monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
-    monkeypatch.setattr(step_times, "PATIENCE", 0.01)
+    monkeypatch.setattr(device_loop, "PATIENCE", 0.01)
     with pytest.raises(RuntimeError, match=r"a draft step of 48 requests did not end .* SELFSPEC_DEVICE_LOOP=0"):
         step_times._seconds("a draft step of 48 requests", lambda: None)
 

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from selfspec_cli.vllm_plugin import compat, overrides, register, subclasses
 from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, overriding, subclass_of
-from selfspec_cli.vllm_plugin.v2.verdict import with_short_draft_sampler
+from selfspec_cli.vllm_plugin.v2.sampler import with_short_draft_sampler
 
 pytestmark = pytest.mark.contract
 

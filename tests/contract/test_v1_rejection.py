@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
-from selfspec_cli.vllm_plugin.v1.processors import bias_drafts, build_all, constrain_drafts, not_to_draft
+from selfspec_cli.vllm_plugin.v1.processors import build_all, constrain_drafts, not_to_draft
 from selfspec_cli.vllm_plugin.v1.sampling import chosen_tokens_beside_others, draw, without_drafts
 from selfspec_cli.vllm_plugin.worker import register_kernels_once
 
@@ -134,28 +134,33 @@ def processors_of(params, custom=()):
     return built
 
 
-def test_drafts_are_verified_with_their_requests_bias_and_min_p():
-    """The rows of the drafts of two requests, beside what vLLM's sampler makes of each row alone without drafts."""
-    params = [SamplingParams(min_p=0.3, logit_bias={3: 4.0, 9: -4.0}), SamplingParams(min_p=0.05)]
-    drafts, logits = [2, 3], torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
-    temperature = torch.tensor([0.7, 1.3])
-    metadata = metadata_of(temperature=temperature, logitsprocs=processors_of(params))
-    spec = SimpleNamespace(num_draft_tokens=drafts)
-    biased = bias_drafts(original(RejectionSampler.apply_logits_processors))(
-        RejectionSampler(Sampler()), logits.clone(), metadata, spec
-    )
-    found = constrain_drafts(original(apply_sampling_constraints))(biased, torch.tensor([2, 5]), metadata)
+def not_drafted(params, *custom):
+    """Rows of a batch of requests with these parameters that draft nothing."""
+    requests = {f"r{row}": SimpleNamespace(sampling_params=each) for row, each in enumerate(params)}
+    processors = processors_of(params, custom)
+    return not_to_draft(SimpleNamespace(logitsprocs=processors, req_ids=[*requests], num_reqs=len(params)), requests)
+
+
+def test_drafts_are_verified_with_their_requests_temperature_and_top_k():
+    """The rows of the drafts of two requests, beside what each row alone is sampled from without drafts."""
+    logits, temperature, top_k = torch.randn(5, VOCAB), torch.tensor([0.7, 1.3]), torch.tensor([3, 5])
+    metadata = metadata_of(temperature=temperature, top_k=top_k)
+    found = constrain_drafts(original(apply_sampling_constraints))(logits.clone(), torch.tensor([2, 5]), metadata)
     for row, request in enumerate((0, 0, 1, 1, 1)):
-        alone = processors_of([params[request]])
-        want = logits[row : row + 1].clone()
-        for one in alone.non_argmax_invariant:
-            want = one.apply(want)
-        want /= temperature[request]
-        for one in alone.argmax_invariant:
-            want = one.apply(want)
-        assert found[row].isneginf().tolist() == want[0].isneginf().tolist()
-        assert found[row].softmax(-1).tolist() == pytest.approx(want[0].softmax(-1).tolist(), abs=1e-6)
-        assert 0 < want.isneginf().sum() < VOCAB
+        kept = logits[row].topk(int(top_k[request])).indices
+        assert set(found[row].isfinite().nonzero()[:, 0].tolist()) == set(kept.tolist())
+        assert found[row, kept].tolist() == pytest.approx((logits[row, kept] / temperature[request]).tolist())
+
+
+def test_requests_that_a_processor_of_one_row_acts_on_are_not_drafted_for():
+    asked = [
+        SamplingParams(min_p=0.1),
+        SamplingParams(min_p=0.1, temperature=0.0),
+        SamplingParams(logit_bias={3: 1.0}, temperature=0.0),
+        SamplingParams(thinking_token_budget=4),
+        SamplingParams(min_tokens=4),
+    ]
+    assert not_drafted(asked) == {0, 2, 3}
 
 
 def test_only_requests_without_a_custom_processor_are_drafted_for():
@@ -179,7 +184,7 @@ def test_only_requests_without_a_custom_processor_are_drafted_for():
         def apply(self, logits):
             return logits
 
-    params = [SamplingParams(), SamplingParams(extra_args={"avoid": 1}), SamplingParams(min_p=0.1)]
-    assert not_to_draft(processors_of(params), 3) == set()
-    assert not_to_draft(processors_of(params, (OfSome,)), 3) == {1}
-    assert not_to_draft(processors_of(params, (OfSome, OfAll)), 3) == {0, 1, 2}
+    params = [SamplingParams(), SamplingParams(extra_args={"avoid": 1}), SamplingParams()]
+    assert not_drafted(params) == set()
+    assert not_drafted(params, OfSome) == {1}
+    assert not_drafted(params, OfSome, OfAll) == {0, 1, 2}

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
+from selfspec_cli.vllm_plugin.v2.runner import leave_out_drafting
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, RUST_FRONTEND, take_out
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.widths import planner_of, planners_like
+from selfspec_cli.vllm_plugin.v2.scheduling import planner_of, planners_like
 
 pytestmark = pytest.mark.contract
 

@@ -10,8 +10,8 @@ from v2_engine import add, asked_of, crowd, engine_of
 from v2_orders import alternating
 
 from selfspec_cli.vllm_plugin.v2 import step_order
-from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order, Reader
-from selfspec_cli.vllm_plugin.v2.widths import planner_of
+from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
+from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Reader
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
@@ -99,7 +99,7 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     clock = reader._clock = SimpleNamespace(launched=-1.0, seconds=lambda: 7.0)
     sample = core.model_executor.sample_tokens
 
-    def sample_tokens(*arguments, **more):  # drafting_disabled.py, in the worker
+    def sample_tokens(*arguments, **more):  # runner.py, in the worker
         clock.launched = step_order.time.perf_counter()
         return sample(*arguments, **more)
 
@@ -217,13 +217,6 @@ def test_a_few_slow_steps_change_nothing(reader):
     took(reader, 1.0, SAMPLES - 4)
     took(reader, 500.0, 4)
     assert reader._orders[2, WIDTH].first
-
-
-def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
-    order = Order()
-    decided = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
-    at = [number // SAMPLES for number, news in enumerate(decided) if news]
-    assert at == [0, 2, 4] and sum(decided[number * SAMPLES + SAMPLES - 1] for number in at) == 3
 
 
 @pytest.mark.parametrize(

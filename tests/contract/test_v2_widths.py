@@ -14,6 +14,7 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
+from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of, planners_like
 from selfspec_cli.vllm_plugin.v2.sizes import (
     MOST,
     decode_sizes,
@@ -23,7 +24,7 @@ from selfspec_cli.vllm_plugin.v2.sizes import (
     request_counts,
     widths,
 )
-from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, hear_verdicts, plan_drafts, planner_of, planners_like
+from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 
 pytestmark = pytest.mark.contract
 

@@ -26,8 +26,8 @@ def alternating() -> Any:
         def first(self, decided: bool) -> None:
             pass
 
-        def add(self, host: float, device: float) -> bool:
-            return False
+        def add(self, host: float, device: float) -> None:
+            pass
 
         def __getitem__(self, load: int) -> ByTurns:
             return self

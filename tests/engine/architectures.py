@@ -350,16 +350,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="architectures; all of vLLM's registry where none is given")
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines, to append to")
     parser.add_argument("--seconds", type=int, default=120, help="for one architecture")
-    parser.add_argument("--for-minutes", type=float, default=1e9, help="begin no other one after so long")
-    parser.add_argument("--transformers", action="store_true", help="all of them through vLLM's Transformers backend")
-    parser.add_argument("--compiled", action="store_true", help="not eagerly")
     parser.add_argument("--heads-of-128", action="store_true", help="larger models, for a GPU")
     parser.add_argument(
         "--set",
         nargs="*",
         default=[],
         metavar="KEY=VALUE",
-        help="arguments of every engine, or keys of the speculative_config: " + ", ".join(SPEC),
+        help="arguments of every engine, such as model_impl=transformers and enforce_eager=false, or keys of the "
+        "speculative_config: " + ", ".join(SPEC),
     )
     given = parser.parse_args()
     os.environ.update(
@@ -370,23 +368,15 @@ def main() -> None:
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
     )
-    import time
-
     import harness  # noqa: F401
     import transformers  # noqa: F401
     from vllm import LLM  # noqa: F401
 
     prepare()
-    changes: dict[str, Any] = {"model_impl": "transformers"} if given.transformers else {}
-    if given.compiled:
-        changes["enforce_eager"] = False
-    changes |= {key: _value(text) for key, text in (one.split("=", 1) for one in given.set)}
+    changes = {key: _value(text) for key, text in (one.split("=", 1) for one in given.set)}
     if given.heads_of_128:
         SHAPE.update(HEADS_OF_128)
-    began = time.monotonic()
     for name in _wanted(given.out, given.names):
-        if time.monotonic() - began > 60 * given.for_minutes:
-            break
         found = _in_a_fork(name, given.seconds, changes)
         with open(given.out, "a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")

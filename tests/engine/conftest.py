@@ -16,9 +16,8 @@ from models import save_tiny, save_tokenizer, vocab_of
 
 LONG_FILES = """
 test_verify test_server_stress test_draft_weights test_load test_gateway test_lossless_others test_lossless
-test_two_ranks test_performance_checks_cpu test_views test_beside_vllm test_compile_cache test_first_lines_live
-test_screen test_fit_heads test_third_party test_lossless_edges test_server test_request_faults test_sampling
-test_prometheus
+test_two_ranks test_performance_checks_cpu test_views test_beside_vllm test_compile_cache test_screen test_fit_heads
+test_third_party test_lossless_edges test_server test_request_faults test_draft_lengths test_sampling test_prometheus
 """
 """Files that take a minute and more begin first, so that no process is left with one of them at the end."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ GATES: dict[str, float | None] = {
     "adaedl": 0.3,
     "survival": 0.15,
 }
+CHANGING = [("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)]
+"""Gates, for tests that change them on a live engine."""
+_names = count()
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,20 @@ class Live:
         wrong = differing(tokens(self.generate(prompts, params)), expected)
         assert not wrong, f"prompts {wrong} of {len(expected)} differ from the baseline"
         return self.counts() - before
+
+    def step_through(
+        self, prompts: Sequence[list[int]], params: Sequence[Any], between: Callable[[list[str]], None]
+    ) -> list[Any]:
+        """As `generate`, step by step. between: called before each step with the requests' names. None for a request
+        that it aborts."""
+        core, done = self.llm.llm_engine, dict[str, Any]()
+        names = [f"stepped-{next(_names)}" for _ in prompts]
+        for name, prompt, wanted in zip(names, prompts, params, strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt}, wanted)
+        while core.has_unfinished_requests():
+            between(names)
+            done |= {out.request_id: out for out in core.step() if out.finished}
+        return [done.get(name) for name in names]
 
     def metric(self, name: str) -> int:
         """One of vLLM's counters since the engine started; 0 for one that it does not keep."""
@@ -156,6 +174,23 @@ def tokens(outputs: Sequence[Any]) -> list[list[int]]:
 def differing(outputs: Sequence[list[int]], expected: Sequence[list[int]]) -> list[int]:
     """Which of the requests have another output than expected."""
     return [index for index, pair in enumerate(zip(outputs, expected, strict=True)) if pair[0] != pair[1]]
+
+
+def watch_proposals(engine: Live, note: Callable[[Any, list[list[int]]], None]) -> None:
+    """From now on `note` is called after each round of a V1 engine, with its drafter and the drafts."""
+
+    def watch(worker: Any) -> None:
+        drafter = worker.model_runner.drafter
+        propose = drafter.propose
+
+        def watched(*args: Any, **kwargs: Any) -> list[list[int]]:
+            drafts = propose(*args, **kwargs)
+            note(drafter, drafts)
+            return drafts
+
+        drafter.propose = watched
+
+    engine.llm.collective_rpc(watch)
 
 
 def draft_also_what_does_not_pay(worker: Any) -> None:

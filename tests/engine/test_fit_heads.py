@@ -1,4 +1,5 @@
-"""Fitting through live engines: the data are right, what is fitted drafts losslessly, what is wrong is refused."""
+"""Fitting heads and copies through live engines: the data are right, what is fitted drafts losslessly and better than
+what is not, what is wrong is refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
@@ -199,3 +201,38 @@ def test_an_interrupted_fit_leaves_no_head(fitted, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit.run(config(fitted.path, tmp_path), layers=(2,), pairs=300, ridge=1.0, corpus="random")
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------
+
+
+def test_fitted_copies_draft_better_and_the_output_is_the_targets(expected, tmp_path):
+    want, counts = expected("llama"), {}
+    file = tmp_path / "int4.safetensors"
+    with live(want.path) as engine:
+        engine.call("early_exit_observe")
+        engine.generate(want.prompts[1::2], greedy(48))
+        report = engine.call("early_exit_fit_weights", str(file), "int4", {"by": "a test"})
+        want.check(engine, [0])  # the hooks are off, and nothing of the model has changed
+    assert report["tokens"] > 500 and len(report["layers"]) == 4 * LAYERS + 1
+    for name, error in report["layers"].items():
+        assert 0 < error["fitted"] < error["nearest"], name
+    about = fitted_weights.read_about(file)
+    assert (about.kind, about.tokens) == ("int4", report["tokens"])
+    for path in (None, str(file)):
+        with live(want.path, layer_skip(LAYERS, 3, draft_weights="int4", draft_weights_path=path)) as engine:
+            counts[path] = want.check(engine, SOME)
+            counts[path].require_both_verdicts()
+    share = {path: count.accepted / count.drafted for path, count in counts.items()}
+    assert share[str(file)] > share[None], share
+    other = expected("qwen3")
+    spec = layer_skip(LAYERS, 3, draft_weights="int4", draft_weights_path=str(file))
+    with pytest.raises(SettingsError, match="was made of another model"), live(other.path, spec):
+        pass
+
+
+def test_nothing_is_fitted_to_nothing(expected, tmp_path):
+    with live(expected("llama").path) as engine:
+        engine.call("early_exit_observe", [0])
+        with pytest.raises(SettingsError, match="no activations were collected"):
+            engine.call("early_exit_fit_weights", str(tmp_path / "x.safetensors"), "int4", {})

@@ -1,17 +1,21 @@
-"""What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits."""
+"""What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits. And
+round by round the engine does what the method in plain PyTorch does (early_exit/reference.py)."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import CHANGING, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
+from safetensors.torch import load_file
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
 
 pytestmark = pytest.mark.engine
@@ -49,10 +53,10 @@ def same(engine: Live, plain: list[list[int]], count: int = len(PROMPTS)) -> Any
     return made
 
 
-def recorded(engine: Live, plain: list[list[int]]) -> tuple[Any, DraftLog]:
+def recorded(engine: Live, plain: list[list[int]], count: int = len(PROMPTS)) -> tuple[Any, DraftLog]:
     engine.call("early_exit_record", True)
     try:
-        made = same(engine, plain)
+        made = same(engine, plain, count)
         return made, DraftLog.from_plain(engine.call("early_exit_recorded"), K)
     finally:
         engine.call("early_exit_record", False)
@@ -75,6 +79,36 @@ def test_recording_changes_nothing_and_agrees_with_vllms_counters(drafting, plai
         assert (draft_lengths(log, setting) == log.drafted).float().mean() > 0.99
 
 
+def rounds_of(log: DraftLog, request: int) -> list[Round]:
+    own = log.choose(log.request == request)
+    return [Round(*pair) for pair in zip(own.drafted.tolist(), own.accepted.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "k", "threshold"), [(LAYERS // 2, K, None), (LAYERS // 2, K, 0.3), (2, 3, 0.2), (LAYERS - 1, 1, None)]
+)
+def test_every_round_is_the_references(drafting, plain, model_dir, report, layer, k, threshold):
+    """From the same weights, in a batch of eight beside the reference's one request at a time."""
+    model = Decoder(load_file(model_dir("llama") / "model.safetensors"), LAYERS, head_dim=32)
+    draft, gate = partial(model, layers=layer), always if threshold is None else confident(threshold)
+    drafting.call("early_exit_set_view", {"layer_skip": layer})
+    drafting.call("early_exit_set_draft_length", k)
+    drafting.call("early_exit_set_gate", *(("none", None) if threshold is None else ("maxp", threshold)))
+    try:
+        _, log = recorded(drafting, plain, AT_ONCE)
+    finally:
+        drafting.call("early_exit_set_view", {"layer_skip": LAYERS // 2})
+    expected = [
+        generate(model, draft, model.new_cache(len(prompt) + LENGTH + 2 * K), prompt, LENGTH, k, gate)
+        for prompt in PROMPTS[:AT_ONCE]
+    ]
+    assert [text for text, _ in expected] == plain[:AT_ONCE]
+    rounds = {tuple(made) for _, made in expected}
+    assert {tuple(rounds_of(log, number)) for number in range(AT_ONCE)} == rounds
+    assert (log.drafted == k).all() == (threshold is None)
+    report(f"E={layer} k={k} maxp>={threshold}: {len(log.drafted)} rounds, {int(log.accepted.sum())} accepted")
+
+
 @pytest.mark.parametrize("k", [-1, K + 1, 2.5, True])
 def test_a_draft_length_that_the_engine_has_no_room_for_is_refused(drafting, k):
     with pytest.raises(SettingsError, match=f"allowed: 0 to {K}"):
@@ -92,20 +126,18 @@ def test_a_gate_that_cannot_be_is_refused_and_the_one_before_it_stays(drafting, 
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
     """Gate, threshold, draft length and the record, between any two steps of the engine."""
-    core, before = drafting.llm.llm_engine, drafting.counts()
-    for number, prompt in enumerate(PROMPTS):
-        core.add_request(f"live-{number}", {"prompt_token_ids": prompt}, greedy(LENGTH))
-    settings = cycle([("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
-    lengths, records = cycle([K, 2, 0, 5, 1, 4, 3]), cycle([True, *[None] * 6, False, *[None] * 3])
-    done = {}
-    while core.has_unfinished_requests():
+    before, settings, lengths = drafting.counts(), cycle(CHANGING), cycle([K, 2, 0, 5, 1, 4, 3])
+    records = cycle([True, *[None] * 6, False, *[None] * 3])
+
+    def change(_: list[str]) -> None:
         drafting.call("early_exit_set_gate", *next(settings))
         drafting.call("early_exit_set_draft_length", next(lengths))
         if (on := next(records)) is not None:
             drafting.call("early_exit_record", on)
-        done |= {out.request_id: out for out in core.step() if out.finished}
+
+    outputs = drafting.step_through(PROMPTS, [greedy(LENGTH)] * len(PROMPTS), change)
     drafting.call("early_exit_record", False)
-    assert not differing(tokens([done[f"live-{number}"] for number in range(len(PROMPTS))]), plain)
+    assert not differing(tokens(outputs), plain)
     (drafting.counts() - before).require_both_verdicts()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import FULL
-from grid import FEW, LENGTHS, OTHERS, check_engine
+from test_lossless import FEW, LENGTHS, OTHERS, check_engine
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,8 @@
-"""What a user sees of a real engine at work: selfspec's lines, and vLLM's only in the log."""
+"""What a user sees of a real engine at work: selfspec's lines, and vLLM's only in the log.
+
+The commands of README.md and docs/index.md that measure on a CPU are run too, on less of the same; test_server.py
+starts their server.
+"""
 
 import os
 import signal
@@ -11,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from first_lines import INDEX, README, of_kind
 from models import save_tiny
 from pseudo_terminal import Terminal
+from typer.testing import CliRunner
+
+from selfspec_cli.commands.app import app
 
 pytestmark = pytest.mark.engine
 
@@ -57,6 +65,25 @@ def test_a_sweep_shows_its_own_lines_only(folder):
     assert "INFO" in log.read_text() and "safetensors" in log.read_text()
     assert "3 measured, 0 skipped, 0 failed" in shown.last
     assert any("3 of 3 arms measured" in seen or "2 of 3 arms measured" in seen for seen in shown.seen)
+
+
+SHORT = ["workload.num_prompts=1", "workload.output_len=12", "repeats=3", "warmup=0", "perplexity_tokens=0"]
+SHORT += ["engine.enforce_eager=true", "engine.kv_cache_gib=0.1"]
+MEASURED = [
+    words
+    for words in of_kind("selfspec", README, INDEX)
+    if words[1] in ("sweep", "bench") and not any(word.startswith(("model=", "engine=")) for word in words)
+]
+
+
+@pytest.mark.parametrize("words", MEASURED, ids=" ".join)
+def test_what_a_page_measures_is_in_the_report(words, tmp_path, monkeypatch):
+    """In this process, which has imported vLLM."""
+    monkeypatch.chdir(tmp_path)
+    for command in (words[1:] + SHORT, ["report"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output[-4000:]
+    assert "baseline" in done.output and (tmp_path / "results" / "report.html").is_file()
 
 
 @pytest.mark.nightly

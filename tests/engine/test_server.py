@@ -1,5 +1,7 @@
-"""A server started by `selfspec serve` from a tuned file, asked by the `openai` client in every way that it can."""
+"""The server that docs/index.md starts first, asked by the `openai` client in every way that it can."""
 
+import contextlib
+import io
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -9,13 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from first_lines import INDEX, README, lines, of_kind, python_blocks
 from served import metric, served
-
-from selfspec_cli.artifacts import tuned
-from selfspec_cli.config.compose import compose_runs
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.engine
+
+(WORDS,) = [words for words in of_kind("selfspec", README, INDEX) if words[1] == "serve" and "engine=gpu" not in words]
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 48
@@ -49,9 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
     options = ["--chat-template", str(template)]
     of_development = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
-    (found_best,) = compose_runs(None, ["layer=3", "k=4", "gate=margin"], sweep=False)
-    tuned.write(folder / "conf", found_best, tuned.overrides(found_best), "as selfspec tune writes it")
-    with served(folder, ["tuned=reference"], options, **of_development) as (process, url, log):
+    with served(folder, WORDS[2:], options, **of_development) as (process, url, log):
         found = Server(process, url, log)
         found.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         found.model = found.client.models.list().data[0].id
@@ -78,6 +78,22 @@ def test_the_process_has_become_the_server(server):
     command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
     assert b"vllm.entrypoints.openai.api_server" in command or b"serve" in command
     assert b"selfspec_cli" not in command
+
+
+def test_the_client_of_the_page_is_answered_and_its_metrics_are_there(server, monkeypatch):
+    (client,) = [block for block in python_blocks(INDEX) if "OpenAI(" in block]
+    (metrics,) = [line for line in lines(INDEX) if line.startswith("curl ")]
+    begin = openai.OpenAI.__init__
+    at_url = {"base_url": f"{server.url}/v1"}
+    monkeypatch.setattr(openai.OpenAI, "__init__", lambda self, **options: begin(self, **options | at_url))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(client, str(INDEX), "exec"), {})
+    assert len(out.getvalue()) > 20
+    line = metrics.replace("localhost:8000", server.url.removeprefix("http://"))
+    shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout
+    assert "spec_decode_num_accepted_tokens_total" in shown and "num_requests_running" in shown
+    assert "drafting with layers 0 to 2 of 24" in server.log.read_text(encoding="utf-8")
 
 
 def test_completions_are_the_models_own_streamed_and_not(server, plain):

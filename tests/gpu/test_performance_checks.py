@@ -3,8 +3,7 @@
     python tests/gpu/test_performance_checks.py [--out FILE] [KEY=VALUE ...]
 
 On the embedded model, two engines, two to four minutes; CUDA graphs without torch.compile, so that they start quickly.
-A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the check without a fault is red. Where
-there is no GPU, `--cpu` runs what can be planted there.
+A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the check without a fault is red.
 """
 
 import argparse
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from planted_checks import checks, of_counts, red
 
-FILES = Path(__file__).parents[2] / "experiments" / "checks"
+FILE = Path(__file__).parents[2] / "experiments" / "checks" / "h100_micro.yaml"
 GRAPHS = [
     "engine.extra.compilation_config.mode=0",
     "engine.extra.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
@@ -40,20 +39,19 @@ CAUGHT = {
     "host_synchronisation": "host_synchronisations",
     "debug_copy": "host_copies",
 }
-ON_CPU = {"lost_draft": "mean_accepted_len", "slower_step": "closed_rows", "eager_step": "eager_steps"}
 
 
-def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, Any]:
+def faults(words: list[str]) -> dict[str, Any]:
     """Every verdict by the fault that was planted, "none" first; and whether each is what it has to be."""
     found: dict[str, Any] = {"passed": True, "verdicts": {}}
-    with tempfile.TemporaryDirectory() as results, checks(file, Path(results), words) as run:
-        for fault in (None, *caught):
+    with tempfile.TemporaryDirectory() as results, checks(FILE, Path(results), [*GRAPHS, *words]) as run:
+        for fault in (None, *CAUGHT):
             start = time.perf_counter()
             verdict = run(fault)
             if fault is None:
                 fine = "red" not in of_counts(verdict).values() and "speedup" not in red(verdict)
             else:
-                fine = caught[fault] in red(verdict)
+                fine = CAUGHT[fault] in red(verdict)
             found["passed"] &= fine
             found["verdicts"][fault or "none"] = verdict
             print(
@@ -65,20 +63,16 @@ def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, An
 
 
 def test_each_fault_turns_the_check_red():
-    found = faults(FILES / "h100_micro.yaml", GRAPHS, CAUGHT)
+    found = faults([])
     assert found["passed"], {name: red(verdict) for name, verdict in found["verdicts"].items()}
 
 
 def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("--out", type=Path, default=Path("performance_checks.json"))
-    options.add_argument("--cpu", action="store_true")
     options.add_argument("words", nargs="*", metavar="KEY=VALUE")
     chosen = options.parse_args()
-    if chosen.cpu:
-        found = faults(FILES / "cpu_micro.yaml", chosen.words, ON_CPU)
-    else:
-        found = faults(FILES / "h100_micro.yaml", [*GRAPHS, *chosen.words], CAUGHT)
+    found = faults(chosen.words)
     chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0 if found["passed"] else 1
 

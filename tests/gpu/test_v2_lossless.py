@@ -6,7 +6,7 @@ must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
     python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--part I/N] [--tensor-parallel N]
-                                         [--group NAME] [--near-ties | --gates | --lengths] [--out FILE]
+                                         [--group NAME] [--near-ties | --gates] [--out FILE]
 
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
 """
@@ -14,17 +14,13 @@ As a script: a line a case, and all of it as JSON in FILE, written after each ca
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -48,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # fixed_times
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
-from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import CHANGING, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import ARCHITECTURES, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
 from more_models import (
     IMAGE,
@@ -87,7 +83,7 @@ GPU: dict[str, Any] = {
 COMPILED: dict[str, Any] = {"compilation_config": {"inductor_compile_config": {"deterministic": True}}}
 """Otherwise Inductor times several kernels for the norms on Qwen3's heads when an engine starts, and takes the fastest
 for each layer. They add up in different orders, so the first start of a plain engine differs from the later ones, which
-take what was stored (`compiled_controls`, pytorch/pytorch#174711)."""
+take what was stored (pytorch/pytorch#174711)."""
 MANY = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 NO_PICTURES, ONE_PICTURE = ({"limit_mm_per_prompt": {"image": count, "video": 0}} for count in (0, 1))
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
@@ -222,11 +218,6 @@ def repeated() -> Requests:
     return [(prompt[:20] * 9)[:120] if number % 2 else prompt for number, prompt in enumerate(PROMPTS)], plain()[1]
 
 
-def shown() -> Requests:
-    """Requests of which every second one shows a picture; its place holder is in no text."""
-    return short()
-
-
 def short() -> Requests:
     """As plain, without tokens that mean a picture."""
     return ragged_prompts(64, 240), [greedy(length) for length in LENGTHS]
@@ -253,7 +244,7 @@ REQUESTS: dict[str, Callable[[], Requests]] = {
     "plain": plain,
     "few": few,
     "adapters": plain,  # alternating between requests without an adapter, and with one of two
-    "pictures": shown,
+    "pictures": short,  # every second one shows a picture; its place holder is in no text
     "full_models": full_models,
     "crowd": crowd,
     "company": company,
@@ -618,11 +609,15 @@ def run(case: Case) -> Case:
     return case
 
 
+def runner_of(it: Live) -> Any:
+    """The model runner of an engine; None where its worker is another process."""
+    worker = getattr(it.llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
+    return getattr(getattr(worker, "worker", worker), "model_runner", None)
+
+
 def fused_tokens(it: Live) -> tuple[int, ...]:
     """Numbers of tokens for which an engine's draft steps are one kernel; none where its worker is another process."""
-    worker = getattr(it.llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
-    runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
-    step = getattr(getattr(runner, "speculator", None), "fused_step", None)
+    step = getattr(getattr(runner_of(it), "speculator", None), "fused_step", None)
     return () if step is None else step.tokens
 
 
@@ -637,134 +632,12 @@ def first_difference(got: list[int], want: list[int]) -> str:
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
 
 
-STARTS = {"plain": False, "plain again": False, "drafting": True}
-"""One after the other, on what the ones before have compiled."""
-
-
-def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
-    """STARTS of a compiled engine, each a process of its own, in several folders of caches, with Inductor's choice by
-    timing and without it, all folders at once, each `beside` its setting's first start."""
-    model, copies = str(model_dir("qwen3+wide")), {"draft_weights": "int4"}
-    settings = ({"compilation_config": {}}, COMPILED)
-    cases = [Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies) for compiled in settings]
-    with ThreadPoolExecutor(len(settings) * folders) as pool:
-        started = [pool.map(started_alone, [case] * folders) for case in cases]
-        for compiled, of_setting in zip(settings, started, strict=True):
-            first = None
-            for folder, starts in enumerate(of_setting):
-                first = first or starts["plain"]
-                for name, one in starts.items():
-                    yield {**compiled, "folder": folder, "start": name, **beside(one, first)}
-
-
-def beside(one: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    """How many outputs of a start are not the first one's, and how much more or less often than in that each kernel of
-    Inductor's is there that adds numbers up."""
-    kernels = Counter(one["kernels"])
-    kernels.subtract(first["kernels"])
-    differ = len(differing(one["outputs"], first["outputs"]))
-    changed = {kernel: count for kernel, count in kernels.items() if count}
-    return {"compared": len(one["outputs"]), "differ": differ, "kernels": changed}
-
-
-def started_alone(case: Case) -> dict[str, dict[str, Any]]:
-    """`outputs` and `kernels` of each of STARTS, in caches that are empty before the first."""
-    found = {}
-    with tempfile.TemporaryDirectory(prefix="selfspec-starts-") as folder:
-        caches = {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        for name, drafting in STARTS.items():
-            out = Path(folder) / "found.json"
-            command = [sys.executable, __file__, "--start", json.dumps(asdict(case)), "--out", str(out)]
-            subprocess.run(command + ["--drafting"] * drafting, env={**os.environ, **caches}, check=True, timeout=400)
-            found[name] = json.loads(out.read_text(encoding="utf-8"))
-    return found
-
-
-def start(case: Case, drafting: bool, out: Path) -> int:
-    """What `started_alone` reads: the tokens of each output, and as it is launched each kernel of Inductor's that adds
-    numbers up."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    with engine(case, drafting) as it:
-        outputs = tokens(generated(it, case))
-        gc.unfreeze()  # vLLM hides what it made at its start from the collector
-        # By type(): a proxy says that it is of another class, and raises where that is gone.
-        found = [each for each in gc.get_objects() if issubclass(type(each), CachingAutotuner)]
-        tuned = [(each.inductor_meta["kernel_name"], each.launchers) for each in found]
-        adding = [one for one in tuned if one[0].startswith(("triton_red", "triton_per")) and len(one[1]) == 1]
-        kernels = sorted(f"{name}: {launchers[0].config}" for name, launchers in adding)
-    save(out, {"outputs": outputs, "kernels": kernels})
-    return 0
-
-
-def fp8_controls() -> Iterator[dict[str, Any]]:
-    """Under fp8 keys and values and without any part of ours, with prompts in long pieces and in short ones: outputs
-    that are not the plain engine's of the same pieces, from another batch size and with vLLM's n-gram drafts. Last the
-    kernel alone."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    for pieces in ({}, PIECES):
-        expected = tokens(baseline(Case("llama", *MIDDLE, engine={**FP8_KEYS, **pieces})))
-        for changes, spec in (({"max_num_seqs": 4}, None), ({}, ngram)):
-            with live(model_dir("llama"), spec, **{**GPU, **FP8_KEYS, **pieces, **changes}) as it:
-                got = tokens(it.generate(*plain()))
-                accepted = it.counts().accepted if spec else None
-            differ = len(differing(got, expected))
-            yield {**pieces, **changes, "spec": spec, "accepted": accepted, "differ": differ, "compared": len(got)}
-    yield {"kernel": kernel_rows()}
-
-
-def kernel_rows() -> dict[str, int]:
-    """Numbers of FlashAttention 3's output for one query row (of 512) that change when five more rows of its request
-    come with it, and when another request of 64 rows is in the batch; for each dtype of queries, keys and values."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    draw = torch.Generator("cuda").manual_seed(0)
-    length, heads, kv_heads, size, block = 500, 4, 2, 128, 16
-
-    def attend(parts: list[torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The output of the first request's last row; every request has the same keys and values."""
-        rows = torch.tensor([0, *(len(part) for part in parts)], device="cuda")
-        one = torch.ones(len(parts), kv_heads, device="cuda")
-        out = torch.empty(int(rows.sum()), heads, size, dtype=torch.bfloat16, device="cuda")
-        table = torch.arange(len(keys), dtype=torch.int32, device="cuda").repeat(len(parts), 1)
-        flash_attn_varlen_func(
-            torch.cat(parts),
-            keys,
-            values,
-            max_seqlen_q=int(rows.max()),
-            cu_seqlens_q=rows.cumsum(0).int(),
-            max_seqlen_k=length,
-            seqused_k=torch.full((len(parts),), length, dtype=torch.int32, device="cuda"),
-            softmax_scale=size**-0.5,
-            causal=True,
-            block_table=table,
-            out=out,
-            q_descale=one,
-            k_descale=one,
-            v_descale=one,
-            num_splits=1,
-            fa_version=3,
-        )
-        return out[len(parts[0]) - 1]
-
-    found = {}
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        shapes = (2 * [(length // block + 1, block, kv_heads, size)]) + [(70, heads, size)]
-        made = [torch.randn(shape, generator=draw, device="cuda").to(dtype) for shape in shapes]
-        keys, values, queries = made
-        alone = attend([queries[5:6]], keys, values)
-        for name, parts in (("of its own", [queries[:6]]), ("of another", [queries[5:6], queries[6:]])):
-            found[f"{dtype}, rows {name}"] = int((attend(parts, keys, values) != alone).sum())
-    return found
-
-
 def watched(case: Case, steps: int = 100) -> dict[str, int]:
     """Run `propose` where any wait for the device is an error; counts its calls and the allocations that it made."""
     seen = {"rounds": 0, "allocations": 0}
     with engine(case, drafting=True) as it:
         it.generate(PROMPTS[:16], greedy(32))  # kernels compile on their first use
-        worker = it.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-        speculator = getattr(worker, "worker", worker).model_runner.speculator
+        speculator = runner_of(it).speculator
         propose = speculator.propose
 
         def watch(*args: Any, **kwargs: Any) -> Any:
@@ -785,9 +658,7 @@ def watched(case: Case, steps: int = 100) -> dict[str, int]:
 def graphs_of(it: Live) -> dict[str, int]:
     """Steps of an engine from now on, by the kind of graph that they replay and the tokens of each request: "joined"
     where one is in its prefill, None where they differ else. Empty for an engine whose worker is in another process."""
-    found: dict[str, int] = {}
-    worker = getattr(it.llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
-    runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
+    found, runner = dict[str, int](), runner_of(it)
     if runner is None:
         return found
     dispatch = runner.cudagraph_manager.dispatch
@@ -854,17 +725,15 @@ def gated(case: Case, requests: str = "plain") -> dict[str, dict[str, int]]:
 
 def changing(it: Live, k: int) -> list[list[int]]:
     """Gate, threshold and draft length change between any two steps of the engine."""
-    core, (prompts, params) = it.llm.llm_engine, plain()
-    for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-        core.add_request(f"changing-{number}", {"prompt_token_ids": prompt}, wanted)
-    settings = cycle([("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
-    lengths, done = cycle(range(k, -1, -1)), {}
-    while core.has_unfinished_requests():
+    settings, lengths = cycle(CHANGING), cycle(range(k, -1, -1))
+
+    def change(_: list[str]) -> None:
         it.call("early_exit_set_gate", *next(settings))
         it.call("early_exit_set_draft_length", next(lengths))
-        done |= {out.request_id: out for out in core.step() if out.finished}
+
+    outputs = it.step_through(*plain(), change)
     it.call("early_exit_set_draft_length", k)
-    return tokens([done[f"changing-{number}"] for number in range(len(prompts))])
+    return tokens(outputs)
 
 
 def sound(row: dict[str, int], gate: str, k: int) -> bool:
@@ -947,20 +816,13 @@ def main() -> int:
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
-    options.add_argument("--lengths", action="store_true", help="only draft lengths by load, request and acceptance")
-    options.add_argument("--start", metavar="CASE", help="only start one engine: what a control asks of a process")
-    options.add_argument("--drafting", action="store_true", help="with --start: with drafts")
     options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
-    if chosen.start:
-        return start(Case(**json.loads(chosen.start)), chosen.drafting, chosen.out)
     if chosen.near_ties:
         save(chosen.out, {model: near_ties(model) for model in chosen.only or ("llama", "qwen3")})
         return 0
     if chosen.gates:
         return report_gates(chosen.only, chosen.out)
-    if chosen.lengths:
-        return report_lengths(chosen.only, chosen.tensor_parallel, chosen.out)
     return report_cases(chosen.group, chosen.only, chosen.part, chosen.tensor_parallel, chosen.out)
 
 
@@ -988,30 +850,7 @@ def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, o
     spec = {"free_drafts": 12} if group == "free_drafts" else {}
     whole = group in ("cases", "free_drafts") and not shared and not only
     waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
-    controls: list[dict[str, Any]] = []
-    of_group = {"one_kernel": compiled_controls, "reach": fp8_controls, "fp8_keys": fp8_controls}.get(group)
-    if of_group is not None and not shared and not only and part.startswith("1/"):
-        try:
-            for control in of_group():
-                controls.append(control)
-                print(f"    {of_group.__name__}: {control}", flush=True)
-                save(out, {"controls": controls})
-        except Exception as error:  # a control that fails takes no case with it
-            controls.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
-            traceback.print_exc()
-    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits, controls=controls)
-
-
-def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:
-    shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
-    widths, waits = {}, {}
-    if not shared and not only:
-        widths = replayed(Case("llama", *MIDDLE, spec={"length_table": TABLE}))
-        waits = watched(Case("llama", *MIDDLE, spec={"length_table": TABLE, "gate": "auto"}))
-        print(f"    {widths} {waits}", flush=True)
-    good = not {"NONE 1", "NONE 3", "NONE 6"} & widths.keys() and not waits.get("allocations")
-    chosen = (case for case in lengths(**shared) if wanted(case, only))
-    return report_each(chosen, out, good, propose=waits, replayed=widths)
+    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
 
 
 def report_each(chosen: Iterable[Case], out: Path, passed: bool, **more: Any) -> int:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from selfspec_cli.vllm_plugin.v2.draft_budget import Limits
 from selfspec_cli.vllm_plugin.v2.round_setup import Verdict
-from selfspec_cli.vllm_plugin.v2.tensors import GateRule, Matches, Progress, RoundInputs, Worth
+from selfspec_cli.vllm_plugin.v2.tensors import GateRule, Limits, Matches, Progress, RoundInputs, Worth
 
 WIDE = {
     "positions",

@@ -48,9 +48,9 @@ def new_state(rows: int = ROWS, k: int = K, most: int = MAX_LEN, **more: Any) ->
 def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, steps: int = K) -> None:
     """Requests 4, 3, 2, ... in rows 0, 1, 2, ...; lengths: tokens that the target has keys and values for."""
     n, rows = len(lengths), state.draft_tokens.shape[0]
-    state.idx_mapping.fill_(-1)
-    state.idx_mapping[:n] = torch.arange(rows - 1, rows - 1 - n, -1)
-    slots = state.idx_mapping[:n].clone()
+    state.inputs.idx_mapping.fill_(-1)
+    state.inputs.idx_mapping[:n] = torch.arange(rows - 1, rows - 1 - n, -1)
+    slots = state.inputs.idx_mapping[:n].clone()
     batch = SimpleNamespace(seq_lens=torch.tensor(lengths, dtype=torch.int32), num_reqs=n, idx_mapping=slots)
     sampled = torch.tensor(sampled or [1] * n, dtype=torch.int32)
     rejected = torch.tensor(rejected or [0] * n, dtype=torch.int32)
@@ -74,8 +74,8 @@ def test_a_round_begins_with_what_the_verifier_left():
     assert state.buffers.positions.tolist() == [9, 0, 0, 0, 0]
     assert state.buffers.seq_lens.tolist() == [10, 0, 0, 0, 0]
     assert state.buffers.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
-    assert state.requests.tolist() == state.idx_mapping.tolist() == [4, -1, -1, -1, -1]
-    assert int(state.active) == 1
+    assert state.inputs.requests.tolist() == state.inputs.idx_mapping.tolist() == [4, -1, -1, -1, -1]
+    assert int(state.progress.active) == 1
     assert not state.draft_tokens.any()
 
 
@@ -201,8 +201,8 @@ def test_gates_open_where_the_plain_rule_does(kind):
     open_ = rule.is_open(statistic(rule.feature or "maxp", logits))
     assert kind in ("none", "auto") or 0 < int(open_.sum()) < ROWS
     assert ((state.buffers.seq_lens > 0) == open_).all()
-    assert ((state.idx_mapping >= 0) == open_).all()
-    assert int(state.active) == int(open_.sum())
+    assert ((state.inputs.idx_mapping >= 0) == open_).all()
+    assert int(state.progress.active) == int(open_.sum())
     assert state.lengths.tolist() == [1] * ROWS
     assert state.buffers.positions[open_].tolist() == [11] * int(open_.sum())
 
@@ -215,7 +215,7 @@ def test_a_gate_without_a_device_expression_is_refused_and_changes_nothing(monke
     with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
         gate.set("cpu_only", 0.2)
     assert gate.kind == "maxp"
-    assert state.features[int(state.gate_feature)] == "maxp"
+    assert state.features[int(state.gate.feature)] == "maxp"
 
 
 def test_a_draft_vocabulary_is_mapped_back_and_drawn_tokens_are_taken_as_they_are():
@@ -275,8 +275,8 @@ def test_a_round_with_nothing_to_draft_counts_for_nothing():
     state = new_state()
     begin(state, [10, 20], sampled=[0, 0])
     end_step()(state, sharp_and_flat(ROWS))
-    assert not state.counts.any()
-    assert int(state.active) == 0
+    assert not state.progress.counts.any()
+    assert int(state.progress.active) == 0
 
 
 def test_steps_of_no_round_leave_everything_alone():
@@ -286,15 +286,17 @@ def test_steps_of_no_round_leave_everything_alone():
     end_step()(state, sharp_and_flat(ROWS))
     state.forget()
     state.buffers.seq_lens.fill_(1)
-    kept = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+    groups = (state.inputs, state.progress, state.gate, state.limits, state.matches, state.worth)
+    tensors = {"lengths": state.lengths, "statistics": state.statistics}
+    for group in groups:
+        tensors |= {f"{type(group).__name__}.{name}": tensor for name, tensor in group._asdict().items()}
+    kept = {name: value.clone() for name, value in tensors.items()}
     for _ in range(2 * K):  # more steps than a draft has places
         end_step()(state, sharp_and_flat(ROWS))
-    changed = [
-        name for name, value in kept.items() if not value.equal(getattr(state, name)) and not value.isnan().all()
-    ]
-    assert changed == ["step"]
+    changed = [name for name, value in kept.items() if not value.equal(tensors[name]) and not value.isnan().all()]
+    assert changed == ["Progress.step"]
     begin(state, [10])
-    assert int(state.step) == 0
+    assert int(state.progress.step) == 0
 
 
 def test_what_was_never_drafted_is_no_draft_to_the_verifier():

@@ -11,9 +11,8 @@ from kernels_interpreted import DEVICE, end_step, new_state
 from selfspec_cli.early_exit.free_drafts import LONGEST, Matches
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.matches import certain
-from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate
 from selfspec_cli.vllm_plugin.v2.tensors import Free
 
@@ -54,16 +53,16 @@ class Device:
         self.batch = SimpleNamespace(
             num_reqs=count, seq_lens=lengths + 2, seq_lens_cpu_upper_bound=lengths + 9, idx_mapping=slots
         )
-        state.idx_mapping.fill_(-1)
+        state.inputs.idx_mapping.fill_(-1)
         if not dummy_run:
-            state.idx_mapping[:count] = slots
+            state.inputs.idx_mapping[:count] = slots
         last = torch.full((ROWS, 1), VOCAB)
         verdict = (torch.tensor(sampled, dtype=torch.int32), torch.full((count,), 2, dtype=torch.int32), last)
         begin_round(
             state, self.batch, state.draft_tokens.shape[1] if steps is None else steps, verdict, dummy_run=dummy_run
         )
-        while int(state.active):
-            step = int(state.step)
+        while int(state.progress.active):
+            step = int(state.progress.step)
             logits = torch.zeros(ROWS, VOCAB)
             for row in range(count):
                 logits[row, own[row][step] if own[row] else 0] = 9.0
@@ -144,7 +143,7 @@ def test_a_round_in_which_all_have_a_match_takes_no_step():
     assert (counted["rounds"], counted["steps"], counted["drafted"], counted["free_drafted"]) == (1, 0, 0, 14)
     assert counted["length_histogram"][0] == 1
     assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
-    assert device.state.idx_mapping.tolist() == [-1] * ROWS
+    assert device.state.inputs.idx_mapping.tolist() == [-1] * ROWS
 
 
 def test_where_no_layer_drafts_a_request_without_a_match_drafts_nothing_and_any_match_is_copied():
@@ -164,7 +163,7 @@ def test_one_request_without_a_match_drafts_while_a_step_is_worth_its_time(value
     assert [len(draft) for draft in drafts] == [FREE, steps]
     counted = device.state.snapshot()
     assert (counted["steps"], counted["drafted"], counted["gate_ended"]) == (steps, steps, int(steps < K))
-    assert device.state.idx_mapping.tolist() == [-1] * ROWS
+    assert device.state.inputs.idx_mapping.tolist() == [-1] * ROWS
     assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
 
 
@@ -191,7 +190,7 @@ def test_the_first_step_is_made_at_any_price_where_nobody_has_a_match():
 def test_what_bounds_drafts_bounds_free_ones(own, end, limit, steps, wanted):
     device = Device()
     take_in(device.state, [3], [own], [math.nan], [end])
-    device.state.limit.fill_(limit)
+    device.state.progress.limit.fill_(limit)
     assert device.draft([REPEATED], [1], [[]], steps=steps) == [(REPEATED * 2)[:wanted]]
 
 

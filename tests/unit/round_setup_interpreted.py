@@ -14,8 +14,7 @@ from selfspec_cli.early_exit import confidence
 from selfspec_cli.early_exit.gates import device_features
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
-from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 
 ROWS, K = 6, 5
@@ -29,7 +28,7 @@ def new_state(table: LengthTable | None = None, measures: bool = False) -> Draft
 def drafted(state: DraftState, requests: int) -> list[int]:
     """Run the loop as the device does, and say how many tokens each row drafted."""
     end = end_step(rows=ROWS)
-    while int(state.active):
+    while int(state.progress.active):
         end(state, sharp_and_flat(ROWS))
     return state.lengths[torch.arange(ROWS - 1, ROWS - 1 - requests, -1)].tolist()
 
@@ -40,16 +39,16 @@ def test_the_table_decides_by_load_and_by_each_requests_context(requests):
     state = new_state(TABLE)
     begin(state, contexts, steps=K)
     wanted = [TABLE.at(requests, context).k for context in contexts]
-    assert state.row_steps[:requests].tolist() == wanted
-    assert int(state.active) == sum(length > 0 for length in wanted)
+    assert state.inputs.row_steps[:requests].tolist() == wanted
+    assert int(state.progress.active) == sum(length > 0 for length in wanted)
     assert drafted(state, requests) == wanted
 
 
 def test_the_widths_of_the_verify_pass_and_of_the_live_engine_hold_beside_the_table():
     state = new_state(LengthTable.parse("1:4", K))
     begin(state, [10, 10], steps=3)
-    assert state.row_steps[:2].tolist() == [3, 3]
-    state.limit.fill_(2)
+    assert state.inputs.row_steps[:2].tolist() == [3, 3]
+    state.progress.limit.fill_(2)
     begin(state, [10, 10], steps=3)
     assert drafted(state, 2) == [2, 2]
 
@@ -58,9 +57,9 @@ def test_a_requests_own_length_holds_beside_the_table_until_another_takes_its_sl
     state = new_state(LengthTable.parse("1:4", K))
     own = [RequestSettings(0), RequestSettings(2), RequestSettings(5), NOTHING]
     take_in(state, [5, 4, 3, 2], own, [math.nan] * 4, [Ending()] * 4)
-    assert state.budget.limits.own_lengths.tolist() == [LARGEST, LARGEST, LARGEST, 5, 2, 0]
+    assert state.limits.own_lengths.tolist() == [LARGEST, LARGEST, LARGEST, 5, 2, 0]
     begin(state, [10] * 4, steps=K)
-    assert state.requests.tolist() == [-1, 4, 3, 2, -1, -1]
+    assert state.inputs.requests.tolist() == [-1, 4, 3, 2, -1, -1]
     assert drafted(state, 4) == [0, 2, 4, 4]
     take_in(state, [5], [NOTHING], [math.nan], [Ending()])
     begin(state, [10] * 4, steps=K)
@@ -75,13 +74,13 @@ def test_nothing_is_drafted_that_would_lie_beyond_a_requests_end():
     take_in(state, [5, 4, 3, 2, 1, 0], [NOTHING] * 6, [math.nan] * 6, ends)
     begin(state, [10] * 6, steps=K)  # the token that was sampled last is 100 + the request
     assert drafted(state, 6) == [5, 2, 0, 0, 0, 5]
-    assert state.budget.limits.ends.dtype == state.budget.limits.stops.dtype == torch.int32
+    assert state.limits.ends.dtype == state.limits.stops.dtype == torch.int32
     take_in(state, [3, 1], [NOTHING] * 2, [math.nan] * 2, [Ending(), Ending()])  # others in their places
     begin(state, [10] * 6, steps=K)
     assert drafted(state, 6) == [5, 2, 5, 0, 5, 5]
     state = new_state(LengthTable.parse("1:5", K))
     begin(state, [MAX_LEN - 4, MAX_LEN - 3, MAX_LEN - 2], steps=K)  # the model's end
-    assert state.row_steps[:3].tolist() == [2, 1, 0]
+    assert state.inputs.row_steps[:3].tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +104,11 @@ def test_thresholds_of_requests_come_before_the_gates_own():
     logits[:, 7] = math.log(0.95 / 0.05 * 2099)  # probability 0.95
     for own_limits, wanted in ((True, [5, 1, 5, 5, 5]), (False, [5] * 5)):
         batch = SimpleNamespace(seq_lens=torch.tensor([10, 10, 20, 20, 20], dtype=torch.int32), num_reqs=5)
-        state.idx_mapping[:5] = torch.tensor([5, 4, 3, 2, 1])
+        state.inputs.idx_mapping[:5] = torch.tensor([5, 4, 3, 2, 1])
         one, none = torch.ones(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
         begin_round(state, batch, K, (one, none, torch.arange(ROWS)), own_limits)
         end = end_step(rows=ROWS)
-        while int(state.active):
+        while int(state.progress.active):
             end(state, logits)
         assert state.lengths[[5, 4, 3, 2, 1]].tolist() == wanted
 

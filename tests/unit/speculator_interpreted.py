@@ -26,8 +26,8 @@ from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
-from selfspec_cli.vllm_plugin.v2.widths import tell_speculator
+from selfspec_cli.vllm_plugin.v2.runner import tell_speculator
+from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
 WINDOW, BLOCK = 16, 4  # tokens
@@ -136,7 +136,7 @@ class Graphs:
 
     def run_fullgraph(self, batch):
         self.replayed.append(batch)
-        while int(self.state.active):
+        while int(self.state.progress.active):
             self.attended.append(self.state.buffers.seq_lens[:REQUESTS].tolist())  # of each step
             self.end_step(self.state, torch.randn(REQUESTS, VOCAB))
 
@@ -206,8 +206,8 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     propose(drafting, 2, num_speculative_tokens=2)
     propose(drafting, 2, num_speculative_tokens=0)
     assert drafting.state.lengths.tolist() == [0, 0, 0]
-    assert not drafting.state.row_steps.any()
-    launched = drafting.state.step.fill_(9)  # the next ones launch nothing, and the next draft begins anew
+    assert not drafting.state.inputs.row_steps.any()
+    launched = drafting.state.progress.step.fill_(9)  # the next ones launch nothing, and the next draft begins anew
     propose(drafting, 2, num_speculative_tokens=0)
     assert int(launched) == 9
     propose(drafting, 2, num_speculative_tokens=2)
@@ -257,7 +257,7 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
     with monkeypatch.context() as patch:
         patch.setattr(speculator, "_one_step", lambda *arguments: None)
         propose(speculator, REQUESTS, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True)
-    monkeypatch.setattr(v2, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
     speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
     speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
     propose(speculator, REQUESTS, dummy_run=True)
@@ -305,7 +305,7 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     speculator._warm, speculator._layer_names = True, {"layer"}
     group = Group(speculator.input_buffers)
     table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
-    monkeypatch.setattr(v2, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
     speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
     speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
     queries = torch.zeros(REQUESTS * (K + 1), 1, 32)
@@ -389,7 +389,7 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3"))
     arrived(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
-    limits = speculator.state.budget.limits.own_limits.tolist()
+    limits = speculator.state.limits.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]
     counted = []

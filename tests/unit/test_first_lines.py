@@ -1,8 +1,8 @@
 """The first lines that a reader types: each of README.md and docs/index.md is run here as far as that goes without an
 engine, and read by the parser that it is meant for otherwise.
 
-tests/contract/test_spec_config.py asks vLLM's own parsers, and tests/engine/test_first_lines_live.py measures
-and serves.
+tests/contract/test_spec_config.py asks vLLM's own parsers, tests/engine/test_screen.py measures, and
+tests/engine/test_server.py serves.
 """
 
 from __future__ import annotations

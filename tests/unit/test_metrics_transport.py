@@ -130,11 +130,10 @@ def test_a_copy_may_begin_inside_of_inference_mode_and_go_on_outside_or_the_othe
 def our_metrics() -> set[str]:
     """Names of the metrics that the plugin makes, from its source."""
     source = (INFRA.parent / "selfspec_cli/vllm_plugin/observe/metrics.py").read_text(encoding="utf-8")
-    plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
-    labelled = re.findall(r'_labelled\(\s*(?:"\w+"|[A-Z]+),\s*"(\w+)"', source)
-    gauges = re.findall(r'_gauge\("(\w+)"', source)
-    assert len(plain) == 7 and len(labelled) == 6 and len(gauges) == 4
-    return {f"vllm:selfspec_{name}_total" for name in plain + labelled} | {f"vllm:selfspec_{name}" for name in gauges}
+    tables = re.split(r"^GAUGES = ", source, flags=re.MULTILINE)
+    counters, gauges = (re.findall(r'^    \((?:"\w+"|[A-Z]+), "(\w+)",', table, re.MULTILINE) for table in tables)
+    assert len(counters) == 7 + 6 and len(gauges) == 4
+    return {f"vllm:selfspec_{name}_total" for name in counters} | {f"vllm:selfspec_{name}" for name in gauges}
 
 
 def used(text: str) -> set[str]:

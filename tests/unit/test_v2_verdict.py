@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from selfspec_cli.early_exit.gates import device_features
-from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, with_short_drafts
+from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
+from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
 
 
 def batch(verified, requests):

@@ -27,7 +27,7 @@ class Speculator(SimpleNamespace):
             device="cpu",
             _loop="a loop",
             eager=False,
-            state=SimpleNamespace(lengths=torch.zeros(5, dtype=torch.int32), budget=SimpleNamespace(limits=ENDS)),
+            state=SimpleNamespace(lengths=torch.zeros(5, dtype=torch.int32), limits=ENDS),
             input_buffers=SimpleNamespace(seq_lens=torch.zeros(8, dtype=torch.int32)),
             decode_cudagraph_manager=SimpleNamespace(run_fullgraph=lambda batch: None),
             **more,

@@ -25,7 +25,7 @@ class Meter:
             self._samples.append(self._gpm_sample())
 
     def stop(self) -> dict[str, float]:
-        """Shares from 0 to 1 (sm_util, dram_util), mean watts (power_w), and peak_mem_mib of this process's tensors."""
+        """Share of busy SMs from 0 to 1 (sm_util), mean watts (power_w), and peak_mem_mib of this process's tensors."""
         if self.device.type != "cuda":
             return {}
         figures = {"peak_mem_mib": torch.cuda.max_memory_allocated(self.device) / MIB}
@@ -34,7 +34,7 @@ class Meter:
             figures["power_w"] = joules / (time.perf_counter() - self._start[0])
         with suppress(Exception):
             self._samples.append(self._gpm_sample())
-            figures |= self._gpm_metrics()
+            figures["sm_util"] = self._sm_util()
         for sample in self._samples:
             with suppress(Exception):
                 self._nvml.nvmlGpmSampleFree(sample)
@@ -58,15 +58,12 @@ class Meter:
         self._nvml.nvmlGpmSampleGet(self._card, sample)
         return sample
 
-    def _gpm_metrics(self) -> dict[str, float]:
-        """Hopper's performance counters, averaged by NVML between the two samples."""
+    def _sm_util(self) -> float:
+        """Hopper's performance counter, averaged by NVML between the two samples."""
         nvml = self._nvml
-        names = {"sm_util": nvml.NVML_GPM_METRIC_SM_UTIL, "dram_util": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL}
         get = nvml.c_nvmlGpmMetricsGet_t()
-        get.version = nvml.NVML_GPM_METRICS_GET_VERSION
-        get.numMetrics = len(names)
+        get.version, get.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
         get.sample1, get.sample2 = self._samples
-        for index, metric in enumerate(names.values()):
-            get.metrics[index].metricId = metric
+        get.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
         nvml.nvmlGpmMetricsGet(get)
-        return {name: get.metrics[index].value / 100 for index, name in enumerate(names)}
+        return float(get.metrics[0].value) / 100

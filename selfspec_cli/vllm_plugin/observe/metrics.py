@@ -35,6 +35,22 @@ PLAIN = (
     ("broken", "broken_drafts", "1 once copies of the model seem broken: hardly a token of theirs was accepted."),
 )
 """Name as it travels, name of the counter, what it counts. The last one does not travel: it is found here."""
+LABELLED = (
+    ("length_histogram", "draft_rounds_by_length", "length", "Rounds by the number of draft steps that they took."),
+    ("position_histogram", "draft_tokens_per_pos", "position", "Tokens drafted at each position of a draft."),
+    ("off", "rounds_without_drafts", "reason", "Steps after which a request was not drafted for, by what forbade it."),
+    ("steps_of_width", "steps_by_draft_slots", "slots", "Steps planned, by draft slots of a request (0: plain)."),
+    (JUDGED, "draft_tokens_judged_per_pos", "position", "Drafts that were verified when all before them stood."),
+    (STOOD, "draft_tokens_stood_per_pos", "position", "Of these, drafts that stood."),
+)
+"""The same of counters with one more label: its name stands before what is counted."""
+GAUGES = (
+    ("in_force", "draft_length", 1.0, "Most tokens that a running request may draft."),
+    ("expected_us", "expected_step_seconds", 1e-6, "Time that the next decode step should take."),
+    ("real_us", "step_seconds", 1e-6, "Time that the last decode step took."),
+    ("step_cost_milli", "draft_cost", 1e-3, "Cost of one draft step, in plain decoding steps."),
+)
+"""Name as it travels, name of the gauge, the unit of what travels, what it shows."""
 LOOKS = ((64, 0.01), (1024, 0.05))
 """Drafts by copies of all layers after which the copies are judged, first and then again, and the mean number of
 accepted tokens a draft below which they are called broken. Right copies of tiny random models have 0.3 and more. Of
@@ -96,50 +112,20 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         self._copies = {index: Copies() for index in engine_indexes} if whole else {}
         for travelling, name, what in PLAIN:
             self._counters[travelling] = create_metric_per_engine(self._counter(name, what), self._engines)
-        self._labelled(
-            "length_histogram",
-            "draft_rounds_by_length",
-            "length",
-            range(1, settings.k + 1),
-            "Rounds by the number of draft steps that they took.",
-        )
-        self._labelled(
-            "position_histogram",
-            "draft_tokens_per_pos",
-            "position",
-            range(settings.k),
-            "Tokens drafted at each position of a draft.",
-        )
-        self._labelled(
-            "off",
-            "rounds_without_drafts",
-            "reason",
-            REASONS,
-            "Steps after which a request was not drafted for, by what switched it off.",
-        )
-        self._labelled(
-            "steps_of_width",
-            "steps_by_draft_slots",
-            "slots",
-            range(settings.width + 1),
-            "Steps planned, by the draft slots of each request; 0 is plain decoding.",
-        )
-        self._labelled(
-            JUDGED,
-            "draft_tokens_judged_per_pos",
-            "position",
-            range(settings.width),
-            "Drafts at each position that were verified when all before them stood.",
-        )
-        self._labelled(
-            STOOD, "draft_tokens_stood_per_pos", "position", range(settings.width), "Of these, drafts that stood."
-        )
-        self._gauges = {
-            "in_force": (self._gauge("draft_length", "Most tokens that a running request may draft."), 1.0),
-            "expected_us": (self._gauge("expected_step_seconds", "Time that the next decode step should take."), 1e-6),
-            "real_us": (self._gauge("step_seconds", "Time that the last decode step took."), 1e-6),
-            "step_cost_milli": (self._gauge("draft_cost", "Cost of one draft step, in plain decoding steps."), 1e-3),
+        values: dict[str, Iterable[object]] = {
+            "length_histogram": range(1, settings.k + 1),
+            "position_histogram": range(settings.k),
+            "off": REASONS,
+            "steps_of_width": range(settings.width + 1),
+            JUDGED: range(settings.width),
+            STOOD: range(settings.width),
         }
+        for travelling, name, label, what in LABELLED:
+            counter = self._counter(name, what, label)
+            for value in values[travelling]:
+                labels = {index: [*given, str(value)] for index, given in self._engines.items()}
+                self._counters[f"{travelling}.{value}"] = create_metric_per_engine(counter, labels)
+        self._gauges = {travelling: (self._gauge(name, what), unit) for travelling, name, unit, what in GAUGES}
         for index in engine_indexes:
             self._gauges["in_force"][0][index].set(settings.k)
             self._gauges["step_cost_milli"][0][index].set(settings.assumed_draft_step(layers))
@@ -147,13 +133,6 @@ class DraftingStatLogger(AggregateStatLoggerBase):
     def _counter(self, name: str, what: str, *labels: str) -> Any:
         names = ["model_name", "engine", *labels]
         return self._counter_kind(name=NAME + name, documentation=what, labelnames=names)
-
-    def _labelled(self, travelling: str, name: str, label: str, values: Iterable[object], what: str) -> None:
-        """A counter with one more label, one for each of its values."""
-        counter = self._counter(name, what, label)
-        for value in values:
-            labels = {index: [*given, str(value)] for index, given in self._engines.items()}
-            self._counters[f"{travelling}.{value}"] = create_metric_per_engine(counter, labels)
 
     def _gauge(self, name: str, what: str) -> Any:
         names = ["model_name", "engine"]

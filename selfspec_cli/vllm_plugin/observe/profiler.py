@@ -12,6 +12,7 @@ import torch
 from torch.autograd import DeviceType
 
 PREFIX = "selfspec."
+MOST = 40  # kernels of a profile
 
 
 def annotate(runner: Any, drafter: Any) -> list[str]:
@@ -74,14 +75,11 @@ def start(device: torch.device) -> Any:
     return profiler
 
 
-def stop(profiler: Any, device: torch.device, path: str | None, most: int = 40) -> list[dict[str, Any]]:
+def stop(profiler: Any, device: torch.device, path: str | None) -> list[dict[str, Any]]:
     """End a recording and write its trace to `path` if there is one, in Chrome's format; a name in .gz is packed.
 
-    Returns:
-        The slowest kernels of a GPU, or operators of the CPU (each without those that it called): name, seconds, calls.
-
-    Raises:
-        OSError: the trace cannot be written.
+    Returns: the MOST slowest kernels of a GPU, or operators of the CPU (each without those that it called): name,
+    seconds, calls. Raises OSError if the trace cannot be written.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -98,4 +96,4 @@ def stop(profiler: Any, device: torch.device, path: str | None, most: int = 40) 
         for row in profiler.key_averages()
         if row.device_type == kind and not row.is_user_annotation and not row.key.startswith(PREFIX)
     ]
-    return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:most]
+    return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:MOST]

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import LOGGER
-from selfspec_cli.vllm_plugin.v2.widths import learn_from_step, planner_of
+from selfspec_cli.vllm_plugin.v2.scheduling import learn_from_step, planner_of
 
 Method = Callable[..., Any]
 Numbers = dict[str, int]

@@ -166,7 +166,7 @@ def _after_round(speculator: Any, batch: Any, rejected: Tensor, counts: Counter[
         counts["eager_steps"] += replays == 0
         counts["unrolled_rounds"] += speculator._loop is None
     known = batch.seq_lens[:rows] - rejected[:rows]
-    counts["finished_rows"] += int(((known + 1 >= state.budget.limits.ends[slots]) & (lengths > 0)).sum())
+    counts["finished_rows"] += int(((known + 1 >= state.limits.ends[slots]) & (lengths > 0)).sum())
     # A row has no length for attention from the moment that its gate is closed, and after a round all are.
     counts["closed_rows"] += int((speculator.input_buffers.seq_lens[:rows] != 0).sum())
 

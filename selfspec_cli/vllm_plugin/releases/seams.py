@@ -69,7 +69,6 @@ SIGNATURES = {
     "tokenization_kwargs trace_headers priority data_parallel_rank session_id prompt_text reasoning_ended "
     "reasoning_parser_kwargs kv_hints",
     "vllm.v1.sample.sampler:Sampler.forward": "logits sampling_metadata predict_bonus_token logprobs_mode_override",
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": "logits sampling_metadata metadata",
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
     "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
     f"{THINKING}.__init__": "reasoning_config max_num_seqs num_spec_tokens device is_pin_memory",
@@ -283,7 +282,7 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.buffer_utils:StagedWriteTensor": "gpu",
     f"{V2_FOLDER}.buffer_utils:UvaBackedTensor": "gpu",
     MIN_TOKENS: "min_toks",
-    "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
+    "vllm.v1.sample.logits_processor.state:LogitsProcessors": "non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec num_prompt_tokens token_ids_cpu block_table "
     "max_num_reqs sampling_metadata thinking_budget_state_holder",
     "vllm.v1.worker.block_table:BlockTable": "block_size",

@@ -1,10 +1,11 @@
-"""min_p, logit_bias and custom logits processors on vLLM 0.32's V1 model runner, which serves none beside drafts."""
+"""Logits processors on vLLM 0.32's V1 model runner, which serves few of them beside drafts: min_p, logit_bias and
+custom ones are applied to requests that draft nothing."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,9 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        LogitsProcessors,
-        SamplingMetadata,
-        SpecDecodeMetadata,
-        VllmConfig,
-    )
+    from selfspec_cli.vllm_plugin.vllm_names import LogitsProcessors, SamplingMetadata, VllmConfig
+
+GREEDY = 1e-5  # vLLM's: a request at a lower temperature is greedy
 
 
 def build_all(original: Callable[..., LogitsProcessors]) -> Callable[..., LogitsProcessors]:
@@ -52,74 +50,31 @@ def _by_request(processor: Any) -> bool:
     return isinstance(processor, AdapterLogitsProcessor)
 
 
-def not_to_draft(processors: LogitsProcessors, requests: int) -> set[int]:
-    """Rows of a batch of `requests` that a custom processor acts on: it sees one row a request, and no drafts."""
+def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
+    """Rows of a batch whose requests draft nothing, because drafts would have to be verified with what vLLM applies to
+    one row a request: a custom processor, a thinking budget (thinking.py), `logit_bias`, or `min_p` of a sampled one.
+
+    requests: all that the runner has, by name.
+    """
     rows: set[int] = set()
-    for one in _custom(processors):
-        rows |= set(one.req_info) if _by_request(one) else set(range(requests))
+    for row, name in enumerate(batch.req_ids):
+        asked = requests[name].sampling_params
+        if asked is not None and (
+            asked.logit_bias or asked.thinking_token_budget is not None or (asked.min_p and asked.temperature >= GREEDY)
+        ):
+            rows.add(row)
+    for one in _custom(batch.logitsprocs):
+        rows |= set(one.req_info) if _by_request(one) else set(range(batch.num_reqs))
     return rows
 
 
-def biases(processors: LogitsProcessors) -> dict[int, dict[int, float]]:
-    """`logit_bias` of each request that has one: row of the batch -> token id -> what is added to its logit."""
-    from selfspec_cli.vllm_plugin.vllm_names import LogitBiasLogitsProcessor
-
-    found: dict[int, dict[int, float]] = {}
-    for one in processors.non_argmax_invariant:
-        if isinstance(one, LogitBiasLogitsProcessor):
-            found |= one.biases
-    return found
-
-
-def add_biases(logits: Tensor, rows: Sequence[int], wanted: dict[int, dict[int, float]]) -> Tensor:
-    """Add each request's bias to its rows of `logits` [n, vocabulary], in place. rows: the request of each of the n."""
-    for place, row in enumerate(rows):
-        if bias := wanted.get(row):
-            logits[place, list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
-    return logits
-
-
-def mask_unlikely(logits: Tensor, temperature: Tensor, rows: Tensor, processors: LogitsProcessors) -> Tensor:
-    """-inf in `logits` [n, vocabulary], in place, for tokens below `min_p` of the likeliest at each temperature [n].
-
-    rows: the request of each of the n, as its row of the batch.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import MinPLogitsProcessor
-
-    for one in processors.argmax_invariant:
-        if isinstance(one, MinPLogitsProcessor) and one.min_p_count:
-            expanded = copy.copy(one)
-            expanded.min_p = one.min_p[rows]
-            scaled = expanded.apply(logits / temperature.unsqueeze(1))
-            logits.masked_fill_(scaled.isneginf(), -torch.inf)
-    return logits
-
-
-def bias_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Override of `RejectionSampler.apply_logits_processors`: drafts are verified with their request's bias.
-
-    Before vLLM's own: a bias is added and a penalty scales, in this order without drafts.
-    """
-
-    def apply_logits_processors(
-        self: Any, logits: Tensor, sampling_metadata: SamplingMetadata, metadata: SpecDecodeMetadata
-    ) -> Tensor:
-        """logits: [drafts, vocabulary]."""
-        if wanted := biases(sampling_metadata.logitsprocs):
-            rows = [row for row, count in enumerate(metadata.num_draft_tokens) for _ in range(count)]
-            logits = add_biases(logits, rows, wanted)
-        return original(self, logits, sampling_metadata, metadata)
-
-    return apply_logits_processors
-
-
 def constrain_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replacement for `apply_sampling_constraints`: drafts are verified with the temperature, `min_p`, `top_k` and
-    `top_p` of their request.
+    """Replacement for `apply_sampling_constraints`: drafts are verified with the temperature, `top_k` and `top_p` of
+    their request.
 
-    vLLM leaves out `min_p`. And on a CPU its kernel that gives each drafted position its request's value writes into an
-    int64 copy of the output and drops it, so the other three are whatever the memory held: sampled requests follow no
-    distribution, and greedy ones beside them are not argmax. Any speculative method has it (seen with n-gram too).
+    On a CPU vLLM's kernel that gives each drafted position its request's value writes into an int64 copy of the output
+    and drops it, so the three are whatever the memory held: sampled requests follow no distribution, and greedy ones
+    beside them are not argmax. Any speculative method has it (seen with n-gram too).
     """
 
     def apply_sampling_constraints(
@@ -134,7 +89,6 @@ def constrain_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         temperature = torch.where(given == 0, 1.0, given)[rows]
-        logits = mask_unlikely(logits, temperature, rows, sampling_metadata.logitsprocs)
         top = [None if each is None else each[rows] for each in (sampling_metadata.top_k, sampling_metadata.top_p)]
         constrained: Tensor = apply_top_k_top_p(logits.div_(temperature.unsqueeze(1)), *top)
         return constrained

@@ -32,9 +32,9 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
-from selfspec_cli.vllm_plugin.v1.processors import add_biases, biases, mask_unlikely, not_to_draft
+from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-from selfspec_cli.vllm_plugin.v1.sampling import GREEDY, draw
+from selfspec_cli.vllm_plugin.v1.sampling import draw
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
     DraftModelProposer,
@@ -250,13 +250,12 @@ class _EarlyExit(DraftModelProposer):
             if worth is not None and not worth.another_step(state.rows, self.lengths.choice):
                 self.counters.ended_early()
                 break
-            # Before sampling, which scales logits in place.
             logits, best, open_ = self._decide(state, batch.req_ids, last)
             if probabilistic:
                 tokens, step_probs = self._sample(logits, state.rows, sampling_metadata)
                 probs.append((state.rows, step_probs))
             else:
-                tokens = self._likeliest(logits, best, state.rows, sampling_metadata)
+                tokens = self.head.to_full_ids(best)
             for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
                 proposals[row].append(token)
             self.counters.step(len(state.rows))
@@ -322,7 +321,7 @@ class _EarlyExit(DraftModelProposer):
         A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself. Returns None if no
         request drafts.
         """
-        alone = not_to_draft(batch.logitsprocs, batch.num_reqs)
+        alone = not_to_draft(batch, self.runner.requests)
         rows = [row for row, sampled in enumerate(self._sampled) if sampled and row not in alone]
         rows = [row for row in rows if not self._ended(row)] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
@@ -382,25 +381,15 @@ class _EarlyExit(DraftModelProposer):
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
 
-    def _likeliest(self, logits: Tensor, best: Tensor, rows: Tensor, sampling: SamplingMetadata) -> Tensor:
-        """Draft tokens [n]: `best`, the argmax of `logits`, or another token where a request's `logit_bias` says so."""
-        by_row = biases(sampling.logitsprocs)
-        if by_row.keys().isdisjoint(rows.tolist()):
-            return self.head.to_full_ids(best)
-        return add_biases(self.head.to_full_logits(logits).clone(), rows.tolist(), by_row).argmax(-1)
-
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
     def _sample(self, logits: Tensor, rows: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""
         assert sampling.temperature is not None
-        full = self.head.to_full_logits(logits).clone()  # [n, vocabulary], -inf outside a draft vocabulary
-        full = add_biases(full, rows.tolist(), biases(sampling.logitsprocs))
-        temperature = sampling.temperature[rows]
-        full = mask_unlikely(full, torch.where(temperature < GREEDY, 1.0, temperature), rows, sampling.logitsprocs)
+        full = self.head.to_full_logits(logits)  # [n, vocabulary], -inf outside a draft vocabulary
         seeded = sampling.generators
         generators = {place: seeded[row] for place, row in enumerate(rows.tolist()) if row in seeded}
-        return draw(full, temperature, generators)
+        return draw(full, sampling.temperature[rows], generators)
 
     def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
         """Stack the steps' distributions to [requests, places, vocabulary]; the runner reads only proposed places.

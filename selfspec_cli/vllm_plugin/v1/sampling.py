@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
-from selfspec_cli.vllm_plugin.v1.processors import bias_drafts
+from selfspec_cli.vllm_plugin.v1.processors import GREEDY
 from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         SpecDecodeMetadata,
     )
 
-GREEDY = 1e-5  # vLLM's: a request at a lower temperature is greedy
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -50,8 +49,7 @@ def mend_samplers(runner: Any) -> None:
     runner.sampler = copied_as(overriding(type(runner.sampler), mended), runner.sampler)
     theirs = getattr(runner, "rejection_sampler", None)  # an engine without speculation has none
     if theirs is not None:
-        kind = overriding(type(theirs), {"forward": without_drafts, "apply_logits_processors": bias_drafts})
-        runner.rejection_sampler = copied_as(kind, theirs)
+        runner.rejection_sampler = copied_as(overriding(type(theirs), {"forward": without_drafts}), theirs)
         runner.rejection_sampler.sampler = runner.sampler
 
 

@@ -14,7 +14,7 @@ from selfspec_cli.vllm_plugin.v2.worth import close_unless_worth
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
-# Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
+# Places of the counters, in `Progress.counts`; the histograms follow: rounds by length, tokens by position, steps by
 # active rows.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, FREE_DRAFTED, FREE_ACCEPTED, TOTALS = map(tl.constexpr, range(8))
 
@@ -54,8 +54,8 @@ def turn(state: DraftState) -> None:
     """Count a step that has ended, and the one that begins."""
     rows, places = state.draft_tokens.shape
     _turn[(1,)](
-        state.progress(),
-        state.inputs(),
+        state.progress,
+        state.inputs,
         state.worth,
         rows,
         K=places,

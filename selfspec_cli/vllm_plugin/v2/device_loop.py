@@ -7,6 +7,7 @@ so this module adds the node to the graph that PyTorch is capturing, and capture
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ extern "C" __global__ void set_condition(unsigned long long handle, const int* f
 _FIRST_VERSION = 12040  # of the driver, as cudaDriverGetVersion counts
 SWITCH = "SELFSPEC_DEVICE_LOOP"
 """Environment variable: 0 captures k steps one after the other, where the loop is in doubt."""
+PATIENCE = 30.0
+"""Seconds that work of milliseconds may take, because other engines may use the GPU."""
 
 
 def unavailable() -> str | None:
@@ -37,6 +40,21 @@ def unavailable() -> str | None:
     if version < _FIRST_VERSION:
         return f"the driver is for CUDA {version // 1000}.{version % 1000 // 10}; conditional graph nodes need 12.4"
     return None
+
+
+def wait(what: str) -> None:
+    """Until the device has done what was launched on the current stream. Raises RuntimeError, which names `what` that
+    is, if it does not end: without that an engine would never start, and say nothing."""
+    done = torch.cuda.Event()
+    done.record()
+    until = time.monotonic() + PATIENCE
+    while not done.query():
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{what} did not end within {PATIENCE:.0f} s on the device; {SWITCH}=0 captures k draft steps one "
+                "after the other, in place of a loop that ends on the device"
+            )
+        time.sleep(0.0001)
 
 
 class DeviceLoop:

@@ -1,5 +1,5 @@
-"""The draft loop of the V2 model runner, on the device: one step of it, all steps of a round, and the CUDA graphs that
-they are captured into. When it runs and what it starts from is in speculator.py.
+"""The draft loop of the V2 model runner, on the device: the layers that draft, one step, all steps of a round, and the
+CUDA graphs that they are captured into. When it runs and what it starts from is in speculator.py.
 
 A step is slot mapping, attention metadata, first E layers, exit head, gate and the next step's inputs. Captured, the
 loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks alike (ranks.py).
@@ -17,11 +17,21 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
+from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
+from selfspec_cli.vllm_plugin.rope import DraftPositions
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import set_strict
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
+from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.sizes import widths
+from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.tensors import Free
 from selfspec_cli.vllm_plugin.vllm_names import (
     BatchDescriptor,
     CUDAGraphMode,
@@ -31,36 +41,127 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     build_attn_metadata,
     build_slot_mappings_by_layer,
     gumbel_sample,
+    init_attn_backend,
     init_logger,
     set_forward_context,
 )
+from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
+from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 if TYPE_CHECKING:
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
-    from selfspec_cli.vllm_plugin.rope import DraftPositions
-    from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor
+    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        AttentionGroup,
+        BatchExecutionDescriptor,
+        BlockTables,
+        InputBuffers,
+        KVCacheConfig,
+        ModelState,
+        RequestState,
+        VllmConfig,
+    )
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 
 class DraftLoop(TargetDependentARSpeculator):
-    """The part of the speculator that runs on the device, captured or launched step by step.
+    """The layers that draft, and the loop over their steps on the device, captured or launched step by step. vLLM's
+    class keeps the interface that the runner calls."""
 
-    settings, state, model (the first E layers), fused_step, head, end_step and positions are set by
-    `EarlyExitSpeculator`.
-    """
-
-    settings: ResolvedSettings
-    state: DraftState
-    fused_step: FusedStep | None
-    head: Any
-    end_step: EndStep
-    positions: DraftPositions
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
+        super().__init__(vllm_config, device)
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        set_strict(settings.strict)
+        self.settings = settings
+        self.state = DraftState(
+            self.input_buffers,
+            self.idx_mapping,
+            self.sample_src_positions,
+            self.draft_tokens,
+            self.current_draft_step,
+            self.max_model_len,
+            settings.table,
+            *self._free(requests),
+            settings.measures,
+        )
+        # The base class feeds hidden states back; nothing does here.
+        self.hidden_states: Tensor = torch.empty(0, device=device)
+        self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
+        self.positions = DraftPositions(vllm_config, self.max_num_tokens, device)
+        self._weights: Watch | None = None  # of the target, once it is loaded
+        self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
+        self._leaves_out = True  # whether the coming rounds do: `rule.StepTimes.leaves_out`
+
+    def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
+        """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round
+        searches. Both are None without such drafts."""
+        settings = self.settings
+        if not settings.free_drafts:
+            return None, None
+        text = requests.all_token_ids.gpu
+        if text.device.type == "cuda":  # vLLM keeps them in host memory, except for its own n-gram drafts
+            text = requests.all_token_ids.gpu = torch.zeros_like(text)
+        return Free(settings.free_drafts, settings.k, settings.free_requests, not settings.layers_draft), text
+
+    # ---- loading ----------------------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
+        began = time.perf_counter()
+        target_model, settings = without_adapters(target_model), self.settings
+        self._target = target_model
+        fitted = fitted_for(settings, target_model, self.vllm_config)
+        self.model = first_layers(
+            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
+        )
+        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
+        decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
+        self.fused_step = fused_step(decoder, self.vllm_config, self.device)
+        self._weights = Watch(target_model)
+        self._layer_names = attention_names(self.model, self.vllm_config)
+        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
+        logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
+
+    def renew(self) -> None:
+        """After the target's weights changed, rebuild what was made from them, in the memory that CUDA graphs read."""
+        renew(self.model, self.head, self.settings, self.vllm_config)
+        if self.fused_step is not None:
+            self.fused_step.renew(self.model.drafting_decoder)
+        if self._weights is not None:
+            self._weights.stale = False
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """The base class's hook for loading weights; `load_model` above needs none."""
+        raise NotImplementedError("early exit has no draft model of its own")
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        target_input_buffers: InputBuffers,
+        target_attn_groups: list[list[AttentionGroup]],
+    ) -> None:
+        """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
+
+        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
+        speculator was created.
+        """
+        self.state.max_model_len = self.vllm_config.model_config.max_model_len
+        self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
+        self._find_groups()
+
+    def _find_groups(self) -> None:
+        self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
+            self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
+        )
+        drafting = [group for groups in self.attn_groups for group in groups]
+        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
+        self.supports_decode_metadata_update = all(group.supports_draft_decode_metadata_update for group in drafting)
 
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
@@ -114,12 +215,12 @@ class DraftLoop(TargetDependentARSpeculator):
         )
         step_times.measure(self.vllm_config, target.decode_replays(), drafts, kv_token)
         self.state.forget()
-        self.state.counts.zero_()
+        self.state.progress.counts.zero_()
 
     def _replay_one_step(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay a draft loop with one row that counts as drafting, and no request: it ends after a step."""
-        self.state.step.zero_()
-        self.state.active.fill_(1)
+        self.state.progress.step.zero_()
+        self.state.progress.active.fill_(1)
         graph.replay()
 
     def _capture_all(self) -> None:
@@ -278,7 +379,7 @@ class DraftLoop(TargetDependentARSpeculator):
             )
 
         if self._loop is not None and torch.cuda.is_current_stream_capturing():
-            self._loop.capture(self.state.active, step)
+            self._loop.capture(self.state.progress.active, step)
             return
         if self._loop is not None and self._capturing:  # the pass before a capture
             self._loop.warm_up(step)

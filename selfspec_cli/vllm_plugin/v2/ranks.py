@@ -9,7 +9,6 @@ graph shows, before the loop is captured, whether the exchange works in a loop o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.v2.device_loop import SWITCH
+from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.vllm_names import PyNcclCommunicator, get_tp_group, graph_capture
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.device_loop import DeviceLoop
 
 WIDTH, TURNS = 1024, 3  # of the trial: numbers that ranks exchange, and turns of its loop
-PATIENCE = 30.0
-"""Seconds after which the trial's loop is taken to wait for ever."""
 
 
 def agreed(reason: str | None) -> str | None:
@@ -120,22 +117,8 @@ def _tried(
     total.zero_()
     left.fill_(TURNS)
     graph.replay()
-    _wait(device)
+    device_loop.wait("a loop in which tensor-parallel ranks exchange numbers")
     ranks = torch.arange(1.0, group.world_size + 1, device=device)
     good = bool((total == TURNS * ranks.sum()).all())
     good = good and torch.equal(joined.float()[0], ranks.repeat_interleave(WIDTH))
     return agreed(None if good else "a loop with their exchange in it gave wrong sums")
-
-
-def _wait(device: torch.device) -> None:
-    """Until the device has done what was launched. Raises RuntimeError where it does not come to an end."""
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(device))
-    until = time.monotonic() + PATIENCE
-    while not done.query():
-        if time.monotonic() > until:
-            raise RuntimeError(
-                "a loop on the device in which tensor-parallel ranks exchange numbers does not end "
-                f"here; set {SWITCH}=0"
-            )
-        time.sleep(0.001)

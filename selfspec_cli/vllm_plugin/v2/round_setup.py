@@ -1,6 +1,6 @@
 """How a round of the V2 draft loop begins on the device: what the verify pass left becomes the first draft step's
 inputs, and each row gets its draft budget. `take_in` writes what is known of a request when it arrives; `begin_round`
-reads it. Kernels take named tuples of tensors (state.py, draft_budget.py), which Triton passes field by field."""
+reads it."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.request_settings import RequestSettings
 from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
 from selfspec_cli.vllm_plugin.v2.worth import join, judge_confidence
 
@@ -36,6 +35,26 @@ class Verdict(NamedTuple):
     num_sampled: Tensor
     num_rejected: Tensor
     last_sampled: Tensor
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a request ends: at `length` tokens, its prompt counted in, and after the token `stop` (-1: none).
+
+    vLLM's scheduler begins a step before it has seen the tokens of the last one, so it also runs one for a request that
+    has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait.
+    """
+
+    length: int = LARGEST
+    stop: int = -1
+
+    @classmethod
+    def of(cls, parameters: Any, prompt: int) -> Ending:
+        """From a request's SamplingParams (None: nothing is known) and the length of its prompt. Other tokens than the
+        model's own end of text may end a request too; those are left to vLLM."""
+        most = None if parameters is None else parameters.max_tokens
+        stop = None if parameters is None else parameters.eos_token_id  # None where it is to be ignored
+        return cls(LARGEST if most is None else min(prompt + most, LARGEST), -1 if stop is None else stop)
 
 
 @triton.jit
@@ -65,17 +84,16 @@ def take_in(
     Under load most steps bring new requests, and the host launches this while others wait for their tokens. So all of
     it is one copy and one kernel.
     """
-    budget = state.budget
     lines = [
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
     ]
     _take_in[(len(lines),)](
-        budget.arrivals[: len(lines)].copy_(budget.staged(lines, torch.int32), non_blocking=True),
+        state.arrivals[: len(lines)].copy_(state.staged(lines), non_blocking=True),
         state.lengths,
-        budget.limits,
+        state.limits,
         state.matches,
-        WORDS=budget.arrivals.shape[1],
+        WORDS=state.arrivals.shape[1],
         FREE=state.free is not None,
     )
 
@@ -234,17 +252,17 @@ def begin_round(
     Rows that do not draft get the request -1. Every row starts without a drafted token.
     """
     rows, places = state.draft_tokens.shape
-    budget, free = state.budget, None if dummy_run else state.free
+    free = None if dummy_run else state.free
     left = Verdict(batch.seq_lens, *verdict)
     if state.measures and not dummy_run:
         judge_confidence(state, batch, left.num_sampled)
     if free is not None:
         look_up(state, batch, left)
     _begin_round[(1,)](
-        state.inputs(),
-        state.progress(),
+        state.inputs,
+        state.progress,
         state.lengths,
-        budget.limits,
+        state.limits,
         state.worth,
         state.matches,
         left,
@@ -252,7 +270,7 @@ def begin_round(
         max_num_reqs=rows,
         max_model_len=state.max_model_len,
         steps=steps,
-        number_of_cells=len(budget.limits.cells),
+        number_of_cells=len(state.limits.cells),
         step_value=float(state.step_value),
         k=places if free is None else free.k,
         free=0 if free is None else free.tokens,

@@ -1,4 +1,4 @@
-"""The drafter of the V2 model runner, as vLLM's runner knows it: loading, a round, and what changes on a live engine.
+"""The drafter of the V2 model runner, as vLLM's runner knows it: a round, and what changes on a live engine.
 
 The same method as v1/proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
 newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
@@ -20,50 +20,26 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin import compile_cache
-from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
-from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
-from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
-from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.matches import certain
-from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
+from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.sampler import verify_no_more_than
+from selfspec_cli.vllm_plugin.v2.scheduling import planners_like
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
-from selfspec_cli.vllm_plugin.v2.tensors import Free
-from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
-from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
-from selfspec_cli.vllm_plugin.vllm_names import (
-    dispatch_cg_and_sync_dp,
-    init_attn_backend,
-    init_logger,
-    set_forward_context,
-)
+from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
+from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_logger, set_forward_context
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
-from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
-from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
     from selfspec_cli.early_exit.rule import Choice
-    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        AttentionGroup,
-        BlockTables,
-        InputBatch,
-        InputBuffers,
-        KVCacheConfig,
-        ModelState,
-        RequestState,
-        VllmConfig,
-    )
+    from selfspec_cli.vllm_plugin.vllm_names import InputBatch, RequestState, VllmConfig
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
@@ -85,107 +61,18 @@ def init_with_early_exit(original: Init) -> Init:
 
 
 class EarlyExitSpeculator(DraftLoop):
-    """Drafts with the target's first E layers. The base class keeps the interface that the runner calls."""
+    """Drafts with the target's first E layers: when the loop runs, and what it starts from."""
 
     new_recorder = DeviceRecorder
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
-        super().__init__(vllm_config, device)
-        settings = settings_of(vllm_config)
-        assert settings is not None
-        set_strict(settings.strict)
-        self.settings = settings
-        self.state = DraftState(
-            self.input_buffers,
-            self.idx_mapping,
-            self.sample_src_positions,
-            self.draft_tokens,
-            self.current_draft_step,
-            self.max_model_len,
-            settings.table,
-            *self._free(requests),
-            settings.measures,
-        )
-        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold)
+        super().__init__(vllm_config, device, requests)
+        self.gate = DeviceGate(self.state, self.settings.gate.kind, self.settings.threshold)
         self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
-        # The base class feeds hidden states back; nothing does here.
-        self.hidden_states: Tensor = torch.empty(0, device=device)
-        self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
-        self.positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         self._warm = False
-        self._weights: Watch | None = None  # of the target, once it is loaded
-        self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
-        self._leaves_out = True  # whether the coming rounds do: `rule.StepTimes.leaves_out`
-
-    def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
-        """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round
-        searches. Both are None without such drafts."""
-        settings = self.settings
-        if not settings.free_drafts:
-            return None, None
-        text = requests.all_token_ids.gpu
-        if text.device.type == "cuda":  # vLLM keeps them in host memory, except for its own n-gram drafts
-            text = requests.all_token_ids.gpu = torch.zeros_like(text)
-        return Free(settings.free_drafts, settings.k, settings.free_requests, not settings.layers_draft), text
-
-    # ---- loading ----------------------------------------------------------------------------------------------
-
-    def load_model(self, target_model: nn.Module) -> None:
-        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
-        began = time.perf_counter()
-        target_model, settings = without_adapters(target_model), self.settings
-        self._target = target_model
-        fitted = fitted_for(settings, target_model, self.vllm_config)
-        self.model = first_layers(
-            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
-        )
-        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
-        decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
-        self.fused_step = fused_step(decoder, self.vllm_config, self.device)
-        self._weights = Watch(target_model)
-        self._layer_names = attention_names(self.model, self.vllm_config)
-        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
-        logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
-
-    def renew(self) -> None:
-        """After the target's weights changed, rebuild what was made from them, in the memory that CUDA graphs read."""
-        renew(self.model, self.head, self.settings, self.vllm_config)
-        if self.fused_step is not None:
-            self.fused_step.renew(self.model.drafting_decoder)
-        if self._weights is not None:
-            self._weights.stale = False
-
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        """The base class's hook for loading weights; `load_model` above needs none."""
-        raise NotImplementedError("early exit has no draft model of its own")
-
-    def set_attn(
-        self,
-        model_state: ModelState,
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
-        target_input_buffers: InputBuffers,
-        target_attn_groups: list[list[AttentionGroup]],
-    ) -> None:
-        """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
-
-        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
-        speculator was created.
-        """
-        self.state.max_model_len = self.vllm_config.model_config.max_model_len
-        self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
-        self._find_groups()
-
-    def _find_groups(self) -> None:
-        self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
-            self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
-        )
-        drafting = [group for groups in self.attn_groups for group in groups]
-        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
-        self.supports_decode_metadata_update = all(group.supports_draft_decode_metadata_update for group in drafting)
 
     # ---- what changes on a live engine --------------------------------------------------------------------------
 
@@ -201,7 +88,7 @@ class EarlyExitSpeculator(DraftLoop):
         for planner in self._planners("length_table"):
             planner.set_table(table)
         self.settings = replace(self.settings, length_table=str(table))
-        self.state.budget.set_table(table)
+        self.state.set_table(table)
 
     def set_chooses_width(self, on: bool) -> None:
         """Choose each step's width by measured times if `on`, else by the length table, from the next step on."""
@@ -236,13 +123,8 @@ class EarlyExitSpeculator(DraftLoop):
         """Note new requests before their first step.
 
         The device does not need them before drafts are verified or a round begins, so they are sent only then: the host
-        launches the step first, and a server with drafting disabled sends nothing.
-
-        Args:
-            slots: vLLM's slot of each request.
-            parameters: the SamplingParams of each, or None.
-            prompts: the prompt length of each, in tokens.
-            verified: whether the coming step verifies drafts.
+        launches the step first, and a server with drafting disabled sends nothing. slots: vLLM's; parameters: the
+        SamplingParams of each, or None; prompts: lengths in tokens; verified: whether the coming step verifies drafts.
         """
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
@@ -262,11 +144,11 @@ class EarlyExitSpeculator(DraftLoop):
     @property
     def draft_length(self) -> int:
         """Most tokens drafted a round. Reading it waits for the device."""
-        return int(self.state.limit)
+        return int(self.state.progress.limit)
 
     @draft_length.setter
     def draft_length(self, k: int) -> None:
-        self.state.limit.fill_(k)
+        self.state.progress.limit.fill_(k)
 
     @property
     def counters(self) -> DraftState:
@@ -301,7 +183,7 @@ class EarlyExitSpeculator(DraftLoop):
         num_speculative_tokens: most tokens drafted in this round; None: k. vLLM passes fewer if it chooses by batch
         size.
 
-        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see verdict.py).
+        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see sampler.py).
         """
         if self._weights is not None and self._weights.stale:
             self.renew()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,16 +12,15 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
-from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
-from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Matches, Progress, RoundInputs, Worth
+from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Limits, Matches, Progress, RoundInputs, Worth
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
-"""The first of `DraftState.counts`, in the kernels' order."""
+"""The first of `Progress.counts`, in the kernels' order."""
 EVERY = 0.5
 """Seconds between two copies. One is a single small transfer in the stream of the work that counts."""
 SOON = 0.05
@@ -53,21 +53,13 @@ class LateCopy:
 
 
 class DraftState:
-    """Persistent tensors of the draft loop. A row is a place in the batch; a request is vLLM's slot for one.
+    """Persistent tensors of the draft loop, in the groups that kernels take (tensors.py).
 
-    Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
-    row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
-    draft_tokens (int64 [rows, k], 0 where nothing was drafted), row_steps (int32, most drafts of each this round),
-    row_limits (float32, what the gate compares with in each, NaN for the gate's own), left_out (int32, tokens of the
-    context that the row's drafts do not attend to).
-    Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
-    cumulative gate reads of the step before is there too).
-    budget: what decides how much a request may draft. matches: what the histories of requests say, read where `free` is
-    not None; but `matches.drafted`, tokens of the model's own in the last draft, counts everywhere.
-    Scalars: step, limit (most drafts a round), round_limit (the most of any row this round), active and going (rows in
-    this step, rows that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
-    features: names of the statistics. worth: whether another step is worth its time, read where `measures`. step_value,
-    step_cost: of the round in hand, as `rule.Choice` has them.
+    lengths: int32 [requests], tokens proposed in the last round. statistics: float32 [requests, k, features], with what
+    a cumulative gate reads of the step before. matches: read where `free` is not None; but `matches.drafted`, tokens of
+    the model's own in the last draft, counts everywhere. worth: read where `measures`. arrivals: int32 [requests, 5],
+    of new requests (round_setup.py). features: names of the statistics. step_value, step_cost: of the round in hand, as
+    `rule.Choice` has them.
     """
 
     def __init__(
@@ -89,107 +81,102 @@ class DraftState:
         these. measures: whether the value of a step ends a round.
         """
         rows, k = draft_tokens.shape
-        device, features = draft_tokens.device, device_features()
+        device, self.features = draft_tokens.device, device_features()
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
 
+        self._histograms = {"length_histogram": k + 1, "position_histogram": k, JUDGED: k, STOOD: k}
+        self._before_active = len(COUNTED) + sum(self._histograms.values())
         self.buffers = buffers
-        self.idx_mapping = idx_mapping
-        self.requests = zeros(rows, dtype=torch.int64).fill_(-1)
-        self.sample_positions = sample_positions
         self.draft_tokens = draft_tokens
-        self.lengths = zeros(rows)
-        self.statistics = zeros(rows, k, len(features), dtype=torch.float32)
-        self.row_steps = zeros(rows)
-        self.row_limits = zeros(rows, dtype=torch.float32).fill_(math.nan)
-        self.left_out = zeros(rows)
-        self.step = step
-        self.limit = zeros(1).fill_(k if free is None else free.k)
-        self.round_limit = zeros(1)
-        self.active = zeros(1)
-        self.going = zeros(1)
-        self.gate_feature = zeros(1).fill_(-1)
-        self.gate_rule = zeros(2, dtype=torch.float32)
-        self.counts = zeros(len(COUNTED) + k + 1 + k + 2 * k + rows + 1, dtype=torch.int64)
-        self.max_model_len = max_model_len
-        self.features = features
-        self.budget = DraftBudget.of(table or LengthTable.fixed(k), rows, device)
+        self.left_out = filled(rows)
+        self.inputs = RoundInputs(
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            seq_lens=buffers.seq_lens,
+            query_start_loc=buffers.query_start_loc,
+            sample_positions=sample_positions,
+            idx_mapping=idx_mapping,
+            requests=filled(rows, value=-1, dtype=torch.int64),
+            draft_tokens=draft_tokens,
+            row_steps=filled(rows),
+            row_limits=filled(rows, value=math.nan, dtype=torch.float32),
+            left_out=self.left_out,
+        )
+        self.progress = Progress(
+            step=step,
+            limit=filled(1, value=k if free is None else free.k),
+            round_limit=filled(1),
+            active=filled(1),
+            going=filled(1),
+            counts=filled(self._before_active + rows + 1, dtype=torch.int64),
+        )
+        self.gate = GateRule(feature=filled(1, value=-1), rule=filled(2, dtype=torch.float32))
+        self.limits = Limits(
+            cells=torch.tensor(_cells(table or LengthTable.fixed(k)), dtype=torch.int32, device=device),
+            own_lengths=filled(rows, value=LARGEST),
+            own_limits=filled(rows, value=math.nan, dtype=torch.float32),
+            ends=filled(rows, value=LARGEST),
+            stops=filled(rows, value=-1),
+        )
+        self.arrivals = filled(rows, 5)
+        self.lengths = filled(rows)
+        self.statistics = filled(rows, k, len(self.features), dtype=torch.float32)
         self.matches = Matches.of(rows, text if free is not None else None, device)
         self.worth = Worth.of(rows, device)
+        self.max_model_len = max_model_len
         self.free = free
         self.measures = measures
         self.step_value, self.step_cost = 0.0, 1.0
         self._copy: LateCopy | None = None
 
-    def inputs(self) -> RoundInputs:
-        """The rows' tensors as kernels take them."""
-        buffers = self.buffers
-        return RoundInputs(
-            input_ids=buffers.input_ids,
-            positions=buffers.positions,
-            seq_lens=buffers.seq_lens,
-            query_start_loc=buffers.query_start_loc,
-            sample_positions=self.sample_positions,
-            idx_mapping=self.idx_mapping,
-            requests=self.requests,
-            draft_tokens=self.draft_tokens,
-            row_steps=self.row_steps,
-            row_limits=self.row_limits,
-            left_out=self.left_out,
-        )
+    def staged(self, values: Sequence[tuple[int, ...]]) -> Tensor:
+        """Numbers of the host, int32, where a copy to the device begins without waiting for it."""
+        return torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=self.arrivals.is_cuda)
 
-    def progress(self) -> Progress:
-        """The scalars of the round and the counters as kernels take them."""
-        return Progress(
-            step=self.step,
-            limit=self.limit,
-            round_limit=self.round_limit,
-            active=self.active,
-            going=self.going,
-            counts=self.counts,
-        )
-
-    def gate(self) -> GateRule:
-        """The gate in force as kernels take it."""
-        return GateRule(feature=self.gate_feature, rule=self.gate_rule)
+    def set_table(self, table: LengthTable) -> None:
+        """Another table from the next round on: no graph holds the old one's place."""
+        cells = self.staged(_cells(table)).to(self.arrivals.device, non_blocking=True)
+        self.limits = self.limits._replace(cells=cells)
 
     def forget(self) -> None:
         """No row drafts until the next round begins, and steps are counted from 0 again."""
-        self.idx_mapping.fill_(-1)
-        self.requests.fill_(-1)
-        for scalar in (self.step, self.active, self.going):
+        self.inputs.idx_mapping.fill_(-1)
+        self.inputs.requests.fill_(-1)
+        for scalar in (self.progress.step, self.progress.active, self.progress.going):
             scalar.zero_()
 
     def snapshot(self) -> Snapshot:
         """The counters since the engine started. Waits for the device."""
-        values = self.counts.tolist()
+        values = self.progress.counts.tolist()
         return self._named(values) | {"active_histogram": values[self._before_active :]}
 
     def landed(self) -> Snapshot | None:
         """What goes to a server's metrics, a moment old and without waiting for the device; None if nothing is new."""
         if self._copy is None:
-            self._copy = LateCopy(self.counts[: self._before_active], SOON if self.measures else EVERY)
+            counts = self.progress.counts[: self._before_active]
+            self._copy = LateCopy(counts, SOON if self.measures else EVERY)
         values = self._copy.read()
         return None if values is None else self._named(values)
 
     @property
     def judged_counts(self) -> Tensor:
-        """Of `counts`, int64 [2 k]: by position, drafts that were judged, and those that stood."""
+        """Of the counters, int64 [2 k]: by position, drafts that were judged, and those that stood."""
         k = self.draft_tokens.shape[1]
-        return self.counts[self._before_active - 2 * k : self._before_active]
-
-    @property
-    def _before_active(self) -> int:
-        return len(COUNTED) + 4 * self.draft_tokens.shape[1] + 1
+        return self.progress.counts[self._before_active - 2 * k : self._before_active]
 
     def _named(self, values: list[int]) -> Snapshot:
-        k = self.draft_tokens.shape[1]
-        after = len(COUNTED) + k + 1
-        histograms = {"length_histogram": values[len(COUNTED) : after]}
-        for number, name in enumerate(("position_histogram", JUDGED, STOOD)):
-            histograms[name] = values[after + number * k : after + (number + 1) * k]
-        return dict(zip(COUNTED, values, strict=False)) | histograms
+        found: Snapshot = dict(zip(COUNTED, values, strict=False))
+        begin = len(COUNTED)
+        for name, length in self._histograms.items():
+            found[name] = values[begin : begin + length]
+            begin += length
+        return found
+
+
+def _cells(table: LengthTable) -> list[tuple[int, int, int]]:
+    return [(cell.requests, cell.context, cell.k) for cell in table.cells]
 
 
 class DeviceGate(LiveGate):
@@ -204,8 +191,8 @@ class DeviceGate(LiveGate):
         super().set(kind, threshold)
         rule = self.rule
         sign, limit = 1.0 if rule.direction == "at_least" else -1.0, self.limit(None)
-        self._state.gate_feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))
-        self._state.gate_rule.copy_(torch.tensor([sign, limit]))
+        self._state.gate.feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))
+        self._state.gate.rule.copy_(torch.tensor([sign, limit]))
 
     def _accept(self, rule: Rule) -> None:
         require_device(rule)

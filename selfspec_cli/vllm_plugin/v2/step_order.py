@@ -25,10 +25,7 @@ from typing import Any
 
 import torch
 
-from selfspec_cli.vllm_plugin.v2.widths import planner_of
-from selfspec_cli.vllm_plugin.vllm_names import init_logger
-
-logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
+from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 
 Method = Callable[..., Any]
 
@@ -43,7 +40,7 @@ PAUSE = 50e-6
 class DraftClock:
     """When the host had launched the last forward pass, and how long the device drafted behind earlier ones.
 
-    launched: in seconds of `time.perf_counter`; drafting_disabled.py sets it.
+    launched: in seconds of `time.perf_counter`; runner.py sets it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,16 +83,13 @@ class Order:
     device: float | None = None
     _steps: list[tuple[float, float]] = field(default_factory=list)
 
-    def add(self, host: float, device: float) -> bool:
-        """Take in a step; whether the order was decided for the first time, or changed."""
+    def add(self, host: float, device: float) -> None:
+        """Take in a step, and decide after every SAMPLES of them."""
         self._steps.append((host, device))
-        if len(self._steps) < SAMPLES:
-            return False
-        before, new = self.first, self.host is None
-        self.host, self.device = map(statistics.median, zip(*self._steps, strict=True))
-        self._steps = []
-        self.first = self.host < self.device * (1 + MARGIN if before else 1 - MARGIN)
-        return new or self.first != before
+        if len(self._steps) == SAMPLES:
+            self.host, self.device = map(statistics.median, zip(*self._steps, strict=True))
+            self._steps = []
+            self.first = self.host < self.device * (1 + MARGIN if self.first else 1 - MARGIN)
 
 
 class Reader:
@@ -147,19 +141,9 @@ class Reader:
         future.add_done_callback(self._was_read)  # called where the result is set, by whoever reads the tokens
         if not _decodes(scheduled):
             return
-        load = _load(scheduled)
-        order = self._orders[load, scheduled.num_spec_tokens_to_schedule]
         host, device = self._clock.launched - read - paused, self._clock.seconds()
-        if host > 0 and device is not None and order.add(host, device):
-            logger.debug(
-                "early exit: at %d to %d requests, tokens are read %s the next step is launched (in between the host "
-                "takes %.2f ms, drafting %.2f ms)",
-                2 ** (load - 1),
-                2**load - 1,
-                "before" if order.first else "after",
-                1000 * (order.host or 0),
-                1000 * (order.device or 0),
-            )
+        if host > 0 and device is not None:
+            self._orders[_load(scheduled), scheduled.num_spec_tokens_to_schedule].add(host, device)
 
     def _was_read(self, future: Any) -> None:
         self._read, self._paused = time.perf_counter(), 0.0

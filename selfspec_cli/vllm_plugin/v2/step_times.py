@@ -28,8 +28,6 @@ from selfspec_cli.whole import cache_dir, written
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 REPLAYS = 5
-PATIENCE = 30.0
-"""Seconds that a replay may take, which takes milliseconds: other engines may use the GPU."""
 
 
 def known(config: Any) -> StepTimes | None:
@@ -64,21 +62,11 @@ def measure(
         return before
     began = time.perf_counter()
     verify = {
-        width: {
-            n: _seconds(f"a verify pass of {n} requests with {width} drafts each", replay)
-            for n, replay in replays.items()
-            if n in REQUESTS or n == max(replays)
-        }
+        width: _timed(replays, f"a verify pass of {{}} requests with {width} drafts each")
         for width, replays in decodes.items()
         if replays
     }
-    draft = {1: 0.0}
-    if drafts:
-        draft = {
-            n: _seconds(f"a draft step of {n} requests", replay)
-            for n, replay in drafts.items()
-            if n in REQUESTS or n == max(drafts)
-        }
+    draft = _timed(drafts, "a draft step of {} requests") if drafts else {1: 0.0}
     times = StepTimes(verify, draft, kv_token / _bytes_per_second(), _attended(config))
     with written(_file(config)) as part:
         part.write_text(json.dumps({"verify": verify, "draft": draft, "kv_token": times.kv_token}), encoding="utf-8")
@@ -93,20 +81,16 @@ def measure(
     return times
 
 
+def _timed(replays: dict[int, Callable[[], None]], what: str) -> dict[int, float]:
+    """Seconds of a replay by number of requests, which stands in `what` for {}."""
+    numbers = [n for n in replays if n in REQUESTS or n == max(replays)]
+    return {n: _seconds(what.format(n), replays[n]) for n in numbers}
+
+
 def _seconds(what: str, replay: Callable[[], object]) -> float:
-    """Least time of a replay, for others that use the GPU only make it longer. Raises RuntimeError, which names `what`
-    is replayed, where the first one does not end: without that an engine would never start, and say nothing."""
+    """Least time of a replay, for others that use the GPU only make it longer. Raises as `device_loop.wait`."""
     replay()
-    ended = torch.cuda.Event()
-    ended.record()
-    until = time.monotonic() + PATIENCE
-    while not ended.query():
-        if time.monotonic() > until:
-            raise RuntimeError(
-                f"{what} did not end within {PATIENCE:.0f} s on the device; {device_loop.SWITCH}=0 captures k draft "
-                "steps one after the other, in place of a loop that ends on the device"
-            )
-        time.sleep(0.0001)
+    device_loop.wait(what)
     taken = []
     for _ in range(REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,5 @@
-"""The tensors of a round in groups, as kernels take them: named tuples, which Triton passes field by field."""
+"""The tensors of a round in groups, as kernels take them: named tuples, which Triton passes field by field. A row is a
+place in the batch; a request is vLLM's slot for one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from selfspec_cli.early_exit import confidence, free_drafts
 
 
 class RoundInputs(NamedTuple):
-    """What a draft step reads of each row and writes for the step after, as kernels take it. See `DraftState`."""
+    """What a draft step reads of each row and writes for the step after.
+
+    Tokens, positions, sequence lengths (0: a row that does no work) and query starts are vLLM's input buffers.
+    sample_positions: int64. idx_mapping, requests: int64, row -> request, -1 for a row that does not draft; the first
+    is closed with the gate. draft_tokens: int64 [rows, k], 0 where nothing was drafted. row_steps: int32, most drafts
+    this round. row_limits: float32, what the gate compares with, NaN for the gate's own threshold. left_out: int32,
+    tokens of the context that the row's drafts do not attend to.
+    """
 
     input_ids: Tensor
     positions: Tensor
@@ -27,7 +35,11 @@ class RoundInputs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The scalars of a round and the counters, as kernels take them. See `DraftState`."""
+    """The scalars of a round, and the counters.
+
+    limit: most drafts a round; round_limit: the most of any row this round. active, going: rows in this step, and rows
+    that go on after it. counts: int64, see counting.py.
+    """
 
     step: Tensor
     limit: Tensor
@@ -38,10 +50,25 @@ class Progress(NamedTuple):
 
 
 class GateRule(NamedTuple):
-    """The gate in force, as kernels take it: its statistic's number, and sign and threshold. See `DraftState`."""
+    """The gate in force: its statistic's number (-1: always open), and its sign and threshold, float32 [2]."""
 
     feature: Tensor
     rule: Tensor
+
+
+class Limits(NamedTuple):
+    """What limits each draft.
+
+    cells: int32 [cells, 3], requests, context and length of each entry of the table of lengths, in its order.
+    own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing).
+    ends, stops: int32 [requests], `round_setup.Ending` of each.
+    """
+
+    cells: Tensor
+    own_lengths: Tensor
+    own_limits: Tensor
+    ends: Tensor
+    stops: Tensor
 
 
 class Free(NamedTuple):
@@ -55,7 +82,7 @@ class Free(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """What the histories say, as kernels take it; see `free_drafts.Matches`.
+    """What the histories say; see `free_drafts.Matches`.
 
     text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
     length of the match in the high half and its place in the low one, 0 for none.
@@ -99,7 +126,7 @@ class Matches(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What the loop's end is decided by, as kernels take it.
+    """What the loop's end is decided by.
 
     first, counts, fresh: float32 [2, BINS], tokens that stood and that were judged: the first guess, all, and those of
     the round before. rates: float32 [BINS], estimated acceptance by confidence. stands: float32 [rows], the probability

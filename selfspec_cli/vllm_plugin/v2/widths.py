@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakSet
 
 from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD, Snapshot
 from selfspec_cli.early_exit.length_table import LengthTable
@@ -21,14 +20,7 @@ from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, s
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import Choice, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.requests import own_settings
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2 import step_times
 from selfspec_cli.vllm_plugin.v2.sizes import free_width, widths
-
-Method = Callable[..., Any]
-
-CHOICE = "early_exit_choice"
-"""Attribute of a SchedulerOutput: the `Choice` that it was planned by. It travels to the workers with the output."""
 
 
 class WidthPlanner:
@@ -197,124 +189,3 @@ class WidthPlanner:
 def _context(scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> float:
     """Tokens of context of all scheduled requests together, before their step."""
     return float(sum(requests[name].num_computed_tokens - new for name, new in scheduled.items() if name in requests))
-
-
-_PLANNER = "early_exit_planner"
-"""Attribute of a scheduler. It is looked up for each request of each step, so it must be had quickly."""
-_planners: WeakSet[WidthPlanner] = WeakSet()
-
-
-def planners_like(settings: ResolvedSettings) -> list[WidthPlanner]:
-    """The planners in this process of engines with these settings."""
-    return [one for one in _planners if one.settings == settings]
-
-
-def planner_of(scheduler: Any) -> WidthPlanner | None:
-    """The planner of a scheduler; None without early exit, and for the V1 runner, whose drafts are there in time."""
-    try:
-        planner: WidthPlanner | None = getattr(scheduler, _PLANNER)
-    except AttributeError:
-        planner = _new_planner(scheduler.vllm_config) if scheduler.use_v2_model_runner else None
-        setattr(scheduler, _PLANNER, planner)
-        if planner is not None:
-            _planners.add(planner)
-    return planner
-
-
-def _new_planner(config: Any) -> WidthPlanner | None:
-    settings = settings_of(config)
-    if settings is None or not settings.verify:
-        return None
-    layers = int(config.model_config.hf_text_config.num_hidden_layers)
-    return WidthPlanner(settings, layers, functools.partial(step_times.known, config))
-
-
-def with_planner(original: Method) -> Method:
-    """Replacement for `Scheduler.__init__`: a scheduler has its planner from its beginning."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        planner_of(self)
-
-    return __init__
-
-
-def plan_drafts(original: Method) -> Method:
-    """Override of `Scheduler.schedule`. vLLM plans as many slots as in the step before."""
-    from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler
-
-    @functools.wraps(original)
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output, planner = original(self, *args, **kwargs), planner_of(self)
-        if planner is None or not output.num_scheduled_tokens:
-            return output
-        width = planner.width(output, self.requests)
-        setattr(output, CHOICE, planner.choice)
-        # A new request of one token is padded to k slots to keep a step's shape; with this list it is not.
-        most = self.scheduler_config.max_num_seqs
-        self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
-        if width != output.num_spec_tokens_to_schedule:
-            output.num_spec_tokens_to_schedule = width
-            if isinstance(self, AsyncScheduler):
-                _hand_out(width, (self.requests[name] for name in output.num_scheduled_tokens))
-        return output
-
-    return schedule
-
-
-def _hand_out(width: int, requests: Iterable[Any]) -> None:
-    """Give each request that drafts after the step just scheduled its slots in the next one, for drafts that an
-    asynchronous scheduler does not know yet."""
-    slots = [-1] * width
-    for request in requests:
-        if not request.is_prefill_chunk:
-            request.spec_token_ids = slots
-
-
-def hear_verdicts(original: Method) -> Method:
-    """Replacement for `Scheduler.make_spec_decoding_stats`, which is called for each request that had drafts."""
-
-    @functools.wraps(original)
-    def make_spec_decoding_stats(
-        self: Any, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        planner = planner_of(self)
-        if planner is not None and planner.rule is not None and num_draft_tokens:
-            planner.verdict(num_accepted_tokens)
-        return original(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
-
-    return make_spec_decoding_stats
-
-
-def learn_from_step(scheduler: Any, scheduler_output: Any, totals: Mapping[str, int] | None, began: float) -> None:
-    """After `Scheduler.update_from_output`, which was called at `began`: what the step took, and what it brought.
-    totals: the worker's, where they came with the step."""
-    planner = planner_of(scheduler)
-    if planner is None or planner.rule is None or not scheduler_output.num_scheduled_tokens:
-        return
-    if totals is not None:
-        planner.counted(totals)
-    planner.read(scheduler_output, began)
-
-
-def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
-    """Override of `GPUModelRunner.add_requests`: the speculator hears of new requests and of the choice that a step was
-    planned by, before it drafts for them, and the manager of graphs (graphs.py) how many tokens each request has."""
-
-    @functools.wraps(original)
-    def add_requests(self: Any, scheduler_output: Any) -> None:
-        original(self, scheduler_output)
-        self.cudagraph_manager.step = scheduler_output.num_scheduled_tokens
-        choice, set_choice = getattr(scheduler_output, CHOICE, None), getattr(self.speculator, "set_choice", None)
-        if choice is not None and set_choice is not None:
-            set_choice(choice)
-        tell = getattr(self.speculator, "add_requests", None)  # vLLM's own speculators have none
-        new = scheduler_output.scheduled_new_reqs
-        if tell is not None and new:
-            slots = self.req_states.req_id_to_index
-            places = [slots[one.req_id] for one in new]
-            verified = bool(scheduler_output.scheduled_spec_decode_tokens)
-            tell(places, [one.sampling_params for one in new], [one.prompt_len for one in new], verified)
-
-    return add_requests

@@ -117,7 +117,7 @@ from test_v2_boundary import replaced_names
 import vllm.engine.arg_utils, vllm.v1.worker.gpu.model_runner, vllm.v1.worker.gpu_worker
 from selfspec_cli.vllm_plugin import compat, register
 from selfspec_cli.vllm_plugin.patches import PATCHES
-from selfspec_cli.vllm_plugin.v2 import widths
+from selfspec_cli.vllm_plugin.v2 import scheduling
 
 register()
 everywhere = {patch.target for patch in PATCHES if patch.stage == "config"}
@@ -126,7 +126,7 @@ for stage in ("config", "scheduler", "worker"):
     compat.apply(stage)
 listed = {patch.target for patch in PATCHES}
 assert replaced_names() == listed, replaced_names() ^ listed
-vllm.v1.worker.gpu_worker.Worker.more = widths.plan_drafts
+vllm.v1.worker.gpu_worker.Worker.more = scheduling.plan_drafts
 print(sorted(replaced_names() - listed))
 """
 

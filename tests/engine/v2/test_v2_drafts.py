@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import pytest
 from fixed_times import fix_times
 from harness import (
+    CHANGING,
     GATES,
     Counts,
     Live,
@@ -20,11 +21,11 @@ from harness import (
 )
 from models import LAYERS, VOCAB
 from safetensors.torch import load_file
-from test_reference import rounds_of
+from test_gates_live import rounds_of
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
-from selfspec_cli.vllm_plugin.v2.widths import planner_of
+from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 
 pytestmark = pytest.mark.engine
 
@@ -126,49 +127,38 @@ def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):
     assert made[K] > made[2] > made[0] == 0
 
 
-def finished(engine: Live, count: int, name: str, between: Any) -> dict[str, Any]:
-    """Step the engine by hand through `count` requests; between: called before each step. Outputs by prompt."""
-    core, done = engine.llm.llm_engine, dict[int, Any]()
-    for number, params in enumerate(parameters()[:count]):
-        core.add_request(f"{name}-{number}", {"prompt_token_ids": PROMPTS[number]}, params)
-    while core.has_unfinished_requests():
-        between()
-        done |= {int(out.request_id.rpartition("-")[2]): out for out in core.step() if out.finished}
-    return done
-
-
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
     """Gate, threshold, draft length, table and the record, between any two steps."""
-    settings = cycle([("none", None), ("survival", 0.2), ("maxp", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
-    lengths, tables = cycle([K, 2, 0, 5, 1, 4, 3]), cycle([None, "1:5 3:2", *[None] * 4, "1:3 2:0 4:4"])
+    settings, lengths = cycle(CHANGING), cycle([K, 2, 0, 5, 1, 4, 3])
+    tables = cycle([None, "1:5 3:2", *[None] * 4, "1:3 2:0 4:4"])
     records = cycle([True, *[None] * 6, False, *[None] * 3])
     before = drafting.counts()
 
-    def change() -> None:
+    def change(_: list[str]) -> None:
         drafting.call("early_exit_set_gate", *next(settings))
         drafting.call("early_exit_set_draft_length", next(lengths))
         drafting.call("early_exit_set_length_table", next(tables))
         if (on := next(records)) is not None:
             drafting.call("early_exit_record", on)
 
-    done = finished(drafting, len(PROMPTS), "live", change)
+    outputs = drafting.step_through(PROMPTS, parameters(), change)
     drafting.call("early_exit_set_length_table", None)
     drafting.call("early_exit_record", False)
-    assert not differing(tokens([done[number] for number in range(len(PROMPTS))]), plain)
+    assert not differing(tokens(outputs), plain)
     (drafting.counts() - before).require_both_verdicts()
 
 
 def test_an_aborted_request_leaves_the_others_as_they_are(drafting, plain):
-    core, steps = drafting.llm.llm_engine, iter(range(1000))
+    steps = count()
 
-    def abort() -> None:
+    def abort(names: list[str]) -> None:
         step = next(steps)
         if step in (3, 6):
-            core.abort_request([f"abort-{step // 3}"])
+            drafting.llm.llm_engine.abort_request([names[step // 3]])
 
-    done = finished(drafting, len(PROMPTS), "abort", abort)
-    left = [number for number in range(len(PROMPTS)) if number not in (1, 2)]
-    assert not differing(tokens([done[number] for number in left]), [plain[number] for number in left])
+    outputs = drafting.step_through(PROMPTS, parameters(), abort)
+    left = [number for number, output in enumerate(outputs) if number not in (1, 2)]
+    assert not differing(tokens([outputs[number] for number in left]), [plain[number] for number in left])
     same(drafting, plain, few=3)
 
 

@@ -44,7 +44,7 @@ def gate_changes_output(runner: Any) -> list[Undo]:
     def change(output: Any, batch: Any) -> None:
         starts, taken, places, lengths = verdict_of(runner, output, batch)
         drafted = torch.minimum(places, lengths)
-        ended = (taken > 0) & (drafted > 0) & (lengths < state.limit) & (state.gate_feature >= 0)
+        ended = (taken > 0) & (drafted > 0) & (lengths < state.progress.limit) & (state.gate.feature >= 0)
         for place in range(output.sampled_token_ids.shape[1] - 1):
             column = output.sampled_token_ids[:, place]
             draft = draft_at(batch, starts + place + 1).to(column.dtype)

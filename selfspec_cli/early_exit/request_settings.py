@@ -8,9 +8,9 @@ from numbers import Integral
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import check_threshold
 from selfspec_cli.early_exit.length_table import Cell
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.thresholds import check_threshold
 
 PREFIX = "selfspec_"
 K, THRESHOLD = f"{PREFIX}k", f"{PREFIX}threshold"

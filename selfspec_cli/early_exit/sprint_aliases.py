@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.thresholds import check_threshold
+from selfspec_cli.early_exit.gates import GATES, check_threshold
 
 VARIABLES = ("LAYERSKIP", "EE_GATE", "EE_TAU", "EE_TAU_V")
 """The sprint's environment variables."""

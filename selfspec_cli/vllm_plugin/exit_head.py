@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit import fitted_weights
-from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.artifact import load_head, model_fingerprint
 from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings

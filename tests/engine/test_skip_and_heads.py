@@ -11,9 +11,8 @@ from models import LAYERS, VOCAB, save_tiny
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.artifact import model_fingerprint, save_head
 from selfspec_cli.early_exit.errors import HeadError
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 

@@ -10,13 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
-from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.artifact import load_head, model_fingerprint, save_head, save_pt
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
-from selfspec_cli.early_exit.legacy import save_pt
 
 HIDDEN, VOCAB = 4, 9
 LSQ = HeadSpec("lsq")

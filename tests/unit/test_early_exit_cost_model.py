@@ -10,19 +10,9 @@ from selfspec_cli.early_exit.cost_model import Costs
 MEASURED = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25)
 
 
-def test_expected_tokens_from_positions():
-    assert cm.expected_tokens_from_positions([]) == 1
-    assert cm.expected_tokens_from_positions([0.8, 0.5]) == pytest.approx(1 + 0.8 + 0.4)
-    assert cm.expected_tokens_from_positions([0.6] * 3) == pytest.approx(cm.expected_tokens(0.6, 3))
-
-
 def costs(plain=10.0, draft=2.5):
     """A verify pass that takes as long as a plain step, whatever it verifies."""
     return Costs(plain, draft, verify=plain)
-
-
-def tokens(a, longest=16):
-    return {k: cm.expected_tokens(a, k) for k in range(longest + 1)}
 
 
 def test_round_and_speedup_by_hand():
@@ -33,12 +23,6 @@ def test_round_and_speedup_by_hand():
     assert whole.round(2.5) == pytest.approx(11 + 0.5 + 2.5 * 2.25)
     # A draft step may come out of noise as negative; a step is never a gain.
     assert replace(whole, draft=-3.0).step == 0.25
-
-
-def test_efficiency():
-    assert cm.efficiency(1.5, 2.0) == 0.75
-    with pytest.raises(ValueError, match="positive"):
-        cm.efficiency(1.5, 0)
 
 
 def test_bytes_give_what_the_bench_always_predicted():
@@ -81,10 +65,6 @@ def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: cm.expected_tokens(1.1, 2),
-        lambda: cm.expected_tokens(float("nan"), 2),
-        lambda: cm.expected_tokens(0.5, -1),
-        lambda: cm.expected_tokens_from_positions([0.5, -0.1]),
         lambda: costs(plain=0),
         lambda: costs(plain=float("nan")),
         lambda: Costs(1.0, 1.0, 1.0, start=-1.0),

@@ -7,11 +7,10 @@ import pytest
 
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.gates import GATES, device_features, require_device
+from selfspec_cli.early_exit.gates import GATES, check_threshold, device_features, number, require_device
 from selfspec_cli.early_exit.gates.base import Rule
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 from selfspec_cli.early_exit.settings import OPTIONS, USER_KEYS, DraftSettings, GateConfig
-from selfspec_cli.early_exit.thresholds import check_threshold, number
 
 KEYS = ", ".join(USER_KEYS)
 TAU = "adaedl, margin, maxp, survival"

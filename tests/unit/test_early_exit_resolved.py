@@ -60,7 +60,6 @@ def test_a_cheaper_view_goes_through_all_layers_and_another_through_half_of_them
     assert drafts.deepest_layer(layers) == read(layers, layer_skip=deepest, **view).layer == deepest
     assert f"allowed: 1 to {deepest} (" in said(read, layers=layers, layer_skip=deepest + 1, **view)
     assert drafts.is_cheaper == (default == layers)
-    assert drafts.layer_of(layers) == default and DraftView(layer=2).layer_of(layers) == 2
 
 
 def test_the_layers_that_draft_and_whether_drafts_are_verified():

@@ -6,10 +6,9 @@ import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
 
-from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.artifact import load_head, model_fingerprint, save_head
 from selfspec_cli.early_exit.equations import FitError, FitReport, NormalEquations, _row_blocks
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import HEADS

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,30 +212,23 @@ CONFIG_FIELDS = (
 _SAMPLES = 64  # values per axis at most: enough to tell fine-tunes apart, nothing to read
 
 
-def model_fingerprint(config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
+def model_fingerprint(config: Mapping[str, Any], embedding: Tensor) -> str:
     """Sixteen hexadecimal digits of a SHA-256 over the architecture and a small sample of weights.
 
-    config: the model's config as a mapping; `text_config` is used where a multimodal model nests it. tensors: (name,
-    tensor) pairs that every way of loading the model leaves unquantised, such as the token embedding [V, hidden]. They
-    are taken in order of name, but names are not hashed, for loaders rename.
+    config: of the text model. embedding: of its tokens, [V or more, hidden], which every way of loading the model
+    leaves unquantised; gathered where ranks share it. Rows beyond `vocab_size` (padding) are not sampled.
 
-    From each tensor, up to 64 x 64 values at even spacing are rounded to bfloat16 before hashing: a model stored in
-    bf16 and served in fp32, or stored in fp32 and served in bf16, keeps its fingerprint. Serving bf16 weights in fp16
-    may change it (fp16 cannot hold the smallest values). Rows beyond `vocab_size` (padding) are not sampled. With
-    tensor parallelism pass replicated tensors only, or gather first.
+    Up to 64 x 64 values at even spacing are rounded to bfloat16 before hashing: a model stored in bf16 and served in
+    fp32, or stored in fp32 and served in bf16, keeps its fingerprint. Serving bf16 weights in fp16 may change it (fp16
+    cannot hold the smallest values).
     """
-    text = config.get("text_config") or config
-    shape = {name: text.get(name, config.get(name)) for name in CONFIG_FIELDS}
+    shape = {name: config.get(name) for name in CONFIG_FIELDS}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for _, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        rows = min(tensor.shape[0], shape["vocab_size"] or tensor.shape[0])
-        sample = tensor.detach()[_spaced(rows, tensor.device)]
-        if tensor.dim() > 1:
-            sample = sample.flatten(1)
-            sample = sample[:, _spaced(sample.shape[1], tensor.device)]
-        # The float32 step makes every storage dtype round once, to the same bfloat16; adding 0 turns -0 into 0.
-        rounded = (sample.float().to(torch.bfloat16) + 0.0).cpu().contiguous()
-        digest.update(bytes(rounded.view(torch.uint8).flatten().tolist()))  # no numpy here
+    rows = min(len(embedding), shape["vocab_size"] or len(embedding))
+    sample = embedding.detach()[_spaced(rows, embedding.device)][:, _spaced(embedding.shape[1], embedding.device)]
+    # The float32 step makes every storage dtype round once, to the same bfloat16; adding 0 turns -0 into 0.
+    rounded = (sample.float().to(torch.bfloat16) + 0.0).cpu().contiguous()
+    digest.update(bytes(rounded.view(torch.uint8).flatten().tolist()))  # no numpy here
     return digest.hexdigest()[:16]
 
 

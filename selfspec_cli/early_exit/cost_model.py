@@ -66,7 +66,6 @@ class Costs:
         return tokens * self.plain / self.round(k) if k else 1.0
 
     def to_dict(self) -> dict[str, float]:
-        """JSON form; `Costs(**...)` reads it back."""
         return asdict(self)
 
 

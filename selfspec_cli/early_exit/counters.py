@@ -50,7 +50,6 @@ class VerifyCounts:
     accepted_at: list[int]
 
     def since(self, before: VerifyCounts) -> VerifyCounts:
-        """What happened after an earlier reading."""
         return self._plus(before, -1)
 
     @staticmethod

@@ -1,9 +1,8 @@
-"""Copies of a weight that are made for the data that it meets: rounding by GPTQ's method.
+"""Rounding of a weight for the data that it meets, by GPTQ (Frantar et al., arXiv:2210.17323, section 3.3).
 
-What a linear layer sees enters as the second moment of its inputs, M = X^T X / n [in, in] over n tokens, for the error
+The data enter as the second moment of a linear layer's inputs, M = X^T X / n [in, in] over n tokens, because the error
 that counts is that of the product: E|(W - Q) x|^2 = tr((W - Q) M (W - Q)^T).
-Column by column, each column's rounding error is made up for in the columns that are still to be rounded (Frantar et
-al., GPTQ, arXiv:2210.17323, in the Cholesky form of its section 3.3).
+Column by column, each column's rounding error is made up for in the columns that are still to be rounded.
 """
 
 from collections.abc import Callable
@@ -45,20 +44,15 @@ def rounded_in_order(
 
 
 def weighted_error(error: Tensor, moment: Tensor) -> float:
-    """tr(error M error^T): the mean square that an error [out, in] of a weight makes in the product, all outputs
-    together."""
+    """tr(error M error^T): the mean square error of the product, all outputs together, for a weight's [out, in]."""
     return float(((error.float() @ moment.float()) * error.float()).sum())
 
 
-def _damped(moment: Tensor) -> Tensor:
-    """M with a diagonal that makes it positive definite; columns that no token ever used keep their own scale."""
-    damped = moment.float().clone()
-    mean = damped.diagonal().mean().clamp(min=1e-20)
-    damped.diagonal().add_(DAMPING * mean)
-    return damped
-
-
 def _inverse_factor(moment: Tensor) -> Tensor:
-    """Upper triangular U with M^-1 = U^T U; row i holds how an error in column i is made up for in later ones."""
-    lower = torch.linalg.cholesky(_damped(moment))
-    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    """Upper triangular U with M^-1 = U^T U; row i holds how an error in column i is made up for in later ones.
+
+    M is damped, so that it is positive definite where columns were never used.
+    """
+    damped = moment.float().clone()
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-20))
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

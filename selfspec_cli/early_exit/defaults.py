@@ -34,16 +34,14 @@ SHARE_OF_DRAWN = 0.03
 class Target:
     """What the choice depends on.
 
-    weights: of the target and the machine. bits: of the target's weights. layers: their number. parameters: that copies
-    would be made of. exit_layer: that the checkpoint was trained for, `early_exit_layer` in its config.json. left:
-    bytes that vLLM may use beside the weights, or, with a KV cache of a given size, that the device has beside both.
-    memory: bytes of the device. Both are None where there is no GPU. logits: of a step of all requests: requests times
-    vocabulary.
+    weights: of the target and the machine. bits: of the target's weights. parameters: that copies would be made of.
+    exit_layer: that the checkpoint was trained for, `early_exit_layer` in its config.json. left: bytes that vLLM may
+    use beside the weights, or, with a KV cache of a given size, that the device has beside both. memory: bytes of the
+    device. Both are None where there is no GPU. logits: of a step of all requests: requests times vocabulary.
     """
 
     weights: WeightFacts
     bits: float
-    layers: int
     parameters: float
     exit_layer: int | None = None
     left: float | None = None

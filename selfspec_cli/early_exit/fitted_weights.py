@@ -1,8 +1,7 @@
 """Copies of a model's weights that were made from data, on disk: what `selfspec fit-weights` writes and drafts read.
 
 One safetensors file: for each linear layer NAME (as vLLM calls it below the decoder, such as layers.3.mlp.down_proj, or
-lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model; another model
-refuses it.
+lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LM_HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class About:
-    """kind: of draft_weights. fingerprint: of the model (`fingerprint.py`). tokens: that the second moments are of.
+    """kind: of draft_weights. fingerprint: of the model (`model_fingerprint`). tokens: that the second moments are of.
     method: how copies were rounded. more: for people."""
 
     kind: str
@@ -48,13 +47,13 @@ class FittedWeights:
     copies: dict[str, dict[str, Tensor]]
 
     def kind_of(self, name: str, rows: Tensor | None = None) -> StoredCopy:
-        """Stands in for the kind of draft weights where the layer `name` is copied; rows: of these rows only."""
+        """A kind of draft weights that copies the layer `name`, or only its `rows`, by what is stored."""
         tensors = self.copies[name]
         return StoredCopy(self.about.kind, tensors if rows is None else {key: t[rows] for key, t in tensors.items()})
 
 
 class StoredCopy(DraftWeights):
-    """A kind of draft weights whose copy is there already: `quantise` returns it instead of making one."""
+    """A kind of draft weights whose `quantise` returns a stored copy instead of making one."""
 
     def __init__(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         self._kind, self._tensors = DRAFT_WEIGHTS[kind], tensors
@@ -69,12 +68,11 @@ class StoredCopy(DraftWeights):
         return copy
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """As its kind does."""
         return self._kind.dequantise(tensors, dtype)
 
 
 def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
-    """Write the file, whole or not at all; `load` reads it back. Creates the folder."""
+    """Write the file, whole or not at all. Creates the folder."""
     target = Path(path)
     if target.suffix != SUFFIX:
         raise SettingsError(f"draft_weights_path = {str(target)!r}: fitted copies are saved as {SUFFIX}")
@@ -85,42 +83,32 @@ def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
     return target
 
 
-def read_about(path: str | os.PathLike[str]) -> About:
-    """What a file says of itself. Raises SettingsError for a file that is not there, or is no file of `save`."""
+def load(path: str | os.PathLike[str], kind: str, fingerprint: str) -> FittedWeights:
+    """Read a file, tensors on the CPU. kind: of draft_weights. fingerprint: of the model.
+
+    Raises SettingsError for another kind or model, and a file that is not there, or that `save` did not write.
+    """
+    place = f"draft_weights_path = {str(path)!r}"
+    copies: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(path, framework="pt") as opened:
             header = opened.metadata() or {}
-        if header.get("format") != FORMAT:
-            raise SettingsError(f"draft_weights_path = {str(path)!r}: it is no file that selfspec fit-weights wrote")
-        return About(**{item.name: json.loads(header[item.name]) for item in fields(About)})
+            for key in opened.keys():  # noqa: SIM118 (no mapping)
+                name, _, last = key.rpartition(".copy.")
+                copies.setdefault(name, {})[last] = opened.get_tensor(key)
+        about = None
+        if header.get("format") == FORMAT:
+            about = About(**{item.name: json.loads(header[item.name]) for item in fields(About)})
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        raise SettingsError(
-            f"draft_weights_path = {str(path)!r} cannot be read ({error}); make one with: selfspec fit-weights"
-        ) from error
-
-
-def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None) -> FittedWeights:
-    """Read a file, tensors on the CPU.
-
-    kind: the draft_weights asked for. fingerprint: of the model at hand; None is not checked. Raises SettingsError for
-    another kind or model, and as `read_about`.
-    """
-    about = read_about(path)
+        raise SettingsError(f"{place} cannot be read ({error}); make one with: selfspec fit-weights") from error
+    if about is None:
+        raise SettingsError(f"{place}: it is no file that selfspec fit-weights wrote")
     if about.kind != kind:
         raise SettingsError(
-            f"draft_weights_path = {str(path)!r} holds {about.kind} copies, and draft_weights is "
-            f"{kind!r}; allowed: draft_weights = {about.kind}"
+            f"{place} holds {about.kind} copies, and draft_weights is {kind!r}; allowed: draft_weights = {about.kind}"
         )
-    if fingerprint is not None and about.fingerprint != fingerprint:
+    if about.fingerprint != fingerprint:
         raise SettingsError(
-            f"draft_weights_path = {str(path)!r} was made of another model: its fingerprint is "
-            f"{about.fingerprint}, this model's is {fingerprint}"
+            f"{place} was made of another model: its fingerprint is {about.fingerprint}, this model's is {fingerprint}"
         )
-    copies: dict[str, dict[str, Tensor]] = {}
-    with safe_open(path, framework="pt") as opened:
-        for key in opened.keys():  # noqa: SIM118 (no mapping)
-            name, _, last = key.rpartition(".copy.")
-            copies.setdefault(name, {})[last] = opened.get_tensor(key)
     return FittedWeights(about, copies)

@@ -146,13 +146,11 @@ def legacy_layer(file: Path) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def find_head(
-    directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None, draft_vocab: str | None = None
-) -> Path:
+def find_head(directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None) -> Path:
     """The one head for `layer` in a directory, by metadata; .pt files by their name.
 
-    spec: which head, over the full vocabulary or that of tag `draft_vocab`; None takes any. Raises HeadError when there
-    is none (listing those that are there) or more than one.
+    spec: which head, over the full vocabulary; None takes any. Raises HeadError when there is none (listing those that
+    are there) or more than one.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -168,11 +166,11 @@ def find_head(
                 unreadable.append(str(error))
         elif (old := legacy_layer(file)) is not None:
             seen.append((old, LEGACY_KIND, None, file))
-    sought = None if spec is None else (spec.name, draft_vocab)
+    sought = None if spec is None else (spec.name, None)
     fits = [file for at, what, vocab, file in seen if at == layer and sought in (None, (what, vocab))]
     if len(fits) == 1:
         return fits[0]
-    what_for = f"layer {layer}" + (f", {spec.name}" if spec else "") + (f" over {draft_vocab}" if draft_vocab else "")
+    what_for = f"layer {layer}" + (f", {spec.name}" if spec else "")
     if fits:
         raise HeadError(f"{root} has {len(fits)} heads for {what_for}; name one: {', '.join(f.name for f in fits)}")
     there = ", ".join(f"{what}{f' over {vocab}' if vocab else ''} at layer {at}" for at, what, vocab, _ in seen)

@@ -6,12 +6,13 @@ arXiv:1706.04599) fit a temperature:
 
     logits = scale * head(x) + prior * log p(token)        p: how often a token was a target of the fit, plus one
 
-The loss is convex in both. They become part of the head's weight and bias, so whoever loads the file needs to know
-nothing of them; a scale alone changes no argmax, and a prior that costs agreement is left out.
+The loss is convex in both. They become part of the head's weight and bias. A scale alone changes no argmax, and a prior
+that costs agreement is left out.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +25,11 @@ HALVINGS = 40
 PIECE = 64  # states at a time: some eight tensors of [PIECE, V] fp32 are alive at once
 ENOUGH = 1e-7  # nats a token
 
-Batches = Iterable[tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class HeadScale:
     """scale: above 0. prior: weight of the log frequencies, 0 for none. nats_before, nats: held-out cross entropy a
-    token of the head as it was solved, and with both. agreement: share of held-out targets that are its argmax.
-    """
+    token of the head as it was solved, and with both. agreement: share of held-out targets that are its argmax."""
 
     scale: float
     prior: float
@@ -40,7 +38,6 @@ class HeadScale:
     agreement: float
 
     def to_dict(self) -> dict[str, float]:
-        """For the fit statistics of `HeadMetadata`."""
         return {"scale": self.scale, "prior": self.prior, "nats_before": self.nats_before, "nats": self.nats}
 
 
@@ -50,7 +47,7 @@ def log_frequencies(counts: Tensor) -> Tensor:
     return (smoothed / smoothed.sum()).log().float()
 
 
-def fit_scale(head: ExitHead, counts: Tensor, batches: Batches) -> HeadScale | None:
+def fit_scale(head: ExitHead, counts: Tensor, batches: Iterable[tuple[Tensor, Tensor]]) -> HeadScale | None:
     """Scale and prior of a head with rows of its own; None where no scale above 0 makes it better than a guess.
 
     counts: how often each token was a target of the fit, [V]. batches: held-out (x [n, hidden], target ids int64 [n]).
@@ -74,17 +71,16 @@ def fit_scale(head: ExitHead, counts: Tensor, batches: Batches) -> HeadScale | N
 def scaled(head: ExitHead, counts: Tensor, found: HeadScale) -> ExitHead:
     """The same head with its scale and its prior in the weight [V, hidden] and the bias [V]; over all tokens."""
     rows, bias = head.kind.rows
-    tensors: dict[str, Tensor | None] = dict(head.tensors)
-    own = tensors.get(bias)
-    constant = None if own is None else own * found.scale
+    weight, constant = head.tensors[rows] * found.scale, head.tensors.get(bias)
+    if constant is not None:
+        constant = constant * found.scale
     if found.prior:
-        shift = found.prior * log_frequencies(counts).to(head.tensors[rows].device)
+        shift = found.prior * log_frequencies(counts).to(weight.device)
         constant = shift if constant is None else constant + shift
-    return ExitHead(head.kind.name, {**tensors, rows: head.tensors[rows] * found.scale, bias: constant})
+    return ExitHead(head.kind.name, {**head.tensors, rows: weight, bias: constant})
 
 
-@dataclass
-class _Sums:
+class _Means(NamedTuple):
     """Means over held-out positions: cross entropy, its gradient [2] and Hessian [2, 2] in (scale, prior)."""
 
     nats: float
@@ -94,7 +90,7 @@ class _Sums:
 
 
 @torch.no_grad()
-def _loss(head: ExitHead, prior: Tensor, held_out: list[tuple[Tensor, Tensor]], at: Tensor) -> _Sums:
+def _loss(head: ExitHead, prior: Tensor, held_out: list[tuple[Tensor, Tensor]], at: Tensor) -> _Means:
     nats, gradient, hessian = 0.0, torch.zeros(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
     hits = seen = 0
     weight = head.tensors[head.kind.rows[0]]
@@ -114,12 +110,12 @@ def _loss(head: ExitHead, prior: Tensor, held_out: list[tuple[Tensor, Tensor]], 
             for j in range(2):
                 moment = (p * features[i] * features[j]).sum(-1) - means[i] * means[j]
                 hessian[i, j] += float(moment.double().sum())
-    return _Sums(nats / seen, gradient / seen, hessian / seen, hits / seen)
+    return _Means(nats / seen, gradient / seen, hessian / seen, hits / seen)
 
 
 def _fitted(
     head: ExitHead, prior: Tensor, held_out: list[tuple[Tensor, Tensor]], *, with_prior: bool
-) -> tuple[Tensor, _Sums]:
+) -> tuple[Tensor, _Means]:
     """(scale, prior) fp64 [2] that minimise the loss, by Newton's method with halved steps; prior 0 without one."""
     at = torch.tensor([1.0, 0.0], dtype=torch.float64)
     free = 2 if with_prior else 1

@@ -27,13 +27,12 @@ T = TypeVar("T", bound=Named)
 class Registry(Mapping[str, T], Generic[T]):
     """A mapping from names to objects, filled when it is first read.
 
-    noun: what an object is called in messages. kind: the class that every object must have. package: each of its
-    modules that has the attribute `attribute` adds that object. group: entry points of this group add theirs; an
-    object cannot take a name that is known already. An entry point that cannot be loaded is left out, and asking for it
-    by name says why.
+    noun: what an object is called in messages. kind: the class of every object. package: each of its modules that has
+    the attribute `attribute` adds that object. group: entry points of this group add theirs, under new names. An entry
+    point that cannot be loaded is left out, and asking for it by name says why.
 
-    Order: the object called `first` (the default that users need not name), this package's others by their modules'
-    names, then those of other packages by their names.
+    Order: the object called `first`, this package's others by their modules' names, then those of other packages by
+    their names.
     """
 
     def __init__(
@@ -54,9 +53,6 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         return len(self._found)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._found
-
     @property
     def broken(self) -> dict[str, str]:
         """Entry points that could not be used, by name, with the reason as a sentence for the user."""
@@ -65,6 +61,9 @@ class Registry(Mapping[str, T], Generic[T]):
     @property
     def _found(self) -> dict[str, T]:
         return self._loaded[0]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found  # Mapping's own would build the message for a missing name
 
     @cached_property
     def _loaded(self) -> tuple[dict[str, T], dict[str, str]]:

@@ -27,6 +27,8 @@ from selfspec_cli.early_exit.settings import (
     OPTIONS,
     USER_KEYS,
     DraftSettings,
+    GateConfig,
+    HeadConfig,
     gate_threshold,
 )
 from selfspec_cli.early_exit.view import DraftView, as_text, canonical, drafting_layers, skipped_layers
@@ -62,17 +64,14 @@ class ResolvedSettings(DraftSettings):
 
     @property
     def context(self) -> Context:
-        """The context that a draft step attends to."""
         return context_of(self)
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The layers below E that do not draft."""
         return skipped_layers(self.skip_layers)
 
     @property
     def drafting_layers(self) -> tuple[int, ...]:
-        """The layers that a draft step runs, in order."""
         return drafting_layers(self.layer, self.skipped)
 
     @property
@@ -132,28 +131,14 @@ class ResolvedSettings(DraftSettings):
         return settings
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `from_dict` gives back an equal object."""
         document = asdict(self)
         document["head"] = {"kind": self.head.kind, "path": self.head.path}  # its file says the rest
         return document
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ResolvedSettings:
-        """The inverse of `to_dict`. Raises SettingsError for unknown or missing settings and for wrong values."""
-        settings, flat = cls(), _flat(data)
-        for key, value in flat.items():
-            if key not in OPTIONS:
-                raise SettingsError(closest(key, OPTIONS, "draft setting"))
-            if value is not None:
-                knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k"):
-            if flat.get(key) is None:
-                raise SettingsError(f"draft setting {key!r} is missing")
-        canonical(settings)
-        settings.view.check()
-        settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
-        settings.length_table = checked_table(settings.length_table, settings.k)
-        return settings
+        """The inverse of `to_dict`, whose values were checked when they were read from a user."""
+        return cls(**{**data, "gate": GateConfig(**data["gate"]), "head": HeadConfig(**data["head"])})
 
     def _check_head(self) -> None:
         """Raise SettingsError for a fitted kind of head without a file, or with a file that holds another kind."""
@@ -222,7 +207,7 @@ def _found(spec: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | 
 def _checked(option: Option, key: str, value: Any) -> Any:
     """`value` in the type of its setting, which the user called `key`. Raises SettingsError."""
     about, types = option.knob, {option.type, *get_args(option.type)}
-    if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
+    if option.key == "layer":  # checked where the model is known
         return value
     if option.key == SETTING:
         return as_setting(key, value)
@@ -250,15 +235,6 @@ def _checked(option: Option, key: str, value: Any) -> Any:
 def _require_integer(key: str, value: object, hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise SettingsError(f"{key} = {value!r} must be an integer, not {type(value).__name__}{hint}")
-
-
-def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        key = above + name
-        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and key not in OPTIONS else {key: value}
-    return flat
 
 
 def _exit_layer(value: Any, num_layers: int, view: DraftView) -> int:
@@ -302,17 +278,15 @@ def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list
     if rule.key is None or threshold is None:
         return []
     least, greatest = rule.statistic_range(vocab_size)
-    at_least = rule.direction == "at_least"
-    never_closes = threshold <= least if at_least else threshold >= greatest
-    never_opens = threshold > greatest if at_least else threshold < least
-    at_the_edge = threshold == (greatest if at_least else least)
     start = f"gate {rule.name!r} with {rule.key} = {threshold:g}"
     end = f"{rule.meaning} lies between {least:.3g} and {greatest:.3g}"
-    if never_closes:
+    if rule.direction == "at_most":
+        threshold, least, greatest = -threshold, -greatest, -least
+    if threshold <= least:
         return [f"{start} never closes ({end}): it is the same as gate 'none'"]
-    if never_opens:
+    if threshold > greatest:
         return [f"{start} never opens ({end}): every draft ends after its first step"]
-    if at_the_edge:
+    if threshold == greatest:
         return [f"{start} never opens but for ties by rounding ({end}): drafts end after their first step"]
     return []
 

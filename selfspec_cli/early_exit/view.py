@@ -88,7 +88,6 @@ class DraftView:
             )
         if self.layer is not None:
             check_skipped(self.skipped, self.layer)
-        self.context.checked()
 
     def options(self) -> dict[str, Any]:
         """The settings of weights, layers and context that are not at their default, by name."""
@@ -191,7 +190,8 @@ def label(row: Any) -> tuple[str, str, str]:
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, FULL_VOCABULARY) else "")
     head += f" · {row.draft_weights} draft" if copies else ""
     head += f" of {row.draft_weights_file}" if row.draft_weights_file else ""
-    return layers, head, context_of(row).label()
+    context = context_of(row)
+    return layers, head, context.kind.label(*context.values)
 
 
 def canonical(settings: Any) -> None:

@@ -221,7 +221,7 @@ def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
     if vllm_config.parallel_config.tensor_parallel_size > 1:  # the name must not depend on the number of ranks
         rows = _all_rows(rows, vocab_size)
     rows = rows[:vocab_size]
-    return model_fingerprint(shape, [("embed_tokens.weight", rows.detach())])
+    return model_fingerprint(shape, rows)
 
 
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:

@@ -74,7 +74,7 @@ def test_skip_with_a_head_speaks_through_it(expected, tmp_path):
 def about(head: ExitHead, path: Path, **changes: Any) -> HeadMetadata:
     """Metadata of a head of the model in `path`, its fingerprint taken through transformers, not through vLLM."""
     model = from_transformers(path)
-    mark = model_fingerprint(model.config.to_dict(), [("embed_tokens.weight", model.model.embed_tokens.weight)])
+    mark = model_fingerprint(model.config.to_dict(), model.model.embed_tokens.weight)
     facts = {"kind": head.kind.name, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": head.rank}
     return HeadMetadata(**{**facts, "fingerprint": mark, **changes})
 

@@ -82,15 +82,8 @@ def test_an_outcome_says_what_it_is_of():
     setting = Setting("margin", 0.5, 3)
     found = replay(log, setting, COSTS)
     assert found.setting == setting
-    assert found.to_dict() == {
-        "gate": "margin",
-        "threshold": 0.5,
-        "k": 3,
-        "rounds": 20,
-        "drafted": found.drafted,
-        "accepted": found.accepted,
-        "speedup": found.speedup,
-    }
+    counts = {name: getattr(found, name) for name in ("drafted", "accepted", "speedup")}
+    assert found.to_dict() == {"gate": "margin", "threshold": 0.5, "k": 3, "rounds": 20} | counts
     assert oracle(log, 2, COSTS).setting == Setting("none", None, 2)
     nothing = log.choose(torch.zeros(20, dtype=torch.bool))
     assert replay(nothing, Setting("none", None, 2), COSTS) == Outcome(Setting("none", None, 2), 0, 0, 0, 1.0)
@@ -186,16 +179,10 @@ def test_a_pass_without_drafts_judges_nothing():
     assert len(DraftLog.from_plain(recorder.plain(), k=2).drafted) == 0
 
 
-@pytest.fixture
-def four_rounds():
-    """Four rounds of up to three tokens."""
-    statistics = torch.rand(4, 3, len(features()))
-    columns = torch.tensor([[3, 3, 2, 1], [3, 1, 0, 1], [0, 1, 0, 1]])
-    return DraftLog(statistics, *columns, features())
-
-
-def test_conditional_acceptance(four_rounds):
-    assert four_rounds.conditional_acceptance() == [3 / 4, 1 / 2, 1.0]
+def test_conditional_acceptance():
+    columns = torch.tensor([[3, 3, 2, 1], [3, 1, 0, 1], [0, 1, 0, 1]])  # four rounds of up to three tokens
+    log = DraftLog(torch.rand(4, 3, len(features())), *columns, features())
+    assert log.conditional_acceptance() == [3 / 4, 1 / 2, 1.0]
 
 
 def test_a_record_of_nothing_is_an_empty_log():

@@ -4,7 +4,6 @@ import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import Cell, LengthTable
-from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
 def lengths(table: LengthTable, *places: tuple[int, int]) -> list[int]:
@@ -77,23 +76,6 @@ def test_vllms_own_lookup_agrees():
 def test_what_is_no_list_of_vllms_is_refused(ranges):
     with pytest.raises(SettingsError, match="num_speculative_tokens_per_batch_size"):
         LengthTable.from_vllm(ranges, 5)
-
-
-# ---- in a speculative_config -----------------------------------------------------------------------------------------
-
-
-def resolved(**spec) -> ResolvedSettings:
-    keys = ("num_speculative_tokens_per_batch_size",)
-    spec = {"method": "layer_skip", "num_speculative_tokens": 5, **spec}
-    return ResolvedSettings.from_user(spec, 24, passthrough=keys)
-
-
-def test_both_ways_of_writing_give_one_table_that_travels():
-    ours = resolved(length_table="3:2 5:0")
-    theirs = resolved(num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 4, 2], [5, 8, 0]])
-    assert ours.table == theirs.table
-    assert ResolvedSettings.from_dict(ours.to_dict()) == ours
-    assert resolved().table.cells == (Cell(1, 0, 5),)
 
 
 def test_numbers_are_32_bits_wide():

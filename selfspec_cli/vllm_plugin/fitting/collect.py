@@ -172,8 +172,7 @@ class Collector:
         solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
         if self.plan.ridge is not None:
             return solver(self.plan.ridge)
-        choice = choose_ridge(solver, self._validation(layer), self.lm_head)
-        return choice.head, choice.report
+        return choose_ridge(solver, self._validation(layer), self.lm_head)
 
     def scaled(self, layer: int, spec: HeadSpec, head: ExitHead) -> tuple[ExitHead, dict[str, float]]:
         """A solved head with outputs that are a distribution, and how that was fitted (`HeadScale.to_dict`).

@@ -22,8 +22,8 @@
     head_metadata.py  the metadata of a head's file, checked without its tensors; no torch
     artifact.py       heads with their tensors; the fingerprint of a model
     head_module.py    a head that runs; draft_vocab.py: which tokens a draft may be
-    equations.py, fitting.py, head_scale.py   heads fitted by least squares, and the scale of their outputs
-    fitted_weights.py copies of weights that were made from data (data_aware.py)
+    equations.py, fitting.py   heads fitted by least squares, and the scale of their outputs
+    fitted_weights.py copies of weights that are made from data
 
     how much to draft, and what it was worth
     rule.py           before each step, by measured times and acceptance; confidence.py, free_drafts.py: inside it

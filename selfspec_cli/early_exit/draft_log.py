@@ -86,15 +86,6 @@ class DraftLog:
         return cls(statistics, drafted, accepted, request, names)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A draft step whose statistics are not computed yet. begins: which of its requests begin a draft with it."""
-
-    ids: list[str]
-    begins: list[bool]
-    logits: Tensor  # [n, V]
-
-
 @dataclass
 class DraftRecorder:
     """Collects a `DraftLog` beside a draft loop. A draft waits under its request's id until the verifier has spoken.
@@ -111,16 +102,16 @@ class DraftRecorder:
     _requests: dict[str, int] = field(default_factory=dict)
     _tokens: int = 0  # seen
     _statistics: list[Tensor] = field(default_factory=list)  # of the tokens seen but for those of `_steps`
-    _steps: list[_Step] = field(default_factory=list)
+    _steps: list[tuple[list[str], list[bool], Tensor]] = field(default_factory=list)  # ids, which begin, logits [n, V]
     _last: dict[tuple[str, str], float] = field(default_factory=dict)  # gate, request -> its cumulative statistic
 
     def step(self, ids: Sequence[str], logits: Tensor) -> None:
         """One draft step over requests `ids`: logits [n, V] before any sampling."""
-        self._steps.append(_Step(list(ids), [name not in self._waiting for name in ids], logits.clone()))
+        self._steps.append((list(ids), [name not in self._waiting for name in ids], logits.clone()))
         for name in ids:
             self._waiting.setdefault(name, []).append(self._tokens)
             self._tokens += 1
-        if sum(len(step.ids) for step in self._steps) >= self.BLOCK:
+        if sum(len(ids) for ids, *_ in self._steps) >= self.BLOCK:
             self._reduce()
 
     def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
@@ -150,7 +141,7 @@ class DraftRecorder:
 
     def _reduce(self) -> None:
         if self._steps:
-            draft = Distribution(torch.cat([step.logits for step in self._steps]))
+            draft = Distribution(torch.cat([logits for *_, logits in self._steps]))
             columns = [self._column(GATES[name], draft) for name in self.features]
             self._statistics.append(torch.stack(columns, dim=-1).cpu())
         self._steps = []
@@ -161,9 +152,8 @@ class DraftRecorder:
         if not gate.cumulative:
             return gate.statistic(draft, 1.0)
         values: list[Tensor] = []
-        for step in self._steps:
-            requests = zip(step.ids, step.begins, strict=True)
-            before = [1.0 if new else self._last[gate.name, name] for name, new in requests]
-            values.append(gate.statistic(Distribution(step.logits), torch.tensor(before, device=step.logits.device)))
-            self._last |= zip([(gate.name, name) for name in step.ids], values[-1].tolist(), strict=True)
+        for ids, begins, logits in self._steps:
+            before = [1.0 if new else self._last[gate.name, name] for name, new in zip(ids, begins, strict=True)]
+            values.append(gate.statistic(Distribution(logits), torch.tensor(before, device=logits.device)))
+            self._last |= zip([(gate.name, name) for name in ids], values[-1].tolist(), strict=True)
         return torch.cat(values)

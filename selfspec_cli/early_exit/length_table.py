@@ -20,7 +20,7 @@ LARGEST = 2**31 - 1
 """Of a number of requests or tokens: the table is int32 on the device."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Cell:
     """An entry: from `requests` running requests and `context` tokens on, draft at most k tokens a step."""
 

@@ -8,23 +8,14 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 
-
-class Named(Protocol):
-    """What a registry holds."""
-
-    @property
-    def name(self) -> str:
-        """What users write."""
+T = TypeVar("T")
 
 
-T = TypeVar("T", bound=Named)
-
-
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(Mapping[str, T]):
     """A mapping from names to objects, filled when it is first read.
 
     noun: what an object is called in messages. kind: the class of every object. package: each of its modules that has
@@ -38,8 +29,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def __init__(
         self, noun: str, kind: type[T], package: str, attribute: str, group: str, *, first: str | None = None
     ) -> None:
-        self.noun, self.kind, self.package, self.attribute, self.group = noun, kind, package, attribute, group
-        self.first = first
+        self.noun, self.package, self.attribute, self.group, self.first = noun, package, attribute, group, first
+        self.kind: type[Any] = kind
 
     def __getitem__(self, name: str) -> T:
         """Raises SettingsError, naming the nearest, for a name that is not known or cannot be loaded."""
@@ -80,15 +71,15 @@ class Registry(Mapping[str, T], Generic[T]):
                 objects[thing.name] = thing
         return objects, broken
 
-    def _built_in(self) -> Iterator[T]:
+    def _built_in(self) -> Iterator[Any]:
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
             thing = getattr(importlib.import_module(module.name), self.attribute, None)
             if thing is not None:
                 yield thing
 
-    def _load(self, point: EntryPoint, taken: Mapping[str, T]) -> T:
-        thing = point.load()
+    def _load(self, point: EntryPoint, taken: Mapping[str, T]) -> Any:
+        thing: Any = point.load()
         if not isinstance(thing, self.kind):
             raise TypeError(f"{point.value} is a {type(thing).__name__}, and a {self.kind.__name__} is needed")
         if thing.name != point.name:

@@ -253,12 +253,9 @@ def _exit_layer(value: Any, num_layers: int, view: DraftView) -> int:
 def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
     """The threshold in force for `gate`, from whichever key of a speculative_config gives it."""
     rule = GATES[gate]
-    keys = [key for key in THRESHOLD_KEYS if spec.get(key) is not None]
-    if len(keys) > 1:
-        raise SettingsError(f"{' and '.join(keys)} are thresholds of one gate; give one of them")
-    if not keys:
+    key = next((key for key in THRESHOLD_KEYS if spec.get(key) is not None), None)
+    if key is None:
         return rule.default
-    key = keys[0]
     if rule.key is not None and key not in (rule.key, "threshold"):
         users = [name for name, other in GATES.items() if other.key == key]
         allowed = " or ".join(dict.fromkeys((rule.key, "threshold")))
@@ -297,7 +294,7 @@ FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # of a least-squares head without
 def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
     """A warning of a gate that meets a head whose outputs are no distribution; None where that cannot be said either.
 
-    Such a head has rows of its own and was solved by least squares, without a scale in its file (`head_scale.py`).
+    Such a head has rows of its own and was solved by least squares, without a scale in its file (`fitting.py`).
     path: a head file, or a directory of heads for `layer`; None is the lens.
     """
     if path is None or GATES[gate].key is None:

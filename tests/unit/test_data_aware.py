@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit import fitted_weights
-from selfspec_cli.early_exit.data_aware import DAMPING, rounded_in_order, weighted_error
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitted_weights import About, FittedWeights
+from selfspec_cli.early_exit.fitted_weights import DAMPING, About, FittedWeights, rounded_in_order, weighted_error
 
 OUT, IN, GROUP = 24, 128, 64
 

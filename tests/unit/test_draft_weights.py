@@ -18,6 +18,7 @@ from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
 from selfspec_cli.vllm_plugin.weights import step_bytes
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, copied, plain_weight
+from selfspec_cli.vllm_plugin.weights.renewed import Watch, keep_weights_asleep, refill
 from selfspec_cli.vllm_plugin.weights.replace import first_of, replace_in_layers, with_replaced
 
 FP8 = DRAFT_WEIGHTS["fp8"]
@@ -58,34 +59,38 @@ def test_a_copy_stands_for_its_weight(name, dtype):
             kind.quantise(values)
 
 
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        (WeightFacts("cuda", quantization="awq", is_moe=True), "experts are quantised already (awq)"),
-        (
-            WeightFacts("cuda", is_moe=True, expert_parallel=True),
-            "here: enable_expert_parallel = True, and copies are for experts that are split as other weights are;",
-        ),
-        (
-            WeightFacts("cuda", capability=(8, 0), device_name="A100"),
-            "compute capability 8.9 or more, and this is A100",
-        ),
-    ],
-)
-def test_where_there_can_be_no_8_bit_floats(facts, reason):
+NO_COPIES = [
+    ("fp8", WeightFacts("cuda", quantization="awq", is_moe=True), "experts are quantised already (awq)"),
+    ("fp8", WeightFacts("cuda", is_moe=True, expert_parallel=True), "here: enable_expert_parallel = True, and copies"),
+    ("fp8", WeightFacts("cuda", capability=(8, 0), device_name="A100"), "capability 8.9 or more, and this is A100"),
+    ("int4", WeightFacts("cuda", dtype="float16"), "bfloat16, not float16"),
+    ("int4", WeightFacts(row_lengths=(128, 96)), "rows of 96 values (on each tensor-parallel rank)"),
+    ("int8", WeightFacts(row_lengths=(128, 96)), "rows of 96 values (on each tensor-parallel rank)"),
+]
+COPIES = [
+    *(("fp8", WeightFacts("cpu", dtype, "", False)) for dtype in (None, "float32", "float16", "bfloat16")),
+    ("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9))),
+    ("fp8", WeightFacts("cuda", "bfloat16", quantization="awq", capability=(8, 9))),
+    ("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9))),
+    ("fp8", WeightFacts(row_lengths=(96,))),
+    ("int4", WeightFacts("cpu", dtype="float32")),
+    ("int4", WeightFacts("cuda", dtype="bfloat16")),
+    ("int8", WeightFacts(row_lengths=(128, 64))),
+]
+
+
+@pytest.mark.parametrize(("name", "facts", "reason"), NO_COPIES)
+def test_where_there_can_be_no_copies(name, facts, reason):
     with pytest.raises(SettingsError) as error:
-        require_draft_weights("fp8", facts)
+        require_draft_weights(name, facts)
     assert reason in str(error.value)
     assert "shared" in str(error.value).partition("allowed:")[2]
     require_draft_weights("shared", facts)
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16"])
-def test_the_cpu_has_copies_of_any_float_weight_and_a_new_gpu_of_bf16(dtype):
-    require_draft_weights("fp8", WeightFacts("cpu", dtype, quantization="", is_moe=False))
-    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9)))
-    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", quantization="awq", capability=(8, 9)))
-    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9)))
+@pytest.mark.parametrize(("name", "facts"), COPIES)
+def test_where_there_can_be_copies(name, facts):
+    require_draft_weights(name, facts)
 
 
 def test_kernels_that_have_no_experts_are_refused_for_a_mixture_of_them():
@@ -97,14 +102,6 @@ def test_kernels_that_have_no_experts_are_refused_for_a_mixture_of_them():
     assert Linear().reason_against(WeightFacts("cpu", is_moe=True)) is None
     with_kernels = [kind for kind in DRAFT_WEIGHTS.values() if kind.kernels is not None]
     assert len(with_kernels) > 1 and all(kind.reason_against(facts) is None for kind in with_kernels)
-
-
-@pytest.mark.parametrize("name", ["int4", "int8"])
-def test_rows_that_do_not_divide_into_groups_are_refused_before_a_model_is_loaded(name):
-    with pytest.raises(SettingsError, match=r"a weight has rows of 96 values \(on each tensor-parallel rank\)"):
-        require_draft_weights(name, WeightFacts(row_lengths=(128, 96)))
-    require_draft_weights(name, WeightFacts(row_lengths=(128, 64)))
-    require_draft_weights("fp8", WeightFacts(row_lengths=(96,)))
 
 
 # ---- 8-bit floats -------------------------------------------------------------------------------------------------
@@ -161,13 +158,6 @@ def test_a_fit_refuses_what_rounding_does(broken):
             make(broken)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-
-
-def test_on_cuda_the_target_has_to_run_in_bfloat16():
-    require_draft_weights("int4", WeightFacts("cpu", dtype="float32"))
-    require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))
-    with pytest.raises(SettingsError, match=r"bfloat16, not float16.*allowed: shared"):
-        require_draft_weights("int4", WeightFacts("cuda", dtype="float16"))
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
@@ -443,3 +433,49 @@ def test_an_lm_head_that_is_not_plain_rows_is_used_as_it_is():
     assert head.reads_lm_head
     x = weight(3, 64, 1.0)
     assert head.logits(x).equal(target.compute_logits(x))
+
+
+# ---- new weights of the target --------------------------------------------------------------------------------------
+
+
+class Copied(nn.Module):
+    def __init__(self, shared, copied):
+        super().__init__()
+        self.norm = shared
+        self.copy = nn.Linear(2, 2, bias=False)
+        self.copy.weight.data.fill_(copied)
+        self.register_buffer("scale", torch.tensor([float(copied)]))
+
+
+def test_tensors_of_its_own_are_filled_where_they_are():
+    norm = nn.LayerNorm(2)
+    old, new = Copied(norm, 1.0), Copied(norm, 3.0)
+    places = old.copy.weight.data_ptr(), old.scale.data_ptr()
+    with torch.inference_mode():
+        refill(old, new)
+    assert old.norm is norm
+    assert old.copy.weight.tolist() == [[3.0, 3.0], [3.0, 3.0]] and old.scale.tolist() == [3.0]
+    assert places == (old.copy.weight.data_ptr(), old.scale.data_ptr())  # CUDA graphs hold them
+
+
+def test_a_load_past_vllms_own_calls_is_noticed():
+    loaded = []
+    model = nn.Module()
+    model.load_weights = lambda weights: loaded.extend(weights) or {"names"}
+    watch = Watch(model)
+    assert not watch.stale
+    assert model.load_weights([1]) == {"names"} and loaded == [1]
+    assert watch.stale
+
+
+def test_sleep_drops_nothing_that_new_weights_do_not_bring_back():
+    levels = []
+    sleep = keep_weights_asleep(lambda worker, level=1: levels.append(level))
+    ours = SimpleNamespace(speculator=SimpleNamespace(renew=None))
+    others = SimpleNamespace(speculator=SimpleNamespace())
+    for runner in (ours, others, SimpleNamespace()):
+        worker = SimpleNamespace(model_runner=runner)
+        sleep(worker)
+        sleep(worker, 2)
+        sleep(worker, level=0)
+    assert levels == [1, 1, 0, 1, 2, 0, 1, 2, 0]

@@ -165,88 +165,56 @@ def test_the_keys_that_are_vllms_own():
 # ---- what does not go together ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (
-            {"layer_skp": 3},
-            f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?",
-        ),
-        (
-            {"method": "layerskip"},
-            "method 'layerskip' is not known; allowed: layer_skip, skip; did you mean 'layer_skip'?",
-        ),
-        ({"head_path": 3}, "head_path = 3 must be text, a path or words"),
-        (
-            {"layers": 12, "layer_skip": 12},
-            "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)",
-        ),
-        (
-            {"layer_skip": True},
-            "layer_skip = True must be an integer, not bool; allowed: 1 to 23 (the model has 24 layers)",
-        ),
-        ({"num_speculative_tokens": 2.0}, "num_speculative_tokens = 2.0 must be an integer, not float"),
-        (
-            {"num_speculative_tokens": 257},
-            f"num_speculative_tokens = 257 is out of range; allowed: from 1 to 256, {LONG}",
-        ),
-        ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
-        ({"gate": "maxp", "tau": "0.5"}, "tau = '0.5' must be a finite number"),
-        (
-            {"gate": "varH", "tau": 0.5},
-            f"tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates that use tau: {TAU}",
-        ),
-        ({"tau": 0.5}, f"tau = 0.5 is given but gate 'none' has no threshold; gates that use tau: {TAU}"),
-        (
-            {"threshold": 0.5},
-            "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
-            "adaedl, entropy, margin, maxp, survival, varH",
-        ),
-        (
-            {"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
-            "threshold = 0.5 and tau = 0.5 and tau_v = 1.0 mean the same setting; give one",
-        ),
-        (
-            {"gate": 3},
-            "gate 3 is not known; allowed: none, adaedl, auto, entropy, margin, maxp, survival, varH",
-        ),
-        (
-            {"lsq_head_path": "a", "head_path": "b"},
-            "head_path = 'b' and lsq_head_path = 'a' mean the same setting; give one",
-        ),
-        (
-            {"method": "skip", "gate": "maxp"},
-            "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none",
-        ),
-        (
-            {"method": "skip", "length_table": "3:2"},
-            "length_table '3:2' is not used by method 'skip', which drafts nothing; allowed: none",
-        ),
-        (
-            {"draft_weights_path": "w"},
-            "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the "
-            "kind of copies that it holds",
-        ),
-        (
-            {"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
-            f"length_table and {PER_BATCH} mean the same setting; give one",
-        ),
-        (
-            {"skip_layers": "7", "layer_skip": 7},
-            "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft",
-        ),
-        (
-            {"skip_layers": "0-2", "layer_skip": 3},
-            "skip_layers = 0-2 leaves none of 3 layers to draft with; skip fewer",
-        ),
-        ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
-        ({"strict": 1}, "strict = 1 must be true or false"),
-        ({"synthetic_acceptance_length": 0.5}, "synthetic_acceptance_length = 0.5 is out of range; allowed: 1 or more"),
-        ({"draft_sample_method": True}, "draft_sample_method True is not known; allowed: greedy, probabilistic"),
-        ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
-    ],
-)
-def test_of_settings_that_are_wrong_or_do_not_go_together(spec, text):
+WRONG = {
+    f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?": {"layer_skp": 3},
+    "method 'layerskip' is not known; allowed: layer_skip, skip; did you mean 'layer_skip'?": {"method": "layerskip"},
+    "head_path = 3 must be text, a path or words": {"head_path": 3},
+    "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)": {"layers": 12, "layer_skip": 12},
+    "layer_skip = True must be an integer, not bool; allowed: 1 to 23 (the model has 24 layers)": {"layer_skip": True},
+    "num_speculative_tokens = 2.0 must be an integer, not float": {"num_speculative_tokens": 2.0},
+    f"num_speculative_tokens = 257 is out of range; allowed: from 1 to 256, {LONG}": {"num_speculative_tokens": 257},
+    "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1": {"gate": "maxp", "tau": 1.5},
+    "tau = '0.5' must be a finite number": {"gate": "maxp", "tau": "0.5"},
+    f"tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates that use tau: {TAU}": {
+        "gate": "varH",
+        "tau": 0.5,
+    },
+    f"tau = 0.5 is given but gate 'none' has no threshold; gates that use tau: {TAU}": {"tau": 0.5},
+    "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
+    "adaedl, entropy, margin, maxp, survival, varH": {"threshold": 0.5},
+    "threshold = 0.5 and tau = 0.5 and tau_v = 1.0 mean the same setting; give one": {
+        "gate": "maxp",
+        "tau": 0.5,
+        "tau_v": 1.0,
+        "threshold": 0.5,
+    },
+    "gate 3 is not known; allowed: none, adaedl, auto, entropy, margin, maxp, survival, varH": {"gate": 3},
+    "head_path = 'b' and lsq_head_path = 'a' mean the same setting; give one": {"lsq_head_path": "a", "head_path": "b"},
+    "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none": {"method": "skip", "gate": "maxp"},
+    "length_table '3:2' is not used by method 'skip', which drafts nothing; allowed: none": {
+        "method": "skip",
+        "length_table": "3:2",
+    },
+    "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the kind of copies that it holds": {
+        "draft_weights_path": "w"
+    },
+    f"length_table and {PER_BATCH} mean the same setting; give one": {"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
+    "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft": {
+        "skip_layers": "7",
+        "layer_skip": 7,
+    },
+    "skip_layers = 0-2 leaves none of 3 layers to draft with; skip fewer": {"skip_layers": "0-2", "layer_skip": 3},
+    "draft_window = 15 is out of range; allowed: 16 or more": {"draft_window": 15},
+    "strict = 1 must be true or false": {"strict": 1},
+    "synthetic_acceptance_length = 0.5 is out of range; allowed: 1 or more": {"synthetic_acceptance_length": 0.5},
+    "draft_sample_method True is not known; allowed: greedy, probabilistic": {"draft_sample_method": True},
+    "a model of 1 layer(s) has no exit layer; at least 2 layers are needed": {"layers": 1},
+}
+"""Message -> settings that are wrong, or do not go together."""
+
+
+@pytest.mark.parametrize(("text", "spec"), WRONG.items())
+def test_of_settings_that_are_wrong_or_do_not_go_together(text, spec):
     assert said(read, **spec) == text
 
 

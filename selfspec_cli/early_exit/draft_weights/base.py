@@ -62,7 +62,7 @@ class DraftWeights:
         raise NotImplementedError
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
-        """The copy for data of second moment `moment` [in, in] (`data_aware.py`); by default that of `quantise`."""
+        """The copy for data of second moment `moment` [in, in] (`fitted_weights.py`); by default that of `quantise`."""
         return self.quantise(weight)
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

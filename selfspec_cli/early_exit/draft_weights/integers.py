@@ -51,7 +51,7 @@ class Integers(DraftWeights):
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
         """Round by GPTQ's method; of the same scales the one of least error on the data is taken."""
-        from selfspec_cli.early_exit.data_aware import rounded_in_order
+        from selfspec_cli.early_exit.fitted_weights import rounded_in_order
 
         if weight.shape[1] % GROUP or not weight.isfinite().all():
             return self.quantise(weight)  # which says what is wrong

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.equations import FitReport, NormalEquations
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitting import choose_ridge, fit_head, translator_target
+from selfspec_cli.early_exit.fitting import choose_ridge, fit_head, fit_scale, scaled, translator_target
 from selfspec_cli.early_exit.head_module import ExitHead
-from selfspec_cli.early_exit.head_scale import fit_scale, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 

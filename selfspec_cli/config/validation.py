@@ -27,12 +27,11 @@ from selfspec_cli.config.schema import (
     head_spec,
 )
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates import GATES, check_threshold
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
 from selfspec_cli.early_exit.knobs import out_of_range, refusal
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
-from selfspec_cli.early_exit.thresholds import check_threshold
 from selfspec_cli.early_exit.view import DraftView
 
 if TYPE_CHECKING:

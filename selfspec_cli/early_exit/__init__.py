@@ -1,35 +1,35 @@
 """Early-exit self-speculation, the method itself: torch, safetensors and the standard library, nothing else.
 
-One line per room:
+    reference.py      the whole method in plain PyTorch, to read first and to compare with
 
-    reference.py     the whole method in plain PyTorch, to read first and to compare with
-    settings.py      what a user may ask for, checked: exit layer, draft length, head, gate, threshold
-    errors.py        the one error for settings, and the nearest right spelling
-    registry.py      objects by name: a folder's modules and other packages' entry points; no torch
-    gates/           the gates, one object in one module each: rule, statistic, device expression, help, colour
-    draft_log.py     the record of real drafts: every statistic and every verdict
-    replay.py        what a gate would have made of a log
-    roc.py           how well each statistic tells drafts that stand from drafts that fall
-    head_spec.py     which head is meant, by a short name; no torch
-    heads/           the kinds of exit heads, one object in one module each: grammar, tensors, fit, transform; no torch
-    head_metadata.py what a head's file says of it, checked without its tensors; no torch
-    head_module.py   a head that runs; draft vocabularies
-    draft_weights/   the kinds of weights that a draft runs on, one object in one module each; no torch
-    contexts/        what a draft attends to, one object in one module each; no torch
-    view.py          what drafts, as one object: layers, weights, context, head, vocabulary; no torch
-    layers.py        which layers draft, as users write them; no torch
-    data_aware.py    copies of a weight made for the data that it meets: GPTQ's rounding
-    fitted_weights.py  such copies on disk, tied to the model that they were made of
-    draft_vocab.py   which tokens a draft may be: the most frequent ones, or a list
-    artifact.py      heads on disk: saved and loaded whole
-    legacy.py        safe import of older .pt heads
-    fingerprint.py   a short stable name for a model
-    equations.py     streaming least squares, in closed form
-    fitting.py       heads fitted by it; agreement with the full model on held-out data; choice of the ridge
-    rule.py          how much to draft before each step, by measured times and acceptance; no torch
-    confidence.py    how far a draft's own confidence can be trusted, learnt from verdicts
-    defaults.py      what drafts where a user names nothing; no torch
-    cost_model.py    what a round costs and what it returns: counted in bytes, or fitted to what was timed
+    what a user may ask for (no torch)
+    settings.py       every draft setting: exit layer, draft length, head, gate, threshold
+    knobs.py          how a setting is declared: help, range, choices, keys
+    resolved.py       a speculative_config as an engine works with it; request_settings.py: one request's own
+    defaults.py       what drafts where a user names nothing
+    view.py           which part of the model drafts: layers, weights, context, head, vocabulary
+    length_table.py   upper limits of the draft length by load
+    errors.py         the one error for settings, and the nearest right spelling
+    sprint_aliases.py the first sprint's words as today's settings
+
+    registries (no torch): objects by name, one a module, and other packages' entry points (registry.py)
+    gates/            rule, statistic, device expression, help, colour
+    heads/            kinds of exit heads; head_spec.py: which head a short name means
+    draft_weights/    the weights that a draft runs on
+    contexts/         the context that a draft attends to
+
+    heads and copies on disk
+    head_metadata.py  the metadata of a head's file, checked without its tensors; no torch
+    artifact.py       heads with their tensors; the fingerprint of a model
+    head_module.py    a head that runs; draft_vocab.py: which tokens a draft may be
+    equations.py, fitting.py   heads fitted by least squares, and the scale of their outputs
+    fitted_weights.py copies of weights that are made from data
+
+    how much to draft, and what it was worth
+    rule.py           before each step, by measured times and acceptance; confidence.py, free_drafts.py: inside it
+    counters.py       what drafting did
+    draft_log.py      every statistic and verdict of real drafts; replay.py, roc.py: what a gate would have made of them
+    cost_model.py     what a round costs: counted in bytes, or fitted to timed arms
 
 Nothing is imported here, so that `settings` stays importable without paying for torch.
 """

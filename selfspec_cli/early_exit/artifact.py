@@ -1,15 +1,23 @@
-"""Exit heads on disk: safetensors with metadata (`head_metadata.py`), and a safe import of older .pt files.
+"""Exit heads on disk, tensors included, and the fingerprint that ties a head to its model.
 
-A file is the head's tensors as its kind names them, and vocab_ids. A head fitted on another model is refused.
+A head is a safetensors file: its tensors as its kind names them, vocab_ids, and metadata (`head_metadata.py`).
+Least-squares heads of other programs, ee_layer{N}_lsq.pt and h{N}.pt, are read and written too. Such a file holds
+tensors and nothing else: "weight" [V, hidden], or that alone and bare; "bias" [V]; "after_norm", a bool: whether the
+head was fitted on hidden states after the model's final norm; "scale", as in `fitting.py`.
 """
 
+import functools
+import hashlib
 import json
+import logging
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,12 +30,12 @@ from selfspec_cli.early_exit.head_metadata import (
     SUFFIX,
     HeadMetadata,
     find_head,
+    legacy_layer,
     read_metadata,
     require_model,
     require_shapes,
 )
 from selfspec_cli.early_exit.head_module import ExitHead, check_vocab_ids
-from selfspec_cli.early_exit.legacy import load_pt
 from selfspec_cli.whole import written
 
 
@@ -39,9 +47,9 @@ class LoadedHead(NamedTuple):
 
 
 def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
-    """Write the head; the file is there whole or not at all.
+    """Write the head, whole or not at all; creates the directory.
 
-    Creates the directory. Raises HeadError when head and metadata disagree, OSError when the disk does not oblige.
+    Raises HeadError when head and metadata disagree, OSError when it cannot be written.
     """
     target = Path(path)
     if target.suffix != SUFFIX:
@@ -63,11 +71,11 @@ def load_head(
     vocab_size: int | None = None,
     fingerprint: str | None = None,
 ) -> LoadedHead:
-    """Reads a head from .safetensors or a legacy .pt, or from a directory of heads (then `layer` picks it).
+    """Read a head from .safetensors or .pt, or from a directory of heads (then `layer` picks it).
 
-    layer, hidden, vocab_size, fingerprint: what the model at hand needs; each is checked if given. A file that knows no
-    fingerprint (a legacy .pt) passes that check. Tensors arrive on the CPU in the dtype they were saved in. Raises
-    HeadError for a missing, truncated or foreign file, or a head fitted on another model, layer or shape.
+    layer, hidden, vocab_size, fingerprint: what the model at hand needs; each is checked if given. A .pt file knows no
+    fingerprint, and passes that check. Tensors arrive on the CPU in the dtype they were saved in. Raises HeadError for
+    a missing, truncated or foreign file, or a head fitted on another model, layer or shape.
     """
     file = Path(path)
     if file.is_dir():
@@ -77,7 +85,7 @@ def load_head(
     if not file.is_file():
         raise HeadError(f"head {file} does not exist")
     if file.suffix == ".pt":
-        loaded = _load_legacy(file)
+        loaded = _load_pt(file)
     elif file.suffix == SUFFIX:
         loaded = _load_safetensors(file)
     else:
@@ -115,9 +123,116 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
     require_shapes(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, metadata)
 
 
-def _load_legacy(file: Path) -> LoadedHead:
-    head, layer, scale = load_pt(file)
+# ---- .pt files ------------------------------------------------------------------------------------------------------
+
+
+def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
+    """Write a least-squares head over all tokens as ee_layer{N}_lsq.pt, whole or not at all.
+
+    Raises HeadError for another kind of head, or one over a draft vocabulary, which such files cannot say.
+    """
+    if head.kind.name != LEGACY_KIND or head.vocab_ids is not None:
+        raise HeadError(f"a .pt file holds a head of kind {LEGACY_KIND} over all tokens, not {metadata.spec.name}")
+    tensors = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
+    tensors["after_norm"] = torch.tensor(True)
+    if metadata.fit.get("scale") is not None:
+        tensors["scale"] = torch.tensor(float(metadata.fit["scale"]))
+    target = Path(folder) / f"ee_layer{metadata.layer}_lsq.pt"
+    with written(target) as part:
+        torch.save(tensors, part)
+    return target
+
+
+def _load_pt(file: Path) -> LoadedHead:
+    """The head in a .pt file, loaded with `weights_only=True`, so that nothing in the file is ever run.
+
+    Raises HeadError for a file that holds anything but such tensors, is damaged, was fitted before the norm, or whose
+    name does not say the layer.
+    """
+    layer = legacy_layer(file)
+    if layer is None:
+        raise HeadError(f"head {file}: the layer is read from the name, ee_layer<N>_lsq.pt or h<N>.pt")
+    try:
+        data = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise HeadError(f"head {file} holds something other than tensors, or is corrupt; not loaded") from error
+    except Exception as error:  # torch.load raises many types for a damaged file; all mean the same to the user
+        raise HeadError(f"head {file} is truncated or corrupt: {error}") from error
+    tensors = {"weight": data} if isinstance(data, Tensor) else data
+    known = {"weight", "bias", "scale", "after_norm"}
+    if not isinstance(tensors, dict) or not {"weight"} <= set(tensors) <= known:
+        raise HeadError(
+            f"head {file} must hold a weight [vocab, hidden], and a bias [vocab], after_norm (a bool) and "
+            "a scale at most"
+        )
+    for name, tensor in tensors.items():
+        if name != "after_norm" and not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+            raise HeadError(f"head {file}: {name!r} is no tensor of floating point numbers; not loaded")
+        if name not in ("weight", "bias") and not (isinstance(tensor, Tensor) and tensor.numel() == 1):
+            raise HeadError(f"head {file}: {name!r} must be a tensor of one value; not loaded")
+    if "after_norm" not in tensors:
+        _warn_of_norm(file)
+    elif not bool(tensors["after_norm"]):
+        raise HeadError(
+            f"head {file} was fitted on hidden states before the model's final norm (after_norm is false), "
+            "and exit heads here read them after it; fit it again with `selfspec fit-lsq`"
+        )
+    fit = {"scale": float(tensors["scale"])} if "scale" in tensors else {}
+    try:
+        head = ExitHead(LEGACY_KIND, {name: tensors[name] for name in ("weight", "bias") if name in tensors})
+    except HeadError as error:
+        raise HeadError(f"head {file}: {error}") from error
     vocab_size, hidden = head.tensors["weight"].shape
-    bias = "bias" in head.tensors
-    fit = {} if scale is None else {"scale": scale}
-    return LoadedHead(head, HeadMetadata(LEGACY_KIND, layer, hidden, vocab_size, bias=bias, fit=fit))
+    return LoadedHead(head, HeadMetadata(LEGACY_KIND, layer, hidden, vocab_size, bias="bias" in tensors, fit=fit))
+
+
+@functools.cache
+def _warn_of_norm(file: Path) -> None:
+    """Once a file and process."""
+    logging.getLogger("vllm.selfspec").warning(
+        "head %s does not say whether it was fitted before or after the model's final norm; it is used after the norm. "
+        'If that is right, add "after_norm": torch.tensor(True) to the file; if not, fit it again with '
+        "`selfspec fit-lsq`",
+        file,
+    )
+
+
+# ---- which model a head is of ---------------------------------------------------------------------------------------
+
+CONFIG_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+"""The fields of a Hugging Face config.json that define the shape; those that libraries rewrite are left out."""
+
+_SAMPLES = 64  # values per axis at most: enough to tell fine-tunes apart, nothing to read
+
+
+def model_fingerprint(config: Mapping[str, Any], embedding: Tensor) -> str:
+    """Sixteen hexadecimal digits of a SHA-256 over the architecture and a small sample of weights.
+
+    config: of the text model. embedding: of its tokens, [V or more, hidden], which every way of loading the model
+    leaves unquantised; gathered where ranks share it. Rows beyond `vocab_size` (padding) are not sampled.
+
+    Up to 64 x 64 values at even spacing are rounded to bfloat16 before hashing: a model stored in bf16 and served in
+    fp32, or stored in fp32 and served in bf16, keeps its fingerprint. Serving bf16 weights in fp16 may change it (fp16
+    cannot hold the smallest values).
+    """
+    shape = {name: config.get(name) for name in CONFIG_FIELDS}
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    rows = min(len(embedding), shape["vocab_size"] or len(embedding))
+    sample = embedding.detach()[_spaced(rows, embedding.device)][:, _spaced(embedding.shape[1], embedding.device)]
+    # The float32 step makes every storage dtype round once, to the same bfloat16; adding 0 turns -0 into 0.
+    rounded = (sample.float().to(torch.bfloat16) + 0.0).cpu().contiguous()
+    digest.update(bytes(rounded.view(torch.uint8).flatten().tolist()))  # no numpy here
+    return digest.hexdigest()[:16]
+
+
+def _spaced(length: int, device: torch.device) -> Tensor:
+    """Up to 64 indices from 0 to length - 1 at even spacing, in integer arithmetic: the same on every device."""
+    count = min(length, _SAMPLES)
+    return torch.arange(count, device=device) * (length - 1) // max(count - 1, 1)

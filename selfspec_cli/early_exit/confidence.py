@@ -1,8 +1,8 @@
 """How far a draft's own confidence can be trusted: acceptance by the probability of the token that was drafted.
 
 A draft that is a quantised copy of its target is accepted far more often than its greatest probability says, an early
-exit sometimes less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and what was long
-ago fades. The product of these shares along a draft estimates the probability that all of it stands.
+exit sometimes less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and old counts
+fade. The product of these shares along a draft estimates the probability that all of it stands.
 
 This is the arithmetic in PyTorch, for the V1 runner; v2/worth.py does the same on the device, and its test compares.
 """
@@ -29,18 +29,16 @@ def first_counts() -> Tensor:
 
 
 def bins_of(confidence: Tensor) -> Tensor:
-    """The bin, int64, of each confidence in [0, 1]."""
+    """Bin, int64, of each confidence in [0, 1]."""
     return (confidence * BINS).long().clamp(0, BINS - 1)
 
 
 def learnt(counts: Tensor, confidence: Tensor, stood: Tensor) -> Tensor:
     """Counts [2, BINS] after a verify pass. confidence [n]: of each judged token, the first that fell included and none
     after it; stood, bool [n]."""
-    fresh = torch.zeros_like(counts)
     bins = bins_of(confidence)
-    fresh[0].index_add_(0, bins, stood.to(counts.dtype))
-    fresh[1].index_add_(0, bins, torch.ones_like(confidence, dtype=counts.dtype))
-    return faded(counts, fresh)
+    fresh = [torch.bincount(judged, minlength=BINS) for judged in (bins[stood], bins)]
+    return faded(counts, torch.stack(fresh).to(counts.dtype))
 
 
 def faded(counts: Tensor, fresh: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
-"""What early-exit drafting costs and what it returns: the one place that computes the cost of a round.
+"""What a round of early-exit drafting costs, and its speedup over plain decoding.
 
 A round drafts k tokens one after the other and then verifies them in one pass of the full model:
 
     round(k) = verify + start + k * (draft + verify_token)
 
-The expectation of tokens a round is Leviathan et al.'s, arXiv:2211.17192; theirs has a separate draft model where the
-first layers of the target draft here. `Costs` come from one of two places: `Costs.from_bytes` (memory traffic, before
-anything is timed) and `fit_costs` (timed arms of one exit).
+`Costs` come from memory traffic, before anything is timed (`Costs.from_bytes`), or from timed arms of one exit
+(`fit_costs`).
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ class Costs:
     def from_bytes(cls, read: Mapping[str, float], context: float, attended: float | None = None) -> Costs:
         """Bytes that each step reads, for batches small enough that memory traffic is what takes the time.
 
-        read: what `EarlyExitWorker.early_exit_step_bytes` answers: `full` and `draft` (bytes of weights a step), and
-        `full_kv_token` and `draft_kv_token` (bytes of KV cache for each token of context). context: tokens of context
-        that a step reads, all requests of the batch together, on average. attended: those that a draft step reads
-            (`contexts.Context.attended`); None: all of them.
+        read: the answer of `EarlyExitWorker.early_exit_step_bytes`. context: tokens of context that a step reads, all
+        requests of the batch together, on average. attended: those that a draft step reads (`Context.attended`); None:
+        all of them.
         """
         full = read["full"] + context * read["full_kv_token"]
         draft = read["draft"] + (context if attended is None else attended) * read["draft_kv_token"]
@@ -53,7 +51,7 @@ class Costs:
 
     @property
     def step(self) -> float:
-        """What one more draft costs: its draft step, and its place in the verify pass."""
+        """Cost of one more draft: its draft step, and its place in the verify pass."""
         # Measured rounds may put a draft step below zero; a step is never a gain.
         return max(0.0, self.draft) + self.verify_token
 
@@ -67,16 +65,7 @@ class Costs:
         """Tokens per time over those of plain decoding, for rounds that draft k and yield `tokens`; 1 for k = 0."""
         return tokens * self.plain / self.round(k) if k else 1.0
 
-    def best_k(self, tokens: Mapping[int, float]) -> tuple[int, float]:
-        """The draft length of greatest speedup among `tokens` (k -> tokens a round), with that speedup.
-
-        Ties go to the shorter draft. Where 0 is among them and comes back, drafting does not pay.
-        """
-        k = max(tokens, key=lambda k: (self.speedup(tokens[k], k), -k))
-        return k, self.speedup(tokens[k], k)
-
     def to_dict(self) -> dict[str, float]:
-        """JSON form; `Costs(**...)` reads it back."""
         return asdict(self)
 
 
@@ -84,66 +73,31 @@ def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: f
     """Costs of one exit from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds).
 
     plain: seconds of a step without drafts. The times of verifying and of drafting are fitted as lines over the draft
-    length by least squares, so two lengths at least are wanted. Verifying is kept from getting cheaper with length and
+    length by least squares, so at least two lengths are needed. Verifying is kept from getting cheaper with length and
     from costing nothing without drafts, and a round from starting at a gain. Where the share of drafting is None (a GPU
     drafts without telling the host), the line is a whole round's, and its slope is the draft step's: another token to
     verify is next to free there.
     """
     lengths = [length for length, *_ in arms]
+    mean_length = statistics.fmean(lengths)
     whole = [seconds / rounds for _, seconds, _, rounds in arms]
     drafting = [own / rounds for _, _, own, rounds in arms if own is not None]
     if len(drafting) < len(arms):
-        draft, mean, length = max(_slope(lengths, whole), 0.0), statistics.fmean(whole), statistics.fmean(lengths)
-        if draft * length >= mean:  # noise: nothing would be left for the verify pass
-            draft = max(mean - plain, 0.0) / length
-        return Costs(plain, draft, mean - draft * length)
+        draft, mean = max(_slope(lengths, whole), 0.0), statistics.fmean(whole)
+        if draft * mean_length >= mean:  # noise: nothing would be left for the verify pass
+            draft = max(mean - plain, 0.0) / mean_length
+        return Costs(plain, draft, mean - draft * mean_length)
     verify = [round_ - own for round_, own in zip(whole, drafting, strict=True)]
     verify_token = max(_slope(lengths, verify), 0.0)
-    if verify_token * statistics.fmean(lengths) >= statistics.fmean(verify):  # noise: no pass over no drafts is free
+    if verify_token * mean_length >= statistics.fmean(verify):  # noise: no pass over no drafts is free
         verify_token = 0.0
     draft = _slope(lengths, drafting)
-    start = statistics.fmean(drafting) - draft * statistics.fmean(lengths)
+    start = statistics.fmean(drafting) - draft * mean_length
     if start < 0 or draft <= 0:  # noise, or arms of one length only
         start, draft = 0.0, sum(drafting) / sum(lengths)
-    return Costs(plain, draft, statistics.fmean(verify) - verify_token * statistics.fmean(lengths), verify_token, start)
-
-
-def expected_tokens(a: float, k: int) -> float:
-    """Tokens a round yields: 1 + a + a^2 + ... + a^k, in [1, k + 1] (Leviathan et al., equation 1).
-
-    a: probability that a draft token is accepted, the same for each given that those before it were. k >= 0.
-    Raises ValueError for a outside [0, 1] or negative k.
-    """
-    if k < 0:
-        raise ValueError(f"k = {k!r} is out of range; allowed: 0 or more")
-    return expected_tokens_from_positions([a] * k)
-
-
-def expected_tokens_from_positions(rates: Sequence[float]) -> float:
-    """Tokens a round yields from conditional acceptances: 1 + r_1 + r_1 r_2 + ... , in [1, len(rates) + 1].
-
-    rates[i]: probability that draft token i + 1 is accepted given that tokens 1..i were. Raises ValueError for a rate
-    outside [0, 1].
-    """
-    total, alive = 1.0, 1.0  # the verify step always yields one token of its own
-    for rate in rates:
-        if not 0 <= rate <= 1:
-            raise ValueError(f"acceptance {rate!r} is out of range; allowed: 0 to 1")
-        alive *= rate
-        total += alive
-    return total
-
-
-def efficiency(measured: float, predicted: float) -> float:
-    """Measured speedup over predicted speedup: the share that the engine keeps, apart from how good the drafts are.
-
-    Raises ValueError for a predicted speedup that is not positive.
-    """
-    if not predicted > 0:
-        raise ValueError(f"predicted speedup {predicted!r} must be positive")
-    return measured / predicted
+    return Costs(plain, draft, statistics.fmean(verify) - verify_token * mean_length, verify_token, start)
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the least-squares line through the points; 0 where all x are the same."""
+    """Slope of the least-squares line through the points; 0 where all x are the same."""
     return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0

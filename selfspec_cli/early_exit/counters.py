@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -16,8 +17,21 @@ JUDGED, STOOD = "judged_at", "stood_at"
 """Of a snapshot of the V2 draft loop: drafts by position that were verified when all before them stood, and those of
 them that stood."""
 REASONS = ("load", "context", "request", "cost")
-"""Why a request that could be drafted for is not: the table by load, the table by context, its own wish, or because
-drafts cost more time than they bring."""
+"""Why a request is not drafted for: the table by load, the table by context, its own wish, or because drafts cost more
+time than they bring."""
+
+INVARIANTS = {
+    "host_synchronisations": "times that the host waited for the device inside `propose`",
+    "allocations": "tensors allocated on the device inside `propose`",
+    "host_copies": "values copied from the device to the host inside `propose`",
+    "eager_steps": "decoding and draft steps that ran neither compiled nor in a CUDA graph",
+    "unrolled_rounds": "rounds whose draft loop could not end on the device",
+    "sampled_rows": "requests that were not greedy",
+    "finished_rows": "requests that were drafted for after their last token",
+    "closed_rows": "requests that took part in a draft step after their gate had closed",
+}
+"""What must not happen while a model drafts, whatever its speed, and what is counted of it on a live engine
+(`vllm_plugin/observe/watch.py`). A performance check asks for 0 of it."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +50,20 @@ class VerifyCounts:
     accepted_at: list[int]
 
     def since(self, before: VerifyCounts) -> VerifyCounts:
-        """What happened after an earlier reading."""
-        at = [new - old for new, old in zip(self.accepted_at, before.accepted_at, strict=True)]
-        return VerifyCounts(
-            self.rounds - before.rounds, self.places - before.places, self.accepted - before.accepted, at
-        )
+        return self._plus(before, -1)
 
-    @classmethod
-    def total(cls, parts: Iterable[VerifyCounts | None]) -> VerifyCounts | None:
+    @staticmethod
+    def total(parts: Iterable[VerifyCounts | None]) -> VerifyCounts | None:
         """Several stretches together; None where none of them drafted."""
         counted = [part for part in parts if part is not None]
-        if not counted:
-            return None
-        at = [sum(position) for position in zip(*(part.accepted_at for part in counted), strict=True)]
-        return cls(
-            sum(part.rounds for part in counted),
-            sum(part.places for part in counted),
-            sum(part.accepted for part in counted),
-            at,
+        return reduce(VerifyCounts._plus, counted) if counted else None
+
+    def _plus(self, other: VerifyCounts, sign: int = 1) -> VerifyCounts:
+        return VerifyCounts(
+            self.rounds + sign * other.rounds,
+            self.places + sign * other.places,
+            self.accepted + sign * other.accepted,
+            [count + sign * more for count, more in zip(self.accepted_at, other.accepted_at, strict=True)],
         )
 
 
@@ -82,7 +92,7 @@ class DraftCounters:
         self._taken: int | None = None  # steps of the round in hand
 
     def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
-        """How many tokens each request may draft in the round that begins, and why where it may draft none.
+        """A round begins in which each request may draft that many tokens; with the reason where it may draft none.
 
         limit: for all of them.
         """
@@ -92,12 +102,10 @@ class DraftCounters:
                 self.off[reason] += 1
 
     def round(self, requests: int) -> None:
-        """A round begins with this number of requests."""
+        """A round that drafts begins with this number of requests."""
         self._close()
         self.rounds, self._taken = self.rounds + 1, 0
-        missing = requests + 1 - len(self.active_histogram)
-        if missing > 0:
-            self.active_histogram += [0] * missing
+        self.active_histogram += [0] * (requests + 1 - len(self.active_histogram))
 
     def step(self, requests: int) -> None:
         """One forward pass of the trunk over this number of requests."""
@@ -130,22 +138,20 @@ class DraftCounters:
 
 def since(after: Snapshot | None, before: Snapshot | None) -> Snapshot | None:
     """What happened between two snapshots; None for an engine that does not draft."""
-    if after is None or before is None:
-        return None
-    return _combine([after, {name: _negative(value) for name, value in before.items()}])
+    return None if after is None or before is None else _plus(after, before, -1)
 
 
 def total(snapshots: Iterable[Snapshot | None]) -> Snapshot | None:
     """Several stretches together; None where none of them drafted."""
     known = [snapshot for snapshot in snapshots if snapshot is not None]
-    return _combine(known) if known else None
+    return reduce(_plus, known) if known else None
 
 
 def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
-    """What a run says of its drafting.
+    """What a row says of drafting; None where nothing was counted.
 
     counts: the draft loop's own, over one stretch. rounds, drafted, accepted: vLLM's, over the same stretch, each
-    round one request's. Values that nothing was counted for are None.
+    round one request's.
     """
     active = [(number, count) for number, count in enumerate(counts.get("active_histogram", [])) if count]
     return {
@@ -166,24 +172,19 @@ def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[
 
 
 def made(counts: Snapshot) -> int:
-    """Tokens drafted, the model's own and those that were copied; snapshots of old results have none of these."""
+    """Tokens drafted, copied ones included; snapshots of old results have none of these."""
     return int(counts["drafted"] + counts.get("free_drafted", 0))
 
 
-def _combine(parts: list[Snapshot]) -> Snapshot:
+def _plus(one: Snapshot, other: Snapshot, sign: int = 1) -> Snapshot:
     combined: Snapshot = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        combined[name] = _added(values) if isinstance(values[0], list) else sum(values)
+    for name, value in one.items():
+        if isinstance(value, list):
+            pairs = zip_longest(value, other[name], fillvalue=0)
+            combined[name] = [count + sign * more for count, more in pairs]
+        else:
+            combined[name] = value + sign * other[name]
     return combined
-
-
-def _added(lists: list[list[int]]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
-
-
-def _negative(value: Any) -> Any:
-    return [-count for count in value] if isinstance(value, list) else -value
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -13,11 +13,10 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import WeightFacts
 from selfspec_cli.early_exit.rule import WIDTHS
 from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH, THRESHOLD_KEYS
-from selfspec_cli.early_exit.view import own_settings
+from selfspec_cli.early_exit.view import OWN_SETTINGS
 
-VIEW_KEYS = tuple(key for name in ("layer", "vocab", *own_settings()) for key in OPTIONS[name].knob.spec_keys) + tuple(
-    key for name, option in OPTIONS.items() if name.startswith("head.") for key in option.knob.spec_keys
-)
+_OF_VIEW = ("layer", "vocab", "head.kind", "head.path", *OWN_SETTINGS)
+VIEW_KEYS = tuple(key for name in _OF_VIEW for key in OPTIONS[name].knob.spec_keys)
 """Keys of a speculative_config that say what drafts. Where one is named, nothing of it is chosen."""
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
@@ -33,16 +32,16 @@ SHARE_OF_DRAWN = 0.03
 
 @dataclass(frozen=True)
 class Target:
-    """What the choice depends on. weights: of the target and the machine. bits: that the target's weights have. layers:
-    how many it has. exit_layer: that the checkpoint says it was trained for, as `early_exit_layer` in its config.json.
-    parameters: that copies would be made of. left: bytes that vLLM may use beside the weights, or, with a KV cache of a
-    given size, that the device has beside both. memory: bytes of the device. Both are None where there is no GPU.
-    logits: of a step of all requests: requests times vocabulary.
+    """What the choice depends on.
+
+    weights: of the target and the machine. bits: of the target's weights. parameters: that copies would be made of.
+    exit_layer: that the checkpoint was trained for, `early_exit_layer` in its config.json. left: bytes that vLLM may
+    use beside the weights, or, with a KV cache of a given size, that the device has beside both. memory: bytes of the
+    device. Both are None where there is no GPU. logits: of a step of all requests: requests times vocabulary.
     """
 
     weights: WeightFacts
     bits: float
-    layers: int
     parameters: float
     exit_layer: int | None = None
     left: float | None = None
@@ -67,7 +66,7 @@ def completed(spec: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], 
 
 
 def _draft(target: Target) -> tuple[dict[str, Any], str]:
-    """What drafts, and why."""
+    """The settings of what drafts, and why."""
     lookup = {"draft_weights": "none"}, "so drafts come from prompt lookup alone, where the text repeats itself"
     if target.exit_layer is not None:
         return {"layer_skip": target.exit_layer}, "the checkpoint says that it was trained to exit there"

@@ -1,7 +1,7 @@
 """The record of real drafting: for each drafted token every gate statistic, and whether the verifier took it.
 
-A recorder works beside the draft loop. It is called after a draft step, after the verification of a proposal, and when
-the record is wanted. What a gate would have done is then a question to the log (`replay.py`), not to the machine.
+A recorder is called after each draft step and each verification. What a gate would have done is then a question to the
+log (`replay.py`), not to the machine.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ class DraftLog:
 
     @property
     def k(self) -> int:
-        """Longest draft."""
         return int(self.statistics.shape[1])
 
     @property
     def was_drafted(self) -> Tensor:
-        """Which places of the table hold a drafted token, bool [rounds, k]."""
+        """Places of the table that hold a drafted token, bool [rounds, k]."""
         return torch.arange(self.k) < self.drafted.unsqueeze(1)
 
     @property
     def was_accepted(self) -> Tensor:
-        """Which tokens the verifier took: they and all before them in the round were right, bool [rounds, k]."""
+        """Tokens that the verifier took: they and all before them in the round were right, bool [rounds, k]."""
         return torch.arange(self.k) < self.accepted.unsqueeze(1)
 
     @property
     def was_at_stake(self) -> Tensor:
-        """Drafted tokens whose predecessors were all accepted: the verdict is on them alone, bool [rounds, k]."""
+        """Drafted tokens whose predecessors were all accepted, bool [rounds, k]."""
         return self.was_drafted & (torch.arange(self.k) <= self.accepted.unsqueeze(1))
 
     def feature(self, name: str) -> Tensor:
@@ -62,25 +61,15 @@ class DraftLog:
     def conditional_acceptance(self) -> list[float]:
         """Acceptance at position 1..k given that all before it were accepted; ends where nothing was at stake."""
         at_stake, taken = self.was_at_stake.sum(0).tolist(), (self.was_accepted & self.was_drafted).sum(0).tolist()
-        rates: list[float] = []
-        for reached, hits in zip(at_stake, taken, strict=True):
-            if not reached:
-                break
-            rates.append(hits / reached)
-        return rates
+        return [hits / reached for reached, hits in zip(at_stake, taken, strict=True) if reached]
 
     def choose(self, rounds: Tensor) -> DraftLog:
         """The log of some rounds: bool or indices [rounds]."""
-        return replace(
-            self,
-            statistics=self.statistics[rounds],
-            drafted=self.drafted[rounds],
-            accepted=self.accepted[rounds],
-            request=self.request[rounds],
-        )
+        columns = ("statistics", "drafted", "accepted", "request")
+        return replace(self, **{name: getattr(self, name)[rounds] for name in columns})
 
     def halves(self) -> tuple[DraftLog, DraftLog]:
-        """Rounds of every other request, and those of the rest: to fit on one and to judge on the other."""
+        """Rounds of every other request, and those of the rest: to fit on one half and to judge on the other."""
         even = self.request % 2 == 0
         return self.choose(even), self.choose(~even)
 
@@ -95,15 +84,6 @@ class DraftLog:
             torch.tensor(plain[name], dtype=torch.int64) for name in ("drafted", "accepted", "request")
         )
         return cls(statistics, drafted, accepted, request, names)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A draft step whose statistics are not computed yet. begins: which of its requests begin a draft with it."""
-
-    ids: list[str]
-    begins: list[bool]
-    logits: Tensor  # [n, V]
 
 
 @dataclass
@@ -122,23 +102,22 @@ class DraftRecorder:
     _requests: dict[str, int] = field(default_factory=dict)
     _tokens: int = 0  # seen
     _statistics: list[Tensor] = field(default_factory=list)  # of the tokens seen but for those of `_steps`
-    _steps: list[_Step] = field(default_factory=list)
+    _steps: list[tuple[list[str], list[bool], Tensor]] = field(default_factory=list)  # ids, which begin, logits [n, V]
     _last: dict[tuple[str, str], float] = field(default_factory=dict)  # gate, request -> its cumulative statistic
 
     def step(self, ids: Sequence[str], logits: Tensor) -> None:
         """One draft step over requests `ids`: logits [n, V] before any sampling."""
-        self._steps.append(_Step(list(ids), [name not in self._waiting for name in ids], logits.clone()))
+        self._steps.append((list(ids), [name not in self._waiting for name in ids], logits.clone()))
         for name in ids:
             self._waiting.setdefault(name, []).append(self._tokens)
             self._tokens += 1
-        if sum(len(step.ids) for step in self._steps) >= self.BLOCK:
+        if sum(len(ids) for ids, *_ in self._steps) >= self.BLOCK:
             self._reduce()
 
     def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
-        """The verify pass is over. ids: the batch. sampled: tokens each request gained, empty inside a prefill.
-        verified: draft tokens the pass looked at, one number a request; None if it looked at none.
-
-        A request gains its accepted tokens and one of the verifier's own, so it accepted one less than it gained.
+        """The verify pass is over. ids: the batch. sampled: tokens that each request gained, its accepted ones and one
+        of the verifier's own; empty inside a prefill. verified: draft tokens of each request that the pass looked at;
+        None if it looked at none.
         """
         for place, name in enumerate(ids):
             draft = self._waiting.pop(name, None)
@@ -149,7 +128,7 @@ class DraftRecorder:
                 self._rounds.append((tokens, min(len(sampled[place]) - 1, len(tokens)), number))
 
     def plain(self) -> dict[str, list[Any]]:
-        """The log so far in plain values, which cross process borders."""
+        """The log so far in plain values, for another process."""
         self._reduce()
         table = torch.cat(self._statistics) if self._statistics else torch.empty(0, len(self.features))
         return {
@@ -162,7 +141,7 @@ class DraftRecorder:
 
     def _reduce(self) -> None:
         if self._steps:
-            draft = Distribution(torch.cat([step.logits for step in self._steps]))
+            draft = Distribution(torch.cat([logits for *_, logits in self._steps]))
             columns = [self._column(GATES[name], draft) for name in self.features]
             self._statistics.append(torch.stack(columns, dim=-1).cpu())
         self._steps = []
@@ -173,11 +152,8 @@ class DraftRecorder:
         if not gate.cumulative:
             return gate.statistic(draft, 1.0)
         values: list[Tensor] = []
-        start = 0
-        for step in self._steps:
-            requests = zip(step.ids, step.begins, strict=True)
-            before = [1.0 if new else self._last[gate.name, name] for name, new in requests]
-            rows = slice(start, start := start + len(step.ids))
-            values.append(gate.statistic(draft.rows(rows), torch.tensor(before, device=step.logits.device)))
-            self._last |= zip([(gate.name, name) for name in step.ids], values[-1].tolist(), strict=True)
+        for ids, begins, logits in self._steps:
+            before = [1.0 if new else self._last[gate.name, name] for name, new in zip(ids, begins, strict=True)]
+            values.append(gate.statistic(Distribution(logits), torch.tensor(before, device=logits.device)))
+            self._last |= zip([(gate.name, name) for name in ids], values[-1].tolist(), strict=True)
         return torch.cat(values)

@@ -56,9 +56,8 @@ def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
 def ids_of(vocab: str, vocab_size: int) -> Tensor | None:
     """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full".
 
-    A number V' means the first V' ids. Vocabularies made by byte pair encoding number their tokens in the order in
-    which they were merged, the most frequent pair first, so these are about the most frequent tokens, and no text has
-    to be counted. Raises HeadError for a number outside 1..vocab_size, and as `read_ids` for a file.
+    A number V' means the first V' ids: byte pair encoding merges the most frequent pair first, so these are about the
+    most frequent tokens. Raises HeadError for a number outside 1..vocab_size, and as `read_ids` for a file.
     """
     if vocab == "full":
         return None
@@ -70,10 +69,7 @@ def ids_of(vocab: str, vocab_size: int) -> Tensor | None:
 
 
 def spread_ids(size: int, vocab_size: int) -> Tensor:
-    """`size` ids at even spacing, int64 ascending: for a model that speaks no language (dummy weights).
-
-    Raises HeadError for a size outside 1..vocab_size.
-    """
+    """`size` ids at even spacing, int64 ascending, for dummy weights. Raises HeadError for a size outside 1..V."""
     most_frequent_ids(torch.zeros(vocab_size), size)  # its check of the size
     return torch.arange(size) * vocab_size // size
 
@@ -95,9 +91,9 @@ def save_counts(folder: str | os.PathLike[str], counts: Tensor, corpus: str) -> 
 
 
 def load_counts(folder: str | os.PathLike[str], vocab_size: int, corpus: str | None = None) -> Tensor | None:
-    """The token counts of a folder of heads, [V]; None where there are none for a vocabulary of this size.
+    """The token counts of a folder of heads, [V]; None if there are none for this vocabulary size and corpus.
 
-    corpus: the text that they must be of; None takes whatever was counted last.
+    corpus: None takes whatever was counted last.
     """
     try:
         with safe_open(Path(folder) / COUNTS_FILE, framework="pt") as opened:

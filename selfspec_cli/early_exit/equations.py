@@ -10,7 +10,7 @@ touches, and better conditioned). With S = centred X^T X, C = centred Y^T X and 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,7 @@ class FitReport:
 
     pairs: (x, target) pairs. outputs: targets a pair (V, or hidden). ridge: relative, as given. rank: None is full.
     condition: of the regularised normal matrix (square of X's). residual: mean squared error a target on the fitted
-    data. baseline: the same for the best constant (with a bias) or for zero (without). residual_per_target: [outputs]
-    fp64, on the CPU.
+    data. baseline: the same for the best constant (with a bias) or for zero (without).
     """
 
     pairs: int
@@ -45,17 +44,10 @@ class FitReport:
     condition: float
     residual: float
     baseline: float
-    residual_per_target: Tensor
-
-    @property
-    def explained(self) -> float:
-        """1 - residual / baseline: the share of the targets' variance that the fit explains."""
-        return 1 - self.residual / self.baseline if self.baseline > 0 else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, without the per-target residuals: the fit statistics of `artifact.HeadMetadata`."""
-        names = ("pairs", "hidden", "outputs", "ridge", "rank", "condition", "residual", "baseline", "explained")
-        values = {name: getattr(self, name) for name in names}
+        """JSON form, the fit statistics of `HeadMetadata`; None for a value that is not finite."""
+        values = asdict(self)
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
 
 
@@ -77,7 +69,7 @@ class NormalEquations:
         self._eigenvalues: Tensor | None = None  # of the centred X^T X, until the next update
 
     def update(self, x: Tensor, target: Tensor) -> None:
-        """Adds pairs: x [n, hidden] with target int64 [n] (token ids, one-hot) or float [n, outputs] (dense).
+        """Add pairs: x [n, hidden] with target int64 [n] (token ids, one-hot) or float [n, outputs] (dense).
 
         Any float dtype, any device. Raises FitError, adding nothing, for shapes that do not fit, a NaN or infinity (by
         token, counted from the start of the stream), or a token id outside [0, outputs).
@@ -127,9 +119,8 @@ class NormalEquations:
         """down fp64 [rank, hidden], up fp64 [outputs, rank], bias fp64 [outputs] or None, and the report.
 
         Reduced-rank regression (Izenman, 1975): the best rank-r weight projects the full solution W on the leading r
-        eigenvectors U of W (S + lambda I) W^T, which are the left singular vectors of W in the metric of the inputs;
-        up = U, down = U^T W. Meant for dense targets: an outputs x outputs eigenproblem. Raises FitError as `solve`,
-        and for a rank outside 1..min(hidden, outputs).
+        eigenvectors U of W (S + lambda I) W^T [outputs, outputs]; up = U, down = U^T W. Raises FitError as `solve`, and
+        for a rank outside 1..min(hidden, outputs).
         """
         most = min(self.hidden, self.outputs)
         if not 1 <= rank <= most:
@@ -143,7 +134,7 @@ class NormalEquations:
 
     @property
     def target_counts(self) -> Tensor:
-        """Sum of each target over the pairs, fp64 [outputs]: of token targets, how often each token was one."""
+        """Sum of each target over the pairs, fp64 [outputs]: for token targets their counts."""
         return self._y_sum
 
     def _refuse_non_finite(self, values: Tensor, what: str) -> None:
@@ -217,9 +208,9 @@ class NormalEquations:
         for rows in _row_blocks(self.outputs, self.hidden):
             w, c = weight[rows], self._cross(rows)
             residual[rows] = total[rows] + ((w @ gram - 2 * c) * w).sum(-1)
-        per_target = residual.clamp_min_(0).cpu() / self.count  # rounding may go a hair below 0
-        mean, baseline = float(per_target.mean()), float(total.mean()) / self.count
-        return FitReport(self.count, self.hidden, self.outputs, ridge, rank, condition, mean, baseline, per_target)
+        mean = float(residual.clamp_min_(0).mean()) / self.count  # rounding may go a hair below 0
+        baseline = float(total.mean()) / self.count
+        return FitReport(self.count, self.hidden, self.outputs, ridge, rank, condition, mean, baseline)
 
 
 def _row_blocks(rows: int, width: int) -> list[slice]:

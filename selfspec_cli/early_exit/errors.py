@@ -17,7 +17,7 @@ def closest(
 ) -> str:
     """One line for a word that is not in `allowed`: what it was, what is allowed, and the nearest right spelling.
 
-    meant: what it must have meant, where that is known better than by spelling. further: what is allowed besides.
+    meant: what it must have meant, where that is known otherwise. further: what else is allowed.
 
     >>> closest("varh", ["none", "varH"], "gate")
     "gate 'varh' is not known; allowed: none, varH; did you mean 'varH'?"
@@ -29,13 +29,13 @@ def closest(
 
 
 def nearest(word: object, allowed: Iterable[str], alike: float = 0.5) -> str | None:
-    """The word of `allowed` that is spelt most like `word`; None where none is so much `alike`, 0 to 1."""
+    """The word of `allowed` that is spelt most like `word`; None where none has the ratio `alike`, 0 to 1."""
     return next(iter(equally_near(word, allowed, alike)), None)
 
 
 def equally_near(word: object, allowed: Iterable[str], alike: float = 0.5) -> list[str]:
-    """The words of `allowed` that are spelt most like `word`, at most three; more than one only where they are equally
-    like it (int3: int4, int8). Empty where none is so much `alike`, 0 to 1."""
+    """The word of `allowed` that is spelt most like `word`, or up to three that are equally like it (int3: int4, int8);
+    empty where none has the ratio `alike`, 0 to 1."""
     matcher = difflib.SequenceMatcher(b=str(word).lower())
     ratios = {}
     for name in allowed:

@@ -1,14 +1,9 @@
 """Drafts that cost nothing: what followed the same tokens before, in the request's own prompt and output.
 
-Before a round the last tokens of a request are looked up in its history. As soon as a match is long enough to be
-trusted, the rest of the draft is copied from what followed it, and the draft ends, for nothing is left to compute:
-
-    the match is trusted      all of the draft is copied, before the first draft step
-    it is too short           the model's own draft begins; with each of its tokens that is also the match's, the match
-                              is longer by one, and once it is trusted the rest is copied
-
-The others' drafts go on together, a step for all of them at once, and those that have their draft wait for it. So a
-step is made while it is worth its time to all (rule.py).
+Before a round the last tokens of a request are looked up in its history. A trusted match is copied, all of the draft
+before the first draft step. Where the match is too short, the model's own draft begins; with each of its tokens that is
+also the match's, the match is longer by one, and once it is trusted the rest is copied. Requests that have their draft
+wait while the others' drafts go on together, a step for all of them at once.
 
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
 after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
@@ -30,7 +25,7 @@ WEIGHT = 0.15
 
 # Without types, because v2/matches.py compiles these two for the device too.
 def trials(accepted, drafted):  # type: ignore[no-untyped-def]
-    """Tokens that a verify pass judged: those that stood, and the first that did not."""
+    """Number of tokens that a verify pass judged: those that stood, and the first that did not."""
     return accepted + (accepted < drafted)
 
 
@@ -40,8 +35,8 @@ def updated(rate, accepted, judged, weight):  # type: ignore[no-untyped-def]
 
 
 def longest_match(text: Tensor) -> tuple[int, int]:
-    """Length of the longest suffix of text [n], LONGEST at most, that also stands earlier in it, and the position after
-    its last earlier occurrence; (0, 0) if the last token is new."""
+    """Length of the longest suffix of text [n], at most LONGEST, that occurs earlier in it, and the position after its
+    last earlier occurrence; (0, 0) if the last token is new."""
     length = start = 0
     last = len(text) - 1
     ends = (text[:-1] == text[-1]).nonzero()[:, 0] + 1
@@ -55,7 +50,7 @@ def longest_match(text: Tensor) -> tuple[int, int]:
 
 
 def following(text: Tensor, start: int, count: int) -> Tensor:
-    """The `count` tokens from `start` on; where the text ends it goes on as it did from there, as in a repetition."""
+    """The `count` tokens from `start` on; where the text ends, it is repeated from `start`."""
     return text[start + torch.arange(count) % (len(text) - start)]
 
 
@@ -66,7 +61,7 @@ def agreement(text: Tensor, known: int, start: int) -> int:
 
 
 def first_rates() -> Tensor:
-    """Estimates [LONGEST] of a new request: of L tokens that agreed in a row, the next one does with L / (L + 1)."""
+    """Estimates [LONGEST] of a new request: after L tokens that agreed, the next one does with L / (L + 1)."""
     lengths = torch.arange(1.0, LONGEST + 1)
     return lengths / (lengths + 1)
 
@@ -93,8 +88,8 @@ def expected(rates: Tensor, tokens: int) -> Tensor:
 def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) -> int:
     """The length from which on a match is copied: such drafts yield as many tokens in the same time as the model's own.
 
-    own: estimated acceptance of one of its k tokens. cost: of a draft step, in plain steps, divided by the requests
-    that share it: one that copies its draft ends no step that the others still take. LONGEST + 1: never.
+    own: estimated acceptance of one of its k tokens. cost: of a draft step, in plain steps, divided by the number of
+    requests that share it. LONGEST + 1: never.
     """
     yields = 0.0
     for _ in range(k):
@@ -123,7 +118,7 @@ class Matches:
     copied: int = 0
 
     def verdict(self, text: Tensor, accepted: int) -> int:
-        """A verify pass is over, and `text` [n] has its tokens; of the last draft `accepted` stood. How many of these
+        """A verify pass is over, `text` [n] has its tokens, and `accepted` of the last draft stood; how many of these
         were copied."""
         if self.length and len(text) > self.known:
             text = text[: self.known + self.tokens + 1]
@@ -133,18 +128,15 @@ class Matches:
         self.own = updated(self.own, stood, trials(stood, self.drafted) if self.drafted else 0, WEIGHT)
         return max(0, min(accepted - self.drafted, self.copied))
 
-    def look_up(self, text: Tensor, cost: float, room: int | None = None, k: int | None = None) -> None:
-        """A round begins after `text` [n]. cost: as `trusted_from` takes it. room, k: most of a free draft and of the
-        model's own in this round, where load, the request or its end allow less than usual; what cannot be drafted must
-        not weigh."""
+    def look_up(self, text: Tensor, cost: float, room: int, k: int) -> None:
+        """A round begins after `text` [n]. cost: see `trusted_from`. room, k: most of a free draft and of the model's
+        own in this round, where load, the request or its end allow less than usual."""
         self.length, self.start = longest_match(text)
         self.known, self.drafted, self.copied = len(text), 0, 0
-        free, own = (most if now is None else min(most, now) for most, now in ((self.tokens, room), (self.k, k)))
-        self.trusted = trusted_from(self.rates, self.own, free, own, cost)
+        self.trusted = trusted_from(self.rates, self.own, min(self.tokens, room), min(self.k, k), cost)
 
     def rest(self, text: Tensor, draft: list[int], room: int) -> list[int]:
-        """What of the match follows `draft`, up to `room` tokens with it, where the match is trusted by now. Empty: the
-        model's own draft goes on."""
+        """The rest of a trusted match after `draft`, up to `room` tokens with it; empty where the model drafts on."""
         if not self.length or self.length + len(draft) < self.trusted or len(draft) >= room:
             return []
         copied = following(text, self.start, room).tolist()

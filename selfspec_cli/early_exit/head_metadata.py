@@ -1,7 +1,7 @@
 """What is known of an exit head without reading its tensors: the metadata of its file, checked. Free of torch.
 
-A head is a safetensors file: a header of JSON, then the tensors. The header names each tensor with its shape, and holds
-flat string metadata: "format", "format_version" and one JSON value per field of `HeadMetadata`.
+The header of a safetensors file names each tensor with its shape, and holds flat string metadata: "format",
+"format_version" and one JSON value per field of `HeadMetadata`.
 """
 
 import json
@@ -23,8 +23,6 @@ FORMAT = "selfspec-exit-head"
 FORMAT_VERSION = 1
 SUFFIX = ".safetensors"
 LEGACY_KIND = "lsq"  # of every .pt head
-_LEGACY_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
-
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,11 +31,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 class HeadMetadata:
     """What is known about a fitted head; a missing value is None, never 0.
 
-    kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
-    translator. bias: fitted with one. draft_vocab: tag of its draft vocabulary
-    (`draft_vocab.tag_of`), None for the full one. fingerprint: of the model (`model_fingerprint`). target: what was
-    fitted to (next_token, argmax, final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the
-    relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
+    kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank translator. bias:
+    fitted with one. draft_vocab: tag of its draft vocabulary (`draft_vocab.tag_of`), None for the full one.
+    fingerprint: of the model (`model_fingerprint`). target: what it was fitted to. corpus, pairs, ridge: the data, how
+    many (x, target) pairs, the relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
     """
 
     kind: str
@@ -62,19 +59,20 @@ class HeadMetadata:
 
 
 def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) -> str:
-    """The name of a head in a directory of heads, such as layer12_translator_r64_v4096.safetensors.
-
-    draft_vocab: the tag of a draft vocabulary.
-    """
+    """The name of a head in a directory of heads, such as layer12_translator_r64_v4096.safetensors."""
     return "_".join([f"layer{layer}", spec.name, *([draft_vocab] if draft_vocab else [])]) + SUFFIX
 
 
 def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
-    """The metadata of a .safetensors head, checked against the shapes of its tensors.
+    """The metadata of a head, checked against the shapes of its tensors. For a .pt file this imports torch.
 
     Raises HeadError for a file that is missing, truncated, foreign or contradicts itself.
     """
     file = Path(path)
+    if file.suffix == ".pt":
+        from selfspec_cli.early_exit.artifact import load_head
+
+        return load_head(file).metadata
     header, shapes = _read_header(file)
     if header.get("format") != FORMAT:
         raise HeadError(f"{file} is a safetensors file but no exit head; its format is {header.get('format')!r}")
@@ -92,10 +90,9 @@ def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
 
 
 def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
-    """Raises HeadError unless a head is for this exit layer and this model.
+    """Raise HeadError unless a head is for this exit layer and this model.
 
-    wanted: layer, hidden, vocab_size, fingerprint of what is at hand; what is None there, or in the file, is not
-    checked.
+    wanted: layer, hidden, vocab_size, fingerprint of the model at hand; None, here or in the file, is not checked.
     """
     for name, want in wanted.items():
         got = getattr(metadata, name)
@@ -107,7 +104,7 @@ def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
 
 
 def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
-    """Raises HeadError unless tensors of these shapes are exactly those of the head that the metadata describe."""
+    """Raise HeadError unless tensors of these shapes are exactly those of the head that the metadata describe."""
     of_head = {name: shape for name, shape in shapes.items() if name != "vocab_ids"}
     rows = shapes["vocab_ids"][0] if shapes.get("vocab_ids") else metadata.vocab_size
     sizes_known = {"rows": rows, "hidden": metadata.hidden} | ({} if metadata.rank is None else {"rank": metadata.rank})
@@ -120,10 +117,10 @@ def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
 
 
 def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes "hidden", "rows" and "rank" that the tensors of a head have, as far as they have them.
+    """The sizes "hidden", "rows" and "rank" of the tensors of a head, as far as they have them.
 
-    sizes: what is known of them already. Raises HeadError for tensors that are not those of a head of this kind, or
-    whose sizes contradict each other or what is known.
+    sizes: those that are known already. Raises HeadError for tensors that are not those of a head of this kind, or
+    whose sizes contradict each other or the known ones.
     """
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
     expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
@@ -143,22 +140,17 @@ def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> di
     return fitted
 
 
-# ---- which file, which head -----------------------------------------------------------------------------------------
-
-
 def legacy_layer(file: Path) -> int | None:
-    """The exit layer that the name of a .pt head says; None for a file that is not called like one."""
-    matches = [match for pattern in _LEGACY_NAMES if (match := pattern.match(file.name))]
-    return int(matches[0].group(1)) if matches else None
+    """The exit layer in the name of a .pt head, ee_layer12_lsq.pt or h12.pt; None for any other name."""
+    match = re.fullmatch(r"(?:ee_layer(\d+)_lsq|h(\d+))\.pt", file.name)
+    return int(match[1] or match[2]) if match else None
 
 
-def find_head(
-    directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None, draft_vocab: str | None = None
-) -> Path:
-    """The one head for `layer` in a directory, by metadata; legacy .pt files by their name.
+def find_head(directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None) -> Path:
+    """The one head for `layer` in a directory, by metadata; .pt files by their name.
 
-    spec: which head, over the full vocabulary or that of tag `draft_vocab`; None takes whatever is there. Raises
-    HeadError when there is none (listing what is there) or more than one.
+    spec: which head, over the full vocabulary; None takes any. Raises HeadError when there is none (listing those that
+    are there) or more than one.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -174,11 +166,11 @@ def find_head(
                 unreadable.append(str(error))
         elif (old := legacy_layer(file)) is not None:
             seen.append((old, LEGACY_KIND, None, file))
-    sought = None if spec is None else (spec.name, draft_vocab)
+    sought = None if spec is None else (spec.name, None)
     fits = [file for at, what, vocab, file in seen if at == layer and sought in (None, (what, vocab))]
     if len(fits) == 1:
         return fits[0]
-    what_for = f"layer {layer}" + (f", {spec.name}" if spec else "") + (f" over {draft_vocab}" if draft_vocab else "")
+    what_for = f"layer {layer}" + (f", {spec.name}" if spec else "")
     if fits:
         raise HeadError(f"{root} has {len(fits)} heads for {what_for}; name one: {', '.join(f.name for f in fits)}")
     there = ", ".join(f"{what}{f' over {vocab}' if vocab else ''} at layer {at}" for at, what, vocab, _ in seen)

@@ -6,7 +6,6 @@ Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import check_shapes
 from selfspec_cli.early_exit.heads import HEADS
-from selfspec_cli.early_exit.heads.base import HeadKind, Shape
+from selfspec_cli.early_exit.heads.base import HeadKind
 
 LmHead = Callable[[Tensor], Tensor]
 """The model's own head: [N, hidden] -> [N, V]; may be quantised, scaled or soft-capped."""
@@ -40,8 +39,7 @@ class ExitHead(nn.Module):
         self.register_buffer("vocab_ids", None if vocab_ids is None else check_vocab_ids(vocab_ids))
         given = {name: tensor for name, tensor in (tensors or {}).items() if tensor is not None}
         shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-        sizes = check_shapes(self.kind, shapes, {} if vocab_ids is None else {"rows": len(vocab_ids)})
-        self.rank = sizes.get("rank")
+        check_shapes(self.kind, shapes, {} if vocab_ids is None else {"rows": len(vocab_ids)})
         for name, tensor in given.items():
             # A Parameter, so that .to() finds it; frozen, because nothing trains it.
             self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
@@ -57,14 +55,14 @@ class ExitHead(nn.Module):
         return bool(self.kind.rows)
 
     def transform(self, x: Tensor) -> Tensor:
-        """What the projection reads, [N, hidden] -> [N, hidden]."""
+        """The input of the projection, [N, hidden] -> [N, hidden]."""
         return self.kind.transform(x, self.tensors)
 
     def logits(self, x: Tensor, lm_head: LmHead | None = None) -> Tensor:
         """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none.
 
-        With a draft vocabulary this computes all V columns and keeps V' of them: right for every lm_head, but no
-        cheaper. `bind` is the cheap path where the weight is at hand.
+        With a draft vocabulary this computes all V columns and keeps V' of them: `bind` is cheaper where the lm_head's
+        weight is known.
         """
         if self.has_rows:
             return self.bind().logits(x)
@@ -72,12 +70,11 @@ class ExitHead(nn.Module):
         full = lm_head(self.transform(x))
         return full if self.vocab_ids is None else full.index_select(-1, self.vocab_ids)
 
-    def bind(self, lm_head_weight: Tensor | None = None, lm_head_bias: Tensor | None = None) -> BoundHead:
-        """The head with its projection rows gathered: lm_head_weight [V or more, hidden] -> a `BoundHead`.
+    def bind(self, lm_head_weight: Tensor | None = None) -> BoundHead:
+        """The head with its projection rows gathered, a copy [V', hidden]; without a draft vocabulary the model's own.
 
-        Rows beyond V (padding) must have been cut off by the caller. The gathered rows are a copy, V' * hidden; with
-        no draft vocabulary the model's own tensor is used. Scaling or soft-capping of logits stays with the caller.
-        A head with rows of its own does not use the arguments.
+        lm_head_weight: [V, hidden], without padding. Scaling or soft-capping of logits stays with the caller. A head
+        with rows of its own does not use the argument.
         """
         if self.has_rows:
             weight, *bias = (self.tensors.get(name) for name in self.kind.rows)
@@ -85,13 +82,12 @@ class ExitHead(nn.Module):
             return BoundHead(self, weight, bias[0] if bias else None)
         assert lm_head_weight is not None
         if self.vocab_ids is None:
-            return BoundHead(self, lm_head_weight, lm_head_bias)
+            return BoundHead(self, lm_head_weight)
         check_vocab_ids(self.vocab_ids, lm_head_weight.shape[0])
-        bias_rows = None if lm_head_bias is None else lm_head_bias[self.vocab_ids]
-        return BoundHead(self, lm_head_weight[self.vocab_ids], bias_rows)
+        return BoundHead(self, lm_head_weight[self.vocab_ids])
 
     def drop_rows(self) -> None:
-        """Give up the rows of its own, where somebody else keeps them: what is left is `transform` and the ids."""
+        """Give up rows that somebody else keeps; `transform` and the ids are left."""
         for name in self.kind.rows:
             self.register_parameter(name, None)
 
@@ -100,16 +96,17 @@ class ExitHead(nn.Module):
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
 
     def bytes_per_step(self, hidden: int, vocab_size: int, itemsize: int = 2) -> int:
-        """Bytes of weights that one draft step of this head reads; see `bytes_per_step`."""
+        """Bytes of weights that one draft step reads, whatever the batch size. itemsize: bytes a weight."""
+        own = sum(tensor.numel() for tensor in self.tensors.values())
         rows = vocab_size if self.vocab_ids is None else len(self.vocab_ids)
-        return bytes_per_step(self.kind.name, hidden, rows, self.rank, bias="bias" in self.tensors, itemsize=itemsize)
+        return (own + (0 if self.has_rows else rows * hidden)) * itemsize
 
 
 @dataclass(frozen=True)
 class BoundHead:
-    """A head with its projection at hand: what a draft loop runs. weight: [V', hidden]; bias: [V'] or None.
+    """A head with its projection, for a draft loop. weight: [V', hidden]; bias: [V'] or None.
 
-    No module, on purpose: the weight may be the model's own, and must not be moved or listed as another parameter.
+    No module, because the weight may be the model's own, and must not be moved or listed as another parameter.
     """
 
     head: ExitHead
@@ -121,35 +118,14 @@ class BoundHead:
         return linear(self.head.transform(x), self.weight, self.bias)
 
 
-# ---- cost -----------------------------------------------------------------------------------------------------------
-
-
-def bytes_per_step(
-    kind: str, hidden: int, vocab_size: int, rank: int | None = None, *, bias: bool = False, itemsize: int = 2
-) -> int:
-    """Bytes of weights one draft step of a head reads (batch-independent): the cost model's T_head times bandwidth.
-
-    vocab_size: rows of the projection, V' with a draft vocabulary. rank: None is full. itemsize: bytes a weight (2 for
-    bf16). Raises SettingsError for an unknown kind.
-    """
-    head = HEADS[kind]
-    sizes = {"hidden": hidden, "rows": vocab_size, "rank": rank}
-
-    def count(shape: Shape) -> int:
-        return math.prod(size if isinstance(size, int) else sizes[size] or 0 for size in shape)
-
-    own = sum(count(shape) for shape in head.shapes(rank is not None, bias).values())
-    return (own + (0 if head.rows else vocab_size * hidden)) * itemsize
-
-
 # ---- draft vocabularies ---------------------------------------------------------------------------------------------
 
 
 def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) -> Tensor:
     """Draft logits over the full vocabulary, [N, V'] -> [N, V], -inf for tokens outside the draft vocabulary.
 
-    Its softmax is the true draft distribution (zeros outside), which is what rejection sampling needs to stay
-    lossless (Leviathan et al., arXiv:2211.17192, theorem 3.5 holds for any draft distribution).
+    Their softmax is the true draft distribution, which rejection sampling needs to stay lossless (Leviathan et al.,
+    arXiv:2211.17192, theorem 3.5 holds for any draft distribution).
     """
     full = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), float("-inf"))
     return full.index_copy_(-1, vocab_ids, draft_logits)
@@ -187,9 +163,10 @@ def most_frequent_ids(counts: Tensor, size: int) -> Tensor:
 
 
 def with_draft_vocabulary(head: ExitHead, vocab_ids: Tensor) -> ExitHead:
-    """The same head over a draft vocabulary; rows of its own are gathered (copied). Raises HeadError if it has one."""
+    """The same head over a draft vocabulary, rows of its own gathered (copied). Raises HeadError if it has one."""
     if head.vocab_ids is not None:
         raise HeadError(f"the head has a draft vocabulary of {len(head.vocab_ids)} already")
     rows = head.tensors[head.kind.rows[0]].shape[0] if head.has_rows else None
     ids = check_vocab_ids(vocab_ids, rows)
-    return ExitHead(head.kind.name, head.kind.over(head.tensors, ids), ids)
+    tensors = {name: tensor[ids] if name in head.kind.rows else tensor for name, tensor in head.tensors.items()}
+    return ExitHead(head.kind.name, tensors, ids)

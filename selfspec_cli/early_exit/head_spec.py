@@ -18,7 +18,7 @@ from selfspec_cli.early_exit.heads import HEADS
 
 
 def examples() -> tuple[str, ...]:
-    """Short names of heads of every kind that are worth comparing."""
+    """Short names of heads that are worth comparing, of every kind."""
     return tuple(example for kind in HEADS.values() for example in kind.examples or (kind.name,))
 
 
@@ -27,8 +27,7 @@ class HeadSpec:
     """A head apart from model, layer and draft vocabulary.
 
     kind: a name of HEADS. target: what it is fitted to; None becomes the kind's first, and stays None for a kind that
-    is not fitted. rank: None is full. bias: with a constant term. Raises SettingsError for a combination that there is
-    not.
+    is not fitted. rank: None is full. bias: with a constant term. Raises SettingsError for an impossible combination.
     """
 
     kind: str = "lens"
@@ -44,24 +43,17 @@ class HeadSpec:
             raise SettingsError(closest(self.target, kind.targets or ("none",), f"target of a {self.kind} head"))
         if self.rank is not None and self.rank < 1:
             raise SettingsError(f"head rank {self.rank} is out of range; allowed: 1 to the hidden size")
-        for what, given, trait in (
-            (f"rank {self.rank}", self.rank is not None, "ranks"),
-            ("bias", self.bias, "biases"),
-        ):
-            if given and not getattr(kind, trait):
+        rank = None if self.rank is None else f"rank {self.rank}"
+        for what, trait in ((rank, "ranks"), ("bias" if self.bias else None, "biases")):
+            if what and not getattr(kind, trait):
                 able = [name for name, other in HEADS.items() if getattr(other, trait)]
                 raise SettingsError(f"a head of kind {self.kind} has no {what}; kinds that can: {', '.join(able)}")
 
     @property
     def name(self) -> str:
         """The short name, such as translator_r15; `from_name` is its inverse."""
-        targets = HEADS[self.kind].targets
-        parts = [
-            self.kind,
-            self.target if targets and self.target != targets[0] else None,
-            f"r{self.rank}" if self.rank else None,
-            "bias" if self.bias else None,
-        ]
+        other_target = self.target if self.target not in HEADS[self.kind].targets[:1] else None
+        parts = [self.kind, other_target, f"r{self.rank}" if self.rank else None, "bias" if self.bias else None]
         return "_".join(part for part in parts if part)
 
     @classmethod

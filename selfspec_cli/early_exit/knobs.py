@@ -1,7 +1,7 @@
-"""What a setting is, written beside the dataclass field that holds it: help, unit, range, choices, keys. Free of torch.
+"""What a setting is, declared with its dataclass field: help, unit, range, choices, keys. Free of torch.
 
-Validation, `--help`, `selfspec options` and the table of docs/reference.md are loops over these; a schema is any
-dataclass whose fields are made by `knob`, or are such dataclasses themselves; other fields are no settings.
+A schema is any dataclass whose fields are made by `knob`, or are such dataclasses themselves; other fields are no
+settings. Validation, `--help`, `selfspec options` and docs/reference.md read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _METADATA = "knob"
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting, beside its name, type and default, which are the dataclass field's own.
+    """One setting; its name, type and default are the dataclass field's.
 
     help: one line. unit: of a number. low, high: least and greatest value allowed; above: values must be greater.
     because: why, for messages. limits: the range in words where it depends on something else; other code checks it.
@@ -50,7 +50,7 @@ class Knob:
         return tuple(map(str, self.choices))
 
     def wrong_word(self, word: object, noun: str) -> str:
-        """What is said of a word that is no choice: why a registry cannot have it, or the nearest that is one."""
+        """The message for a word that is no choice: why a registry cannot have it, or the nearest that is one."""
         broken: Mapping[str, str] = getattr(self.choices, "broken", {})
         return broken.get(str(word)) or closest(word, self.words(), noun)
 
@@ -75,18 +75,14 @@ class Knob:
 
 
 def knob(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **about: Any) -> Any:
-    """A dataclass field that says what it is.
-
-    Args:
-        factory: makes the default, where that is a dict or a list. about: the fields of `Knob`.
-    """
+    """A dataclass field for a setting. factory: makes a mutable default. about: the fields of `Knob`."""
     metadata = {_METADATA: Knob(**about)}
     return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A knob where it stands in a schema. key: as a user types it, such as gate.kind. type: the type of its values."""
+    """A knob in its schema. key: as a user types it, such as gate.kind. type: the type of its values."""
 
     key: str
     type: Any
@@ -95,7 +91,6 @@ class Option:
 
     @cached_property
     def is_number(self) -> bool:
-        """Whether its values are numbers."""
         return bool({int, float} & {self.type, *get_args(self.type)})
 
 
@@ -122,9 +117,9 @@ def _options(schema: type, above: str) -> Iterator[Option]:
 def out_of_range(config: Any) -> Iterator[tuple[Option, Any]]:
     """Every option of a config whose value it does not admit, with that value."""
     schema: type = type(config)
-    for option, get in _readers(schema):
-        value = get(config)
-        if value is not None and value != option.default and not admits(option, value):
+    for option in options(schema).values():
+        value = read(config, option.key)
+        if not admits(option, value):
             yield option, value
 
 
@@ -132,14 +127,13 @@ def admits(option: Option, value: Any) -> bool:
     """Whether the range and the choices of an option admit a value of its type; a default they always do."""
     if value is None or value == option.default:
         return True
-    words = option.knob.words()
-    if words:
+    if words := option.knob.words():
         return str(value) in words
     return not option.is_number or bool(option.knob.limits) or option.knob.admits(value)
 
 
 def refusal(option: Option, value: Any) -> str:
-    """What is said of a value that an option does not admit: what is allowed, and why or what was meant."""
+    """The message for a value that an option does not admit."""
     about = option.knob
     if about.words():
         return about.wrong_word(value, option.key)
@@ -147,19 +141,10 @@ def refusal(option: Option, value: Any) -> str:
     return f"{option.key}={value}: out of range; allowed: {about.allowed()}{because}"
 
 
-@cache
-def _readers(schema: Hashable) -> tuple[tuple[Option, Callable[[Any], Any]], ...]:
-    return tuple((option, attrgetter(key)) for key, option in options(schema).items())
-
-
 def read(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
+    return attrgetter(key)(config)
 
 
 def write(config: Any, key: str, value: Any) -> None:
-    """Set the value of a dotted key, in place."""
     *above, name = key.split(".")
     setattr(read(config, ".".join(above)) if above else config, name, value)

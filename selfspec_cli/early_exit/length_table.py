@@ -2,7 +2,7 @@
 
 As users write it: "33:3 129:0 129@8192:2" drafts at most the engine's k tokens up to 32 running requests, 3 from 33 on,
 and none from 129 on, but 2 for a request of 8192 tokens of context or more. vLLM's own
-`num_speculative_tokens_per_batch_size` is read too; it knows no contexts.
+`num_speculative_tokens_per_batch_size` is read too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from selfspec_cli.early_exit.errors import SettingsError
 
 KEY, VLLM_KEY = "length_table", "num_speculative_tokens_per_batch_size"
 FORM = "REQUESTS[@CONTEXT]:K, entries separated by spaces, such as 33:3 129:0 129@8192:2"
-_ENTRY = re.compile(r"(\d+)(?:@(\d+))?:(\d+)")
 LARGEST = 2**31 - 1
-"""Of a number of requests or tokens: the table lies in 32-bit numbers on the device."""
+"""Of a number of requests or tokens: the table is int32 on the device."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Cell:
     """An entry: from `requests` running requests and `context` tokens on, draft at most k tokens a step."""
 
@@ -50,7 +49,7 @@ class LengthTable:
         return next(cell for cell in reversed(self.cells) if cell.requests <= requests and cell.context <= context)
 
     def row(self, requests: int) -> tuple[Cell, ...]:
-        """The entries of the load that `requests` reaches, in the order of their contexts; the first is for any."""
+        """The entries of the load that `requests` reaches; the first is for any context."""
         reached = max(cell.requests for cell in self.cells if cell.requests <= requests)
         return tuple(cell for cell in self.cells if cell.requests == reached)
 
@@ -66,7 +65,6 @@ class LengthTable:
 
     @classmethod
     def fixed(cls, k: int) -> LengthTable:
-        """One length for every load."""
         return cls((Cell(1, 0, k),))
 
     @classmethod
@@ -74,15 +72,20 @@ class LengthTable:
         """The table that a user wrote, for an engine that drafts at most `k` tokens. Raises SettingsError."""
         if not isinstance(text, str):
             raise SettingsError(f"{KEY} = {text!r} must be text, not {type(text).__name__}; it is written {FORM}")
-        cells = [_cell(word, text) for word in text.split()]
+        cells = []
+        for word in text.split():
+            entry = re.fullmatch(r"(\d+)(?:@(\d+))?:(\d+)", word)
+            if entry is None:
+                raise SettingsError(f"{KEY} = {text!r}: {word!r} is no entry; it is written {FORM}")
+            cells.append(Cell(int(entry[1]), int(entry[2] or 0), int(entry[3])))
         if not cells:
             raise SettingsError(f"{KEY} = {text!r} has no entry; it is written {FORM}")
         return cls(_ordered(cells, k, f"{KEY} = {text!r}"))
 
     @classmethod
     def from_vllm(cls, ranges: object, k: int) -> LengthTable:
-        """The table that vLLM's list of (first, last, k) means: between two ranges and beyond the last one the length
-        before goes on. Lengths beyond `k` are cut, as vLLM cuts them. Raises SettingsError."""
+        """The table for vLLM's list of (first, last, k): after each range its length goes on. Lengths are cut to `k`,
+        as vLLM cuts them. Raises SettingsError."""
         if not isinstance(ranges, (list, tuple)) or not ranges:
             raise SettingsError(
                 f"{VLLM_KEY} = {ranges!r} must be a list of [first batch size, last batch size, tokens]"
@@ -95,25 +98,16 @@ class LengthTable:
         before = 0
         for first, last, length in rows:
             if not before < first <= last or length < 0 or (before == 0 and first != 1):
-                wrong = f"wrong: {[first, last, length]}"
                 raise SettingsError(
                     f"{VLLM_KEY} = {ranges!r}: ranges begin at 1, do not overlap, and end at or after "
-                    f"their beginning, and no length is negative; {wrong}"
+                    f"their beginning, and no length is negative; wrong: {[first, last, length]}"
                 )
             before = last
         return cls(_ordered([Cell(first, 0, min(length, k)) for first, _, length in rows], k, VLLM_KEY))
 
 
-def _cell(word: str, text: str) -> Cell:
-    entry = _ENTRY.fullmatch(word)
-    if entry is None:
-        raise SettingsError(f"{KEY} = {text!r}: {word!r} is no entry; it is written {FORM}")
-    requests, context, k = entry.groups()
-    return Cell(int(requests), int(context or 0), int(k))
-
-
 def _ordered(cells: Iterable[Cell], k: int, what: str) -> tuple[Cell, ...]:
-    """The entries in order, beginning with one for any batch, which is the full length where the user wrote none."""
+    """The entries in order; the first is for any batch, k where the user wrote none."""
     by_load: dict[tuple[int, int], Cell] = {}
     for cell in cells:
         if not 1 <= cell.requests <= LARGEST or cell.context > LARGEST:

@@ -8,39 +8,29 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 
-
-class Named(Protocol):
-    """What a registry holds."""
-
-    @property
-    def name(self) -> str:
-        """What users write."""
+T = TypeVar("T")
 
 
-T = TypeVar("T", bound=Named)
-
-
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(Mapping[str, T]):
     """A mapping from names to objects, filled when it is first read.
 
-    noun: what an object is called in messages. kind: the class that every object must have. package: each of its
-    modules that has the attribute `attribute` adds that object. group: entry points of this group add theirs; an
-    object cannot take a name that is known already. An entry point that cannot be loaded is left out, and asking for it
-    by name says why.
+    noun: what an object is called in messages. kind: the class of every object. package: each of its modules that has
+    the attribute `attribute` adds that object. group: entry points of this group add theirs, under new names. An entry
+    point that cannot be loaded is left out, and asking for it by name says why.
 
-    Order: the object called `first` (the default that users need not name), this package's others by their modules'
-    names, then those of other packages by their names.
+    Order: the object called `first`, this package's others by their modules' names, then those of other packages by
+    their names.
     """
 
     def __init__(
         self, noun: str, kind: type[T], package: str, attribute: str, group: str, *, first: str | None = None
     ) -> None:
-        self.noun, self.kind, self.package, self.attribute, self.group = noun, kind, package, attribute, group
-        self.first = first
+        self.noun, self.package, self.attribute, self.group, self.first = noun, package, attribute, group, first
+        self.kind: type[Any] = kind
 
     def __getitem__(self, name: str) -> T:
         """Raises SettingsError, naming the nearest, for a name that is not known or cannot be loaded."""
@@ -54,9 +44,6 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         return len(self._found)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._found
-
     @property
     def broken(self) -> dict[str, str]:
         """Entry points that could not be used, by name, with the reason as a sentence for the user."""
@@ -65,6 +52,9 @@ class Registry(Mapping[str, T], Generic[T]):
     @property
     def _found(self) -> dict[str, T]:
         return self._loaded[0]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found  # Mapping's own would build the message for a missing name
 
     @cached_property
     def _loaded(self) -> tuple[dict[str, T], dict[str, str]]:
@@ -81,15 +71,15 @@ class Registry(Mapping[str, T], Generic[T]):
                 objects[thing.name] = thing
         return objects, broken
 
-    def _built_in(self) -> Iterator[T]:
+    def _built_in(self) -> Iterator[Any]:
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
             thing = getattr(importlib.import_module(module.name), self.attribute, None)
             if thing is not None:
                 yield thing
 
-    def _load(self, point: EntryPoint, taken: Mapping[str, T]) -> T:
-        thing = point.load()
+    def _load(self, point: EntryPoint, taken: Mapping[str, T]) -> Any:
+        thing: Any = point.load()
         if not isinstance(thing, self.kind):
             raise TypeError(f"{point.value} is a {type(thing).__name__}, and a {self.kind.__name__} is needed")
         if thing.name != point.name:

@@ -1,9 +1,8 @@
 """What a gate would have done: logged drafts, cut where it would have stopped them, and what the rest had cost.
 
-A log of ungated drafts of k tokens holds, for every gate, threshold and shorter draft length, how many steps a round
-takes and how many of its tokens are accepted. That needs no engine and has no timing noise. Two things are not as in a
-run: where rounds begin is the log's own (after drafts of k), and every request has its rounds to itself, while a batch
-drafts as long as its longest draft. So `selfspec tune` measures what comes out best here.
+A log of ungated drafts of k tokens tells, for every gate, threshold and shorter draft length, how many steps a round
+takes and how many of its tokens are accepted, without timing noise. A run differs in two ways: there rounds begin after
+drafts of its own length, and a batch drafts as long as its longest draft. So `selfspec tune` measures the best ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,6 @@ class Setting:
     k: int
 
     def label(self) -> str:
-        """In a few words."""
         rule = GATES[self.gate]
         if rule.key is None or self.threshold is None:
             return f"k={self.k} no gate"
@@ -44,8 +42,8 @@ class Outcome:
     speedup: float  # over plain decoding, by the costs
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON."""
-        return {**asdict(self.setting), **{key: value for key, value in asdict(self).items() if key != "setting"}}
+        values = asdict(self)
+        return values.pop("setting") | values
 
 
 def draft_lengths(log: DraftLog, setting: Setting) -> Tensor:
@@ -59,17 +57,16 @@ def draft_lengths(log: DraftLog, setting: Setting) -> Tensor:
 
 
 def replay(log: DraftLog, setting: Setting, costs: Costs) -> Outcome:
-    """The log's rounds under another setting."""
     return _outcome(log, setting, draft_lengths(log, setting), costs)
 
 
 def oracle(log: DraftLog, k: int, costs: Costs) -> Outcome:
-    """The gate that cannot be beaten: it stops a draft just after its first wrong token. Bounds what any gate gains."""
+    """An upper bound for gates: one that stops a draft just after its first wrong token."""
     return _outcome(log, Setting("none", None, k), torch.minimum(log.accepted + 1, log.drafted.clamp_max(k)), costs)
 
 
 def thresholds(log: DraftLog, gate: str, count: int = 16) -> list[float]:
-    """Thresholds worth trying: evenly spaced quantiles of the gate's statistic in the log, where it is a number."""
+    """Thresholds worth trying: evenly spaced quantiles of the gate's finite statistics in the log."""
     value = log.feature(gate)
     value = value[log.was_drafted & torch.isfinite(value)]
     if not len(value):
@@ -80,8 +77,7 @@ def thresholds(log: DraftLog, gate: str, count: int = 16) -> list[float]:
 
 
 def settings_for(log: DraftLog, names: Iterable[str], lengths: Sequence[int]) -> list[Setting]:
-    """Every gate of `names` at each of its `thresholds`, with every draft length. Gates whose statistic the log does
-    not hold are left out."""
+    """Every gate of `names` whose statistic is in the log, at each of its `thresholds`, with every draft length."""
     settings: list[Setting] = []
     for name in names:
         if GATES[name].rule().feature is None:

@@ -8,13 +8,12 @@ from numbers import Integral
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import check_threshold
 from selfspec_cli.early_exit.length_table import Cell
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.early_exit.thresholds import check_threshold
 
 PREFIX = "selfspec_"
-K, THRESHOLD = f"{PREFIX}k", f"{PREFIX}threshold"
-KEYS = (K, THRESHOLD)
+K, THRESHOLD = KEYS = (f"{PREFIX}k", f"{PREFIX}threshold")
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,19 @@ class RequestSettings:
 
         Raises SettingsError for an unknown key, a wrong type, or a value out of range.
         """
-        if not extra_args:
-            return NOTHING
-        given = {key: value for key, value in extra_args.items() if isinstance(key, str) and key.startswith(PREFIX)}
+        given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(PREFIX)}
         if not given:
             return NOTHING
         for key in given:
             if key not in KEYS:
                 raise SettingsError(closest(key, KEYS, "request setting"))
-        k = given.get(K)
+        k, threshold = given.get(K), given.get(THRESHOLD)
         whole = isinstance(k, Integral) and not isinstance(k, bool)
         if k is not None and not (whole and 0 <= int(k) <= settings.k):
             raise SettingsError(
                 f"{K} = {k!r} is out of range; allowed: whole numbers from 0 (no drafts) to the "
                 f"engine's k, {settings.k}"
             )
-        threshold = given.get(THRESHOLD)
         if threshold is not None:
             threshold = check_threshold(settings.gate.kind, threshold, THRESHOLD)
         return cls(None if k is None else int(k), threshold)
@@ -55,8 +51,7 @@ NOTHING = RequestSettings()
 
 
 def switched_off_by(cell: Cell, own: RequestSettings) -> str | None:
-    """Which of `counters.REASONS` keeps a request from being drafted for, None if neither the table's entry for it nor
-    its own wish does. Where both do, it is the table."""
+    """Which of `counters.REASONS` keeps a request from being drafted for: the table's entry before its own wish."""
     if not cell.k:
         return "context" if cell.context else "load"
     return "request" if own.k == 0 else None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.contexts import SETTING, Context, as_setting, context_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates import GATES, check_threshold, number
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.head_metadata import spec_of
+from selfspec_cli.early_exit.head_metadata import find_head, read_metadata, spec_of
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
-from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
 from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
 from selfspec_cli.early_exit.settings import (
     AUTO,
@@ -26,10 +27,11 @@ from selfspec_cli.early_exit.settings import (
     OPTIONS,
     USER_KEYS,
     DraftSettings,
+    GateConfig,
+    HeadConfig,
     gate_threshold,
 )
-from selfspec_cli.early_exit.thresholds import check_threshold, number
-from selfspec_cli.early_exit.view import DraftView, canonical
+from selfspec_cli.early_exit.view import DraftView, as_text, canonical, drafting_layers, skipped_layers
 
 PLACES_AT_HAND = 136
 """Tokens of a verify pass up to which a place more costs hardly anything: 17 places of 8 requests, the most that was
@@ -52,38 +54,35 @@ class ResolvedSettings(DraftSettings):
 
     @property
     def view(self) -> DraftView:
-        """What drafts."""
+        """Which part of the model drafts."""
         return DraftView.of(self)
 
     @property
     def layers_draft(self) -> bool:
-        """Whether layers of the model draft; else prompt lookup alone does."""
+        """Whether layers of the model draft; otherwise prompt lookup alone does."""
         return DRAFT_WEIGHTS[self.draft_weights].drafts
 
     @property
     def context(self) -> Context:
-        """What a draft step attends to."""
         return context_of(self)
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The layers below E that do not draft."""
         return skipped_layers(self.skip_layers)
 
     @property
     def drafting_layers(self) -> tuple[int, ...]:
-        """The layers that a draft step runs, in order."""
         return drafting_layers(self.layer, self.skipped)
 
     @property
     def width(self) -> int:
-        """Most tokens of any draft, which is what a verify pass has places for."""
+        """Most tokens of any draft: the draft slots of a verify pass."""
         return max(self.k, self.free_drafts)
 
     @property
     def free_requests(self) -> int:
-        """Up to so many running requests a table of lengths does not bound free drafts, which cost no draft step: a
-        verify pass has room for them. 0 without free drafts."""
+        """Running requests up to which a table of lengths does not limit free drafts, because a verify pass has room
+        for them; 0 without free drafts."""
         return PLACES_AT_HAND // (self.free_drafts + 1) if self.free_drafts else 0
 
     @property
@@ -92,8 +91,8 @@ class ResolvedSettings(DraftSettings):
         return LengthTable.fixed(self.k) if self.length_table is None else LengthTable.parse(self.length_table, self.k)
 
     def assumed_draft_step(self, num_layers: int) -> float:
-        """A draft step in plain decoding steps, by the bytes that it reads of a model of `num_layers` layers and 16
-        bits a weight; the head counts as a layer. What is assumed until times are measured."""
+        """Cost of a draft step in plain decoding steps until times are measured: by the bytes that it reads of a model
+        of `num_layers` layers with 16 bits a weight. The head counts as a layer."""
         bits = DRAFT_WEIGHTS[self.draft_weights].bits
         bits = 16.0 if bits is None else bits
         return (len(self.drafting_layers) + 1) / num_layers * bits / 16
@@ -114,7 +113,7 @@ class ResolvedSettings(DraftSettings):
     ) -> ResolvedSettings:
         """Settings from a speculative_config as users write it, for a model of `num_layers` layers.
 
-        A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone, but for its
+        A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone, except its
         list of lengths by batch size, which becomes the table of lengths.
         Raises SettingsError for an unknown key, a wrong type, or a value out of range.
         """
@@ -132,32 +131,17 @@ class ResolvedSettings(DraftSettings):
         return settings
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `from_dict` gives back an equal object."""
         document = asdict(self)
         document["head"] = {"kind": self.head.kind, "path": self.head.path}  # its file says the rest
         return document
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ResolvedSettings:
-        """The inverse of `to_dict`. Raises SettingsError for unknown or missing settings and for wrong values."""
-        settings, flat = cls(), _flat(data)
-        for key, value in flat.items():
-            if key not in OPTIONS:
-                raise SettingsError(closest(key, OPTIONS, "draft setting"))
-            if value is not None:
-                knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k"):
-            if flat.get(key) is None:
-                raise SettingsError(f"draft setting {key!r} is missing")
-        canonical(settings)
-        settings.view.check()
-        settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
-        settings.length_table = checked_table(settings.length_table, settings.k)
-        return settings
+        """The inverse of `to_dict`, whose values were checked when they were read from a user."""
+        return cls(**{**data, "gate": GateConfig(**data["gate"]), "head": HeadConfig(**data["head"])})
 
     def _check_head(self) -> None:
-        """Raises SettingsError for a kind of head that has to be fitted and has no file, and for one that its file does
-        not hold."""
+        """Raise SettingsError for a fitted kind of head without a file, or with a file that holds another kind."""
         kind, path = self.head.kind, self.head.path
         if path is None and HEADS[kind].targets:
             raise SettingsError(
@@ -169,7 +153,7 @@ class ResolvedSettings(DraftSettings):
             raise SettingsError(f"head = {kind!r} and head_path = {path!r}, which holds {held.name}: leave head out")
 
     def _resolve(self, spec: Mapping[str, Any], num_layers: int) -> None:
-        """Fill in what was left open, and refuse what does not go together."""
+        """Fill in what was left open; raise SettingsError for settings that do not go together."""
         if self.method == "skip":
             for option in OPTIONS.values():
                 value = knobs.read(self, option.key)
@@ -199,7 +183,6 @@ class ResolvedSettings(DraftSettings):
 
 
 def _vocabulary(value: object, key: str) -> str:
-    """A draft vocabulary in its own spelling: full, a number of tokens, or a path."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return str(value)
     if isinstance(value, str) and value and not (value.isdigit() and int(value) < 1):
@@ -208,10 +191,7 @@ def _vocabulary(value: object, key: str) -> str:
 
 
 def checked_table(text: str | None, k: int) -> str | None:
-    """A table of lengths in its own spelling, for an engine that drafts at most `k` tokens; None stays.
-
-    Raises SettingsError for what is no table.
-    """
+    """A table of lengths as it is kept, for an engine that drafts at most `k` tokens. Raises SettingsError."""
     return None if text is None else str(LengthTable.parse(text, k))
 
 
@@ -225,21 +205,21 @@ def _found(spec: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | 
 
 
 def _checked(option: Option, key: str, value: Any) -> Any:
-    """`value` in the type of a setting, `key` being what the user called it. Raises SettingsError."""
+    """`value` in the type of its setting, which the user called `key`. Raises SettingsError."""
     about, types = option.knob, {option.type, *get_args(option.type)}
-    if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
+    if option.key == "layer":  # checked where the model is known
         return value
     if option.key == SETTING:
         return as_setting(key, value)
     if option.key == "vocab":
         return _vocabulary(value, key)
     if option.key == "skip_layers":
-        return as_text(skipped_layers(value, key))
+        return as_text(skipped_layers(value))
     words = about.words()
     if words and value not in words:
         raise SettingsError(about.wrong_word(value, key))
-    if int in types and (isinstance(value, bool) or not isinstance(value, Integral)):
-        raise SettingsError(f"{key} = {value!r} must be an integer, not {type(value).__name__}")
+    if int in types:
+        _require_integer(key, value)
     if float in types:
         value = number(value, key)
     if bool in types and not isinstance(value, bool):
@@ -252,24 +232,19 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     return value
 
 
-def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        key = above + name
-        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and key not in OPTIONS else {key: value}
-    return flat
+def _require_integer(key: str, value: object, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise SettingsError(f"{key} = {value!r} must be an integer, not {type(value).__name__}{hint}")
 
 
-def _exit_layer(value: object, num_layers: int, view: DraftView) -> int:
+def _exit_layer(value: Any, num_layers: int, view: DraftView) -> int:
     if num_layers < 2:
         raise SettingsError(f"a model of {num_layers} layer(s) has no exit layer; at least 2 layers are needed")
     if value is None:
         return view.default_layer(num_layers)
     deepest = view.deepest_layer(num_layers)
     inside = f"allowed: 1 to {deepest} (the model has {num_layers} layers)"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise SettingsError(f"layer_skip = {value!r} must be an integer, not {type(value).__name__}; {inside}")
+    _require_integer("layer_skip", value, f"; {inside}")
     if not 1 <= int(value) <= deepest:
         raise SettingsError(f"layer_skip = {value!r} is out of range; {inside}")
     return int(value)
@@ -278,12 +253,9 @@ def _exit_layer(value: object, num_layers: int, view: DraftView) -> int:
 def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
     """The threshold in force for `gate`, from whichever key of a speculative_config gives it."""
     rule = GATES[gate]
-    keys = [key for key in THRESHOLD_KEYS if spec.get(key) is not None]
-    if len(keys) > 1:
-        raise SettingsError(f"{' and '.join(keys)} are thresholds of one gate; give one of them")
-    if not keys:
+    key = next((key for key in THRESHOLD_KEYS if spec.get(key) is not None), None)
+    if key is None:
         return rule.default
-    key = keys[0]
     if rule.key is not None and key not in (rule.key, "threshold"):
         users = [name for name, other in GATES.items() if other.key == key]
         allowed = " or ".join(dict.fromkeys((rule.key, "threshold")))
@@ -295,7 +267,7 @@ def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
 
 
 def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
-    """Names a threshold that can never close, or (but for rounding) never open, its gate; else empty.
+    """A warning of a threshold that can never close, or (but for rounding) never open, its gate.
 
     vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
     """
@@ -303,16 +275,40 @@ def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list
     if rule.key is None or threshold is None:
         return []
     least, greatest = rule.statistic_range(vocab_size)
-    at_least = rule.direction == "at_least"
-    never_closes = threshold <= least if at_least else threshold >= greatest
-    never_opens = threshold > greatest if at_least else threshold < least
-    at_the_edge = threshold == (greatest if at_least else least)
     start = f"gate {rule.name!r} with {rule.key} = {threshold:g}"
     end = f"{rule.meaning} lies between {least:.3g} and {greatest:.3g}"
-    if never_closes:
+    if rule.direction == "at_most":
+        threshold, least, greatest = -threshold, -greatest, -least
+    if threshold <= least:
         return [f"{start} never closes ({end}): it is the same as gate 'none'"]
-    if never_opens:
+    if threshold > greatest:
         return [f"{start} never opens ({end}): every draft ends after its first step"]
-    if at_the_edge:
+    if threshold == greatest:
         return [f"{start} never opens but for ties by rounding ({end}): drafts end after their first step"]
     return []
+
+
+FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # of a least-squares head without a scale; the lens has 8 to 20
+
+
+def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
+    """A warning of a gate that meets a head whose outputs are no distribution; None where that cannot be said either.
+
+    Such a head has rows of its own and was solved by least squares, without a scale in its file (`fitting.py`).
+    path: a head file, or a directory of heads for `layer`; None is the lens.
+    """
+    if path is None or GATES[gate].key is None:
+        return None
+    file = Path(path)
+    try:
+        file = find_head(file, layer) if file.is_dir() and layer is not None else file
+        metadata = read_metadata(file)
+    except SettingsError:
+        return None  # whoever loads the head says what is wrong
+    if not HEADS[metadata.kind].rows or metadata.fit.get("scale") is not None:
+        return None
+    return (
+        f"gate {gate!r} reads a distribution, and the outputs of head {file} are none: a least-squares head without a "
+        f"scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens (results/LOG.md, "
+        "results/published/quality.jsonl.xz); fit it again with `selfspec fit-lsq`, which fits a scale"
+    )

@@ -1,8 +1,8 @@
 """ROC analysis of the gates: how well each statistic tells drafts that stand from drafts that fall.
 
-The positive class is "the verifier took this token". Two questions are asked of each gate. In the draft: of every
-drafted token, which stands only if all before it do; it passes a gate that was open on it and on all before it, so its
-score is the lowest so far. At stake: of those tokens alone whose predecessors were right, by their own statistic.
+The positive class is "the verifier took this token". In the draft: over every drafted token, which stands only if all
+before it do; it passes a gate that was open on it and on all before it, so its score is the lowest so far. At stake:
+over the tokens whose predecessors were right, by their own statistic.
 scikit-learn is imported when an area or a curve is computed.
 """
 
@@ -40,7 +40,7 @@ class AucRow:
 
 
 def scores(log: DraftLog, gate: str) -> Tensor:
-    """A gate's statistic turned so that more of it means open, float32 [rounds, k]; NaN beyond the drafts."""
+    """A gate's statistic with the sign by which more means open, float32 [rounds, k]; NaN beyond the drafts."""
     if GATES[gate].rule().feature is None:
         return torch.where(log.was_drafted, 1.0, torch.nan)
     value = log.feature(gate)
@@ -48,7 +48,7 @@ def scores(log: DraftLog, gate: str) -> Tensor:
 
 
 def auc(log: DraftLog, gate: str, *, at_stake: bool = False) -> float | None:
-    """Area under the ROC curve, 0.5 for a gate that tells nothing; None where every token has the same fate."""
+    """Area under the ROC curve, 0.5 by chance; None where every token has the same fate."""
     truth, score = _labelled(log, gate, at_stake)
     if len(truth) == 0 or bool(truth.all()) or not bool(truth.any()):
         return None

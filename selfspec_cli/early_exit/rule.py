@@ -5,22 +5,22 @@ T(n, w) seconds and brings each request 1 + s_1 + ... + s_w tokens, where s_j is
 of a request all stand. Before a step the rule takes the width, 0 included, with the greatest n (1 + sum s) / T.
 
 Both sides are estimates: T by number of requests, context and width, s by position. A step that also computes prompts
-is another kind of step, with times of its own: its graphs are others, and on a busy server most steps are of that kind.
-What the prompts' tokens themselves take is left out, because an answer has the same prompt at any width.
+is another kind of step, with times of its own: its graphs differ, and on a busy server most steps are of that kind. The
+time of the prompts' tokens themselves is left out, because an answer has the same prompt at any width.
 
 Most choices compare the means, and hold for a few steps. While drafts are the best, every fourth compares values that
-are drawn from what is known (W. R. Thompson, "On the likelihood that one unknown probability exceeds another",
-Biometrika 1933). What has not been seen for a while is known less, so widths that may have become better are tried
-again, seldom, and one that is far behind hardly ever. Plain steps are what nothing may be slower than, so they are seen
-first at each batch size, and tried again while drafts are the best, whatever is expected of them. While they are the
-best, drafts are tried. Both trials may lose a small share of the time, which bounds them.
+are drawn from the estimates (W. R. Thompson, "On the likelihood that one unknown probability exceeds another",
+Biometrika 1933). Old observations count less, so widths that may have become better are tried again, seldom, and one
+that is far behind hardly ever. Nothing may be slower than plain steps, so they are seen first at each batch size, and
+tried again while drafts are the best. While they are the best, drafts are tried. Both trials may lose a small share of
+the time.
 
 Inside a step the device makes another draft step while the tokens that it is expected to bring are worth its time at
-the speed the engine runs at: the marginal value theorem. `Choice.step_value` is that number of tokens. The speed is the
-one that steps reached, and not the one that is expected: drafts that end by a reached speed bring a greater one, and so
-on to the greatest (W. Dinkelbach, "On nonlinear fractional programming", 1967), while by an expected one that is too
-great nothing is drafted at all. The first draft step is always made where no request copies its draft from the text,
-because without drafts there are no verdicts.
+the engine's speed: the marginal value theorem. `Choice.step_value` is that number of tokens. The speed is the one that
+steps reached: drafts that end by a reached speed bring a greater one, and so on to the greatest (W. Dinkelbach, "On
+nonlinear fractional programming", 1967), while by an expected one that is too great nothing is drafted at all. The
+first draft step is always made where no request copies its draft from the text, because without drafts there are no
+verdicts.
 """
 
 from __future__ import annotations
@@ -48,37 +48,36 @@ WORTH_LEAVING_OUT = 0.3
 lose 12 to 16 % of a step's tokens (results/LOG.md), and draft steps that take 0.2 to 0.3 longer lose as much."""
 
 DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 16, 2
-"""Steps that a choice holds for, so that choosing costs nothing and a step's time is its width's; the last for what was
-never seen."""
+"""Steps that a choice holds for, so that choosing costs nothing; the last for a width that was never seen."""
 PLAUSIBLE, UNSEEN_SHARE = 0.85, 0.01
-"""A width that was never seen at a batch size is tried if it is predicted to reach this share of the best. What such
-trials may lose of all time: steps of many drafts are long on a large model, and one that is ahead loses nothing."""
+"""A width that was never seen at a batch size is tried if it is predicted to reach this share of the best. Such trials
+may lose UNSEEN_SHARE of all time: steps of many drafts are long on a large model."""
 TRIED_EVERY = 4
-"""Of so many choices one is drawn; the others take the best by the means, which are the better guess between trials."""
+"""One choice in this number is drawn; the others take the best by the means."""
 SPREAD = 0.15
-"""Relative standard deviation of a step's time that is only predicted, and about that of a single observation."""
+"""Relative standard deviation of a step's predicted time, and about that of a single observation."""
 MOST_SEEN = 32.0
-"""Observations of a time that count, so that it follows what changes."""
+"""Observations of a time that count, so that it follows changes."""
 FIRST_REQUESTS, MOST_REQUESTS, MOST_STEPS = 40.0, 1000.0, 200.0
 """The first guess, that all expected tokens come, counts like FIRST_REQUESTS requests. Of what requests brought, the
 last MOST_REQUESTS count, or those of the last MOST_STEPS steps, if they are more."""
 PROMPT_TOKENS = 256.0
 """Root of the summed squares by which prompts' tokens must differ between steps before their time is believed."""
 PACE_MEMORY = 64.0
-"""Steps after which what was seen of a batch size's pace counts for 1/e."""
+"""Steps after which an observation of a batch size's pace counts for 1/e."""
 TIME_HALF_LIFE, ACCEPTANCE_HALF_LIFE = 20.0, 3.0
-"""Seconds after which what was seen counts half."""
+"""Seconds after which an observation counts half."""
 MEMORY = 500.0
-"""Verified drafts of requests after which what was seen before counts for 1/e."""
+"""Verified drafts of requests after which an earlier one counts for 1/e."""
 SURPRISE, LEFT_AFTER_SURPRISE = 4.0, 0.1
-"""Standard deviations by which verdicts contradict what was seen before, of which so much is left then."""
+"""Standard deviations by which verdicts contradict earlier ones, and the share of these that is left then."""
 TRIAL_SHARE, COMPARED_SHARE = 0.003, 0.001
-"""Of all time, what may be lost by trying drafts again while plain steps are the best choice, and plain steps while
-drafts are."""
+"""Shares of all time that may be lost by trying drafts while plain steps are the best, and plain steps while drafts
+are."""
 TRIAL_DRAFTS = 64
 """Verified first drafts that are enough for a trial: large batches need no DRAFTING_HELD steps."""
 FIRST_RATE, FIRST_TRIALS = 0.8, 4.0
-"""What a position is taken to accept before anything is known, and for how many drafts that counts."""
+"""First guess of a position's acceptance, and the number of drafts that it counts for."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class StepTimes:
 
     @classmethod
     def assumed(cls, draft: float) -> StepTimes:
-        """In plain steps, before anything was measured: a draft step takes `draft`, a draft slot nothing."""
+        """In plain steps, before any measurement: a draft step takes `draft`, a draft slot nothing."""
         return cls({width: {1: 1.0} for width in WIDTHS}, {1: draft}, measured=False)
 
     def step(self, requests: int, width: int, context: float = 0.0) -> float:
@@ -111,7 +110,6 @@ class StepTimes:
         return _at(self.verify[known], requests)
 
     def draft_step(self, requests: int, context: float = 0.0) -> float:
-        """One draft step."""
         kept = self.attended * requests if self.leaves_out(requests, context) else math.inf
         return _at(self.draft, requests) + self.kv_token * min(context, kept)
 
@@ -133,9 +131,11 @@ def _at(known: Mapping[int, float], requests: int) -> float:
 
 @dataclass
 class Acceptance:
-    """How often the draft at each position stood, of those that were judged: they were drafted, and all before them
-    stood. stood, failed: [k]; seen: when, in seconds. usual: what first drafts accepted, however long ago, and of how
-    many that is known; it is taken of positions that were not judged lately."""
+    """How often the draft at each position stood, of those that were judged: drafted, and all before them stood.
+
+    stood, failed: [k]. seen: when, in seconds. usual: acceptance of first drafts, however long ago, and their number;
+    it is taken for positions that were not judged lately.
+    """
 
     k: int
     stood: list[float] = field(default_factory=list)
@@ -147,9 +147,11 @@ class Acceptance:
         self.stood, self.failed = [0.0] * self.k, [0.0] * self.k
 
     def add(self, judged: Sequence[int], stood: Sequence[int], now: float, requests: int = 0) -> bool:
-        """Drafts were verified; whether they contradict what was known. judged, stood: of each position from the first
-        on. requests: that might have drafted; where most did not, as some copied their drafts from the text, others
-        were judged than usual, which is no change of the traffic."""
+        """Take in verdicts; whether they contradict earlier ones. judged, stood: of each position from the first on.
+
+        requests: that might have drafted. Where most did not, because they copied their drafts from the text, others
+        were judged than usual, which is no change of the traffic.
+        """
         surprise = 2 * judged[0] >= requests and self._contradicted(judged[0], stood[0], now)
         share = MEMORY / (MEMORY + judged[0]) * self._still(now) * (LEFT_AFTER_SURPRISE if surprise else 1.0)
         self.seen = now
@@ -160,14 +162,13 @@ class Acceptance:
         return surprise
 
     def guess(self, accepted: float, width: int, requests: int) -> None:
-        """What a step brought, until there are verdicts, which come some steps later: its first drafts may be in vain.
-        accepted: in the mean of its requests, of `width` drafts."""
+        """Take in a step's tokens until there are verdicts, which come some steps later. accepted: in the mean of its
+        requests, of `width` drafts."""
         if self.seen == -math.inf:
             self._learn_usual((accepted + (accepted < width)) * requests, accepted * requests)
 
     def survival(self, now: float, draw: random.Random | None = None) -> list[float]:
-        """s_1 ... s_k: drawn from what is known, or its means. A position that was not judged takes after the one
-        before it."""
+        """s_1 ... s_k: the means, or drawn. A position that was not judged takes after the one before it."""
         share, before, rates = self._still(now), self.usual[0], []
         for stood, failed in zip(self.stood, self.failed, strict=True):
             good, bad = stood * share + FIRST_TRIALS * before, failed * share + FIRST_TRIALS * (1 - before)
@@ -181,7 +182,7 @@ class Acceptance:
         self.usual = (rate * drafts + stood) / (drafts + judged), drafts + judged
 
     def _contradicted(self, judged: int, stood: int, now: float) -> bool:
-        """Whether so many first drafts that stood are a surprise, as after a change of traffic."""
+        """Whether that number of first drafts that stood is a surprise, as after a change of traffic."""
         (rate,) = self.survival(now)[:1]
         return (stood - judged * rate) ** 2 > SURPRISE**2 * (judged * rate * (1 - rate) + 1)
 
@@ -195,7 +196,7 @@ Kind = tuple[int, int, int, bool]
 
 @dataclass
 class Seen:
-    """What is known of the time of one kind of step.
+    """The time of one kind of step.
 
     seconds: mean time. prompt: mean tokens of prompts. weight: times that count; when: of the last, in seconds.
     """
@@ -206,8 +207,8 @@ class Seen:
     when: float = 0.0
 
     def add(self, seconds: float, prompt: float, token: float, now: float) -> None:
-        """Take in a time; one that is far off is brought nearer, for a host has hiccups. token: seconds that a token of
-        a prompt takes."""
+        """Take in a time; one that is far off, a hiccup of the host, is brought nearer. token: seconds for a token of a
+        prompt."""
         self.weight = min(self.known(now), MOST_SEEN - 1)
         if self.weight >= 1:
             usual = max(self.seconds + token * (prompt - self.prompt), self.seconds / 2)
@@ -226,10 +227,9 @@ class Seen:
 
 @dataclass
 class Brought:
-    """What steps of one width brought, of what `Acceptance` expected: drafts may end before their width, so fewer come.
+    """Tokens of steps of one width, compared with those that `Acceptance` expects: drafts may end before their width.
 
-    excess, requests: by how many tokens requests got more, or less, in shares of what was expected, and how many
-    requests those were. when: of the last, in seconds.
+    excess: tokens more, or less, in shares of the expected ones, summed over `requests`. when: of the last, in seconds.
     """
 
     excess: float = 0.0
@@ -237,14 +237,14 @@ class Brought:
     when: float = 0.0
 
     def add(self, share: float, requests: int, now: float) -> None:
-        """Take in the tokens of a step, as a share of what was expected of its requests."""
+        """Take in the tokens of a step, as a share of the expected ones."""
         most = max(MOST_REQUESTS, MOST_STEPS * requests)
         kept = _left(now - self.when, TIME_HALF_LIFE) * most / (most + requests)
         self.excess = self.excess * kept + (share - 1) * requests
         self.requests, self.when = self.requests * kept + requests, now
 
     def share(self, now: float) -> float:
-        """Of the tokens that `Acceptance` expects, those that come: all of them until enough requests say otherwise."""
+        """The share of the expected tokens that comes: 1 until enough requests say otherwise."""
         left = _left(now - self.when, TIME_HALF_LIFE)
         return 1 + self.excess * left / (self.requests * left + FIRST_REQUESTS)
 
@@ -253,8 +253,8 @@ class Brought:
 class Pace:
     """What a batch size's steps were like lately.
 
-    mixed: share of those that compute prompts too. expected: tokens that they were expected to bring a request each.
-    tokens, seconds: what they brought a request and took, without what prompts' tokens take: sums that fade.
+    mixed: share of those that compute prompts too. expected: tokens of a request expected in a step. tokens, seconds:
+    those that came, and the time without that of prompts' tokens: sums that fade.
     """
 
     mixed: float = 0.0
@@ -263,15 +263,14 @@ class Pace:
     seconds: float = 0.0
 
     def add(self, mixed: bool, expected: float, tokens: float, seconds: float) -> None:
-        """Take in a step."""
         self.mixed += (mixed - self.mixed) / PACE_MEMORY
         self.expected += (expected - self.expected) / PACE_MEMORY
         self.tokens += tokens - self.tokens / PACE_MEMORY
         self.seconds += seconds - self.seconds / PACE_MEMORY
 
     def mixed_share(self, tokens: float) -> float:
-        """Of steps that bring a request `tokens` tokens, the share with prompts, which come at random moments: an
-        answer has one prompt, so they come in proportion to tokens."""
+        """Of steps that bring a request `tokens` tokens, the share with prompts. An answer has one prompt, so prompts
+        come in proportion to tokens, at random moments."""
         return 1.0 - (1.0 - min(self.mixed, 0.99)) ** (tokens / self.expected)
 
 
@@ -279,18 +278,14 @@ class Pace:
 class Outlook:
     """What a width is expected to take and to bring.
 
-    seconds: of a step, without what prompts' tokens take. deviation: how uncertain that is, relative. share: see
-    `Brought.share`. when: its kind of step was last seen, in seconds; -inf: never.
+    seconds: of a step, without prompts' tokens. deviation: relative, of the estimate. share: see `Brought.share`. when:
+    its kind of step was last seen, in seconds; -inf: never.
     """
 
     seconds: float
     deviation: float
     share: float
     when: float
-
-    def drawn(self, draw: random.Random) -> float:
-        """A time as likely as what is known makes it."""
-        return self.seconds * math.exp(self.deviation * draw.gauss(0.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -311,8 +306,7 @@ class Choice:
 
 
 class LengthRule:
-    """Chooses widths for one engine, and learns from its steps. clock: seconds. The same seed, times and acceptance
-    make the same choices."""
+    """Chooses widths for one engine, and learns from its steps. clock: seconds. A seed makes choices reproducible."""
 
     def __init__(
         self,
@@ -341,7 +335,7 @@ class LengthRule:
         self._drafted = self._compared = self._explored = clock()
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
-        """For the step of a batch that begins. context: tokens of all requests together, or a function that counts
+        """The choice for the step that begins. context: tokens of all requests together, or a function that counts
         them, which is called where a choice is due. limit: the greatest width that is allowed now."""
         load = batch_size(requests)
         most = min(self.widths[0] if limit is None else limit, max(LARGEST_VERIFY // load - 1, 0))
@@ -356,12 +350,8 @@ class LengthRule:
         return choice
 
     def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0, accepted: float = 0.0) -> None:
-        """Take in the time of a step. Its context counts as long as that of the last choice.
-
-        Args:
-            prompt: tokens of prompts that the step computed.
-            accepted: drafts that it accepted, in the mean of its requests.
-        """
+        """Take in the time of a step, on about the context of the last choice. prompt: tokens of prompts that it
+        computed. accepted: drafts that it accepted, in the mean of its requests."""
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0
         if kind not in self._seen:
@@ -390,11 +380,10 @@ class LengthRule:
             self.acceptance.guess(accepted, width, requests)
 
     def judged(self, judged: Sequence[int], stood: Sequence[int]) -> None:
-        """Drafts were verified. judged, stood: by position, as `Acceptance.add` takes them.
+        """Take in verdicts; see `Acceptance.add`.
 
-        What steps brought is compared with an acceptance that knows of it: verdicts may come a copy later. What was
-        learnt under another acceptance says nothing of drafts that end early. Steps in which nothing was drafted have
-        no verdicts, but they brought nothing, which has to be learnt too.
+        Steps are compared with an acceptance that knows of them: verdicts may come a copy later. What was learnt under
+        another acceptance is forgotten. Steps in which nothing was drafted have no verdicts, but count too.
         """
         requests = sum(requests for *_, requests in self._brought[0])
         if judged[0] and self.acceptance.add(judged, stood, self.clock(), requests):
@@ -415,57 +404,68 @@ class LengthRule:
         """The choice, and the steps that it holds for."""
         now = self.clock()
         survival = self.acceptance.survival(now)
-        kinds = {width: self._outlook(load, context, width, survival, now) for width in self.widths if width <= most}
-        means = {width: _tokens(survival, width, kind.share) / kind.seconds for width, kind in kinds.items()}
-        self._tokens |= {(load, width): means[width] * kind.seconds for width, kind in kinds.items()}
-        width = best = max(means, key=means.__getitem__)
-        trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
+        outlooks = {width: self._outlook(load, context, width, survival, now) for width in self.widths if width <= most}
+        speeds = {width: _tokens(survival, width, there.share) / there.seconds for width, there in outlooks.items()}
+        self._tokens |= {(load, width): speeds[width] * there.seconds for width, there in outlooks.items()}
+        best = max(speeds, key=speeds.__getitem__)
         self.choices += 1
-        losses = {one: kind.seconds * (1 - means[one] / means[best]) for one, kind in kinds.items()}  # of a step
-        spare = UNSEEN_SHARE * (now - self._explored) / LEAST_HELD
-        # What plain steps take is seen, not predicted: drafting takes the host longer.
-        unseen = [
-            one
-            for one, kind in kinds.items()
-            if kind.when == -math.inf and (not one or (means[one] >= PLAUSIBLE * means[best] and losses[one] <= spare))
-        ]
-        other = 0 if best else max((one for one in kinds if one), key=means.__getitem__, default=0)
-        loss = (trial_steps if other else LEAST_HELD) * losses[other]
-        tried = self._drafted if other else max(self._compared, kinds[0].when)
-        if unseen:
-            width = max(unseen, key=means.__getitem__) if min(unseen) else 0
-            if width and losses[width]:
-                self._explored = now
-        elif (now - tried) * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
-            width = other
-        elif best and self.choices % TRIED_EVERY == 0:
-            drawn = self.acceptance.survival(now, self._random)
-            speeds = {one: _tokens(drawn, one, kind.share) / kind.drawn(self._random) for one, kind in kinds.items()}
-            width = max(speeds, key=speeds.__getitem__)
+        width, steps = self._width(load, outlooks, speeds, best, now)
         self.trials += width != best
         if width:
             self._drafted = now
         elif best:
             self._compared = now
-        plain = kinds[min(kinds)].seconds
+        plain = outlooks[min(outlooks)].seconds
         # A plain step takes at least what it takes the device. Where it takes less, the times at the start are too
         # long, as those that were measured while others used the GPU.
         real = plain / self.times.verify_pass(load, 0)
         step = self.times.draft_step(load, context) * (min(real, 1.0) if self.times.measured else real)
         pace = self._pace.get(load)
-        speed = means[best] if pace is None else pace.tokens / pace.seconds
+        speed = speeds[best] if pace is None else pace.tokens / pace.seconds
         # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
         value = speed * load * step if best or not width else 0.0
         leaves_out = self.times.leaves_out(load, context)
-        choice = Choice(width, value, step / plain, means[width] * load, kinds[width].seconds, leaves_out)
-        if width in unseen:
-            return choice, LEAST_HELD if width else DRAFTING_HELD
+        return Choice(width, value, step / plain, speeds[width] * load, outlooks[width].seconds, leaves_out), steps
+
+    def _width(
+        self, load: int, outlooks: Mapping[int, Outlook], speeds: Mapping[int, float], best: int, now: float
+    ) -> tuple[int, int]:
+        """The best width, or a trial of another, and the steps that it holds for."""
+        losses = {width: there.seconds * (1 - speeds[width] / speeds[best]) for width, there in outlooks.items()}
+        spare = UNSEEN_SHARE * (now - self._explored) / LEAST_HELD
+        # The time of plain steps is seen, not predicted: drafting takes the host longer.
+        unseen = [
+            width
+            for width, there in outlooks.items()
+            if there.when == -math.inf
+            and (not width or (speeds[width] >= PLAUSIBLE * speeds[best] and losses[width] <= spare))
+        ]
+        if unseen:
+            width = max(unseen, key=speeds.__getitem__) if min(unseen) else 0
+            if width and losses[width]:
+                self._explored = now
+            return width, LEAST_HELD if width else DRAFTING_HELD
+        trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
+        other = 0 if best else max((width for width in outlooks if width), key=speeds.__getitem__, default=0)
+        loss = (trial_steps if other else LEAST_HELD) * losses[other]
+        tried = self._drafted if other else max(self._compared, outlooks[0].when)
+        width = best
+        if (now - tried) * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
+            width = other
+        elif best and self.choices % TRIED_EVERY == 0:
+            survival = self.acceptance.survival(now, self._random)
+            drawn = {
+                each: _tokens(survival, each, there.share)
+                / (there.seconds * math.exp(there.deviation * self._random.gauss(0.0, 1.0)))
+                for each, there in outlooks.items()
+            }
+            width = max(drawn, key=drawn.__getitem__)
         if not width:
-            return choice, LEAST_HELD if best else PLAIN_HELD
-        return choice, DRAFTING_HELD if width == best else trial_steps
+            return width, LEAST_HELD if best else PLAIN_HELD
+        return width, DRAFTING_HELD if width == best else trial_steps
 
     def _outlook(self, load: int, context: float, width: int, survival: Sequence[float], now: float) -> Outlook:
-        """What a width is expected to take and to bring, with prompts in as many steps as at that width begin."""
+        """What a width is expected to take and to bring, at the share of steps with prompts of that width."""
         bucket = context_bucket(context)
         brought = self._yields.get((load, bucket, width))
         share = 1.0 if brought is None else brought.share(now)
@@ -480,9 +480,9 @@ class LengthRule:
         return Outlook(seconds, spread / seconds, share, -math.inf if usual is None else usual.when)
 
     def _seconds(self, load: int, context: float, width: int, prompts: bool) -> float:
-        """What a kind of step takes, without the tokens of prompts. What was never seen is predicted from the nearest
-        kind that was: what that one took beyond the times at the start is taken to be the host's, which is the same;
-        or, with prompts, beyond a step without. If it took less, the times at the start are too long by as much."""
+        """What a kind of step takes, without the tokens of prompts. One never seen is predicted from the nearest
+        one: its time beyond the times at the start (with prompts: beyond a step without) is the host's, which is the
+        same for both. If it took less, the times at the start are too long by as much."""
         bucket = context_bucket(context)
         seen = self._seen.get((load, bucket, width, prompts))
         if seen is not None:
@@ -499,15 +499,15 @@ class LengthRule:
         return own + took - expected if self.times.measured and took > expected else own * took / expected
 
     def _near(self, kind: Kind) -> Kind | None:
-        """The kind nearest to one that was not seen, with prompts as that one has them or not; None if there is none.
-        Choices are made between two steps, so it is searched once for each new kind."""
+        """The seen kind nearest to one that was not, with prompts as that one or not; None if there is none. Cached,
+        because choices are made between two steps."""
         if kind not in self._nearest:
             alike = [key for key in self._seen if key[3] == kind[3]]
             self._nearest[kind] = min(alike, key=lambda key: _distance(key, kind), default=None)
         return self._nearest[kind]
 
     def _token_seconds(self) -> float:
-        """What a token of a prompt takes, by how steps of a kind differ whose prompts differ."""
+        """Seconds for a token of a prompt, by the steps of a kind whose prompts differ."""
         product, square = self._prompts
         return max(product / (square + PROMPT_TOKENS**2), 0.0)
 
@@ -518,7 +518,6 @@ def _left(seconds: float, half_life: float) -> float:
 
 
 def batch_size(requests: int) -> int:
-    """The batch size that a batch counts as."""
     place = bisect_left(REQUESTS, requests)
     return REQUESTS[place] if place < len(REQUESTS) else -(-requests // 64) * 64
 
@@ -534,7 +533,7 @@ def _context(bucket: int) -> float:
 
 
 def _tokens(survival: Sequence[float], width: int, share: float) -> float:
-    """Expected tokens of a request in a step of a width, of whose drafts `share` of the expected tokens come."""
+    """Expected tokens of a request in a step of a width; `share` of the expected drafts come."""
     return 1.0 + share * sum(survival[:width])
 
 

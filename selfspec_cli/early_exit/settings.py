@@ -19,22 +19,16 @@ from selfspec_cli.early_exit.length_table import FORM, KEY
 
 METHODS = ("layer_skip", "skip")
 """layer_skip drafts and verifies; skip decodes with the first E layers and the head alone (lossy)."""
-
 METHOD_ALIASES = {"selfspec": "layer_skip"}
 """Other names of a method in a speculative_config."""
-
 DRAFTING, SPECULATIVE = ("layer_skip",), ("layer_skip", "draft_model", "vllm")
-"""The methods with a gate and verified drafts of the model's own layers, and all methods that draft: the last two are
-vLLM's own."""
-
+"""The methods that draft with the model's own layers, and all that draft: the last two are vLLM's own."""
 SPECULATIVE_LENGTH = "num_speculative_tokens"
 """vLLM's name of the draft length k in a speculative_config."""
-
 DRAFT_LENGTH = 5
-"""k where nobody says: neither the user nor the model's preset."""
-
+"""k where neither the user nor the model's preset names one."""
 AUTO = "auto"
-"""The gate under which measured times and acceptance choose how much is drafted (rule.py); k is the most."""
+"""The gate under which measured times and acceptance choose how much is drafted (rule.py), at most k."""
 
 
 @dataclass
@@ -206,18 +200,17 @@ USER_KEYS = tuple(key for option in OPTIONS.values() for key in option.knob.spec
 
 
 def arm_settings(settings: DraftSettings) -> dict[str, Any]:
-    """The settings that tell an arm apart by themselves, by key, where its method uses them and they are not at their
-    default."""
+    """The settings that tell arms apart and are not at their default, by key, where the method uses them."""
     used = (option for option in OPTIONS.values() if option.knob.arm and settings.method in option.knob.methods)
     values = {option.key: knobs.read(settings, option.key) for option in used}
     return {key: value for key, value in values.items() if value != OPTIONS[key].default}
 
 
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
-    """Settings as a user would write them in a speculative_config; `ResolvedSettings.from_user` reads them back.
+    """Settings as a user would write them in a speculative_config, with the threshold in force.
 
-    The threshold in force is written; head, draft vocabulary and context only where they are not the default, and the
-    kind of a head only where no file says it.
+    Head, draft vocabulary and context only where they are not the default, the kind of a head only where no file says
+    it.
     """
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():

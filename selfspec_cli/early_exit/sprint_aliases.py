@@ -8,11 +8,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.thresholds import check_threshold
+from selfspec_cli.early_exit.gates import GATES, check_threshold
 
 VARIABLES = ("LAYERSKIP", "EE_GATE", "EE_TAU", "EE_TAU_V")
-"""The sprint's environment variables."""
 
 _KEYS = {
     "layerskip": "layer",
@@ -27,10 +25,10 @@ _WORD = re.compile(r"(--)?([A-Za-z_-]+)(?:=(.*))?")
 
 
 def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The old words among a command's arguments, by the key of today, and the arguments that are left.
+    """The old words among a command's arguments, by today's key, and the arguments that are left.
 
-    Taken are --layerskip 12, --layerskip=12 and LAYERSKIP=12 alike, dashes for underscores too, and forward_partial
-    with a layer or without one. Of today's own words (layer=12, `layer_skip` as a value) none is taken.
+    --layerskip 12, --layerskip=12 and LAYERSKIP=12 are alike, dashes are underscores, and forward_partial has a layer
+    or none. Today's own words (layer=12, `layer_skip` as a value) are left.
     """
     old: dict[str, str] = {}
     rest: list[str] = []
@@ -46,10 +44,10 @@ def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def settings(old: Mapping[str, str]) -> dict[str, str]:
-    """Settings of today by their keys, from old words by the key of today; method=baseline alone where they mean off.
+    """Today's settings from the old words of `in_arguments`; method=baseline alone where they mean off.
 
-    A gate may carry its threshold (varH,5). A threshold without a gate chooses its gate, and one that the gate does
-    not use is left out. Raises SettingsError for an unknown gate, or a value that cannot be one.
+    A gate may carry its threshold (varH,5). A threshold without a gate chooses its gate; one that the gate does not use
+    is left out. Raises SettingsError for an unknown gate or a wrong value.
     """
     partial = old.get("forward_partial")
     layer = old.get("layer", partial)
@@ -81,20 +79,17 @@ def _words(current: Mapping[str, str]) -> str:
 
 
 def answer_for_arguments(command: str, arguments: Sequence[str]) -> str | None:
-    """What to type in place of a command's arguments that hold old words; None where they hold none."""
+    """What to type in place of arguments with old words; None where there are none."""
     old, rest = in_arguments(arguments)
     if not old:
         return None
-    split = rest.index("--") if "--" in rest else len(rest)  # what stands behind it is handed to vLLM
+    split = rest.index("--") if "--" in rest else len(rest)  # what follows is for vLLM
     line = _line(command, shlex.join(rest[:split]), _words(settings(old)), shlex.join(rest[split:]))
     return f"words of the first sprint are settings now; type:\n{line}"
 
 
 def answer_for_environment(environment: Mapping[str, str], command: str = "serve") -> str | None:
-    """One line about old variables that are set and are not read; None where there are none. Never raises.
-
-    command: the `selfspec` command to type; inside vLLM the one that starts its server.
-    """
+    """One line about old variables that are set, with the `selfspec` command to type; None where there are none."""
     old = {name: environment[name] for name in VARIABLES if environment.get(name)}
     if not old:
         return None

@@ -87,7 +87,7 @@ class Engine(Tokens):
         if self.cfg.method in (Method.baseline, Method.vllm):
             return None
         cfg = self.cfg
-        return DraftView.of(cfg).layer_of(self.num_layers)
+        return cfg.layer or DraftView.of(cfg).default_layer(self.num_layers)
 
     @property
     def max_model_len(self) -> int:

@@ -12,7 +12,7 @@ from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_
 from selfspec_cli.config.speculative import in_words
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.contexts import context_of
-from selfspec_cli.early_exit.cost_model import Costs, efficiency
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
@@ -210,4 +210,4 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     tokens = record.input_len + record.output_len / 2  # of a request's context, on average over the generation
     costs = Costs.from_bytes(read, record.batch * tokens, record.batch * context_of(record).attended(tokens))
     predicted = costs.speedup(record.mean_accepted_len, record.drafted_per_round)
-    return replace(record, predicted=predicted, efficiency=efficiency(record.speedup, predicted))
+    return replace(record, predicted=predicted, efficiency=record.speedup / predicted)

@@ -83,8 +83,7 @@ def run(
 
 def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
     """Write the least-squares heads of a fit into head_dir as ee_layer{E}_lsq.pt too, for other programs; the files."""
-    from selfspec_cli.early_exit.artifact import load_head
-    from selfspec_cli.early_exit.legacy import save_pt
+    from selfspec_cli.early_exit.artifact import load_head, save_pt
 
     made = []
     for report in fitted.reports:

@@ -36,8 +36,7 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.config.validation import check_weights
 from selfspec_cli.early_exit.draft_weights import WeightFacts
-from selfspec_cli.early_exit.flat_heads import flat_head_warning
-from selfspec_cli.early_exit.resolved import warnings_for
+from selfspec_cli.early_exit.resolved import flat_head_warning, warnings_for
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.extras import install
 from selfspec_cli.load_patterns.trace import is_trace

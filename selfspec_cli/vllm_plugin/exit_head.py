@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit import fitted_weights
-from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.artifact import load_head, model_fingerprint
 from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -222,7 +221,7 @@ def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
     if vllm_config.parallel_config.tensor_parallel_size > 1:  # the name must not depend on the number of ranks
         rows = _all_rows(rows, vocab_size)
     rows = rows[:vocab_size]
-    return model_fingerprint(shape, [("embed_tokens.weight", rows.detach())])
+    return model_fingerprint(shape, rows)
 
 
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:

@@ -4,9 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from selfspec_cli.early_exit.gates import GATES, Rule
+from selfspec_cli.early_exit.gates import GATES, Rule, check_threshold
 from selfspec_cli.early_exit.gates.distribution import Distribution
-from selfspec_cli.early_exit.thresholds import check_threshold
 
 
 class Drafting(Protocol):

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.defaults import completed
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.length_table import VLLM_KEY
-from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
+from selfspec_cli.early_exit.resolved import ResolvedSettings, flat_head_warning, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
 from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, versions
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY

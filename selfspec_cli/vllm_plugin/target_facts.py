@@ -39,7 +39,6 @@ def target_of(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) ->
     return Target(
         weights=facts_of(model, parallel),
         bits=bits,
-        layers=int(config.num_hidden_layers),
         parameters=parameters,
         exit_layer=exit_layer,
         left=left,

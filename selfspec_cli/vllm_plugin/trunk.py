@@ -20,7 +20,7 @@ from torch import nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.layers import as_text, drafting_layers
+from selfspec_cli.early_exit.view import as_text, drafting_layers
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of

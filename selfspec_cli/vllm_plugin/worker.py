@@ -198,7 +198,7 @@ class EarlyExitWorker:
         return step_bytes(runner.get_model(), drafter.model, drafter.head, runner.kv_cache_config)
 
     def early_exit_watch(self, on: bool) -> dict[str, dict[str, Any]] | None:
-        """Begin to count what must not happen while drafting (early_exit/invariants.py), or end it; the counts.
+        """Begin to count what must not happen while drafting (early_exit/counters.py), or end it; the counts.
 
         Raises SettingsError on an engine that does not draft with its own layers.
         """

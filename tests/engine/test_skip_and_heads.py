@@ -11,9 +11,8 @@ from models import LAYERS, VOCAB, save_tiny
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.artifact import model_fingerprint, save_head
 from selfspec_cli.early_exit.errors import HeadError
-from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 
@@ -75,7 +74,7 @@ def test_skip_with_a_head_speaks_through_it(expected, tmp_path):
 def about(head: ExitHead, path: Path, **changes: Any) -> HeadMetadata:
     """Metadata of a head of the model in `path`, its fingerprint taken through transformers, not through vLLM."""
     model = from_transformers(path)
-    mark = model_fingerprint(model.config.to_dict(), [("embed_tokens.weight", model.model.embed_tokens.weight)])
+    mark = model_fingerprint(model.config.to_dict(), model.model.embed_tokens.weight)
     facts = {"kind": head.kind.name, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": head.rank}
     return HeadMetadata(**{**facts, "fingerprint": mark, **changes})
 

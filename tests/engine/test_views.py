@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from selfspec_cli.config.paths import plain_model_dir
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.layers import skipped_layers
+from selfspec_cli.early_exit.view import skipped_layers
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit import fitted_weights
-from selfspec_cli.early_exit.data_aware import DAMPING, rounded_in_order, weighted_error
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitted_weights import About, FittedWeights
+from selfspec_cli.early_exit.fitted_weights import DAMPING, About, FittedWeights, rounded_in_order, weighted_error
 
 OUT, IN, GROUP = 24, 128, 64
 
@@ -98,7 +97,7 @@ def test_a_file_holds_what_was_saved(tmp_path):
     fitted = made()
     path = fitted_weights.save(tmp_path / "new" / "folder" / "copies.safetensors", fitted)
     read = fitted_weights.load(path, "int4", "abc")
-    assert read.about == fitted.about == fitted_weights.read_about(path)
+    assert read.about == fitted.about
     for name, copy in fitted.copies.items():
         assert all(read.copies[name][key].equal(tensor) for key, tensor in copy.items())
     assert [file.name for file in path.parent.iterdir()] == ["copies.safetensors"]
@@ -122,19 +121,19 @@ def test_other_kinds_other_models_and_other_files_are_refused(tmp_path):
         fitted_weights.save(tmp_path / "copies.pt", made())
     path = fitted_weights.save(tmp_path / "copies.safetensors", made())
     with pytest.raises(SettingsError, match=r"holds int4 copies, and draft_weights is 'int8'; allowed: .*int4"):
-        fitted_weights.load(path, "int8")
+        fitted_weights.load(path, "int8", "abc")
     with pytest.raises(
         SettingsError,
         match=f"^draft_weights_path = '{path}' was made of another model: its fingerprint is abc, this model's is xyz",
     ):
         fitted_weights.load(path, "int4", "xyz")
     with pytest.raises(SettingsError, match=r"missing.safetensors'? cannot be read"):
-        fitted_weights.load(tmp_path / "missing.safetensors", "int4")
+        fitted_weights.load(tmp_path / "missing.safetensors", "int4", "abc")
     (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
     with pytest.raises(SettingsError, match="cannot be read"):
-        fitted_weights.load(tmp_path / "torn.safetensors", "int4")
+        fitted_weights.load(tmp_path / "torn.safetensors", "int4", "abc")
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(SettingsError, match="no file that selfspec fit-weights wrote"):
-        fitted_weights.load(tmp_path / "other.safetensors", "int4")
+        fitted_weights.load(tmp_path / "other.safetensors", "int4", "abc")

@@ -11,7 +11,7 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 GIB = 2**30
 GPU = Target(
-    WeightFacts("cuda", "bfloat16", "", capability=(9, 0)), 16, 28, 1.3e9, None, 120 * GIB, 140 * GIB, 256 * 151936
+    WeightFacts("cuda", "bfloat16", "", capability=(9, 0)), 16, 1.3e9, None, 120 * GIB, 140 * GIB, 256 * 151936
 )
 CPU = replace(GPU, weights=WeightFacts("cpu", "float32", ""), left=None, memory=None)
 LENGTHS = {"gate": "auto", "num_speculative_tokens": 12, "free_drafts": 12}
@@ -22,7 +22,7 @@ def chosen(target, **spec):
     """What is added to a speculative_config, and why."""
     found, why = completed({"method": "layer_skip", **spec}, target)
     assert {"method": "layer_skip", **spec}.items() <= found.items()
-    assert ResolvedSettings.from_user(found, target.layers, passthrough=("draft_sample_method",))
+    assert ResolvedSettings.from_user(found, 28, passthrough=("draft_sample_method",))
     return {key: value for key, value in found.items() if key != "method" and key not in spec}, why
 
 

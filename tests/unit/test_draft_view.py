@@ -11,10 +11,9 @@ from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.contexts import CONTEXTS, Context
 from selfspec_cli.early_exit.contexts.base import DraftContext
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.layers import as_text, skipped_layers
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import DraftSettings
-from selfspec_cli.early_exit.view import DraftView, all_columns
+from selfspec_cli.early_exit.view import DraftView, all_columns, as_text, skipped_layers
 from selfspec_cli.engine.arguments import speculative_config
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import label
@@ -158,9 +157,6 @@ def test_a_view_in_a_few_words(changes, parts):
 # ---- sets of layers that draft --------------------------------------------------------------------------------------
 
 
-SPEC = {"method": "layer_skip", "num_speculative_tokens": 3}
-
-
 @pytest.mark.parametrize(
     ("value", "layers", "text"),
     [
@@ -192,15 +188,6 @@ def test_sets_of_layers_are_read_and_written(value, layers, text):
 def test_what_names_no_layers_is_refused(value, message):
     with pytest.raises(SettingsError, match=f"^skip_layers.*{message}"):
         skipped_layers(value)
-
-
-@pytest.mark.parametrize(
-    ("skipped", "message"),
-    [("0-2", "leaves none of 3 layers"), ("3", "layer 3 does not draft"), (3.5, "^skip_layers = 3.5 must be layers")],
-)
-def test_a_view_that_there_is_not_is_refused(skipped, message):
-    with pytest.raises(SettingsError, match=message):
-        ResolvedSettings.from_user({**SPEC, "layer_skip": 3, "skip_layers": skipped}, 24)
 
 
 def test_the_command_line_takes_a_set_without_quotes_and_a_list_of_sets_with_them(tmp_path):

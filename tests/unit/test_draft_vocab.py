@@ -57,9 +57,6 @@ def test_a_lens_over_the_most_frequent_tokens(cfg):
 def test_counts_of_the_fitted_text_come_first(cfg):
     draft_vocab.save_counts(head_folder(cfg), COUNTS.flip(0), "a text")
     assert load_head(found(replace(cfg, vocab="2"))).head.vocab_ids.tolist() == [2, 6]
-    assert draft_vocab.load_counts(head_folder(cfg), VOCAB, "a text").equal(COUNTS.flip(0))
-    assert draft_vocab.load_counts(head_folder(cfg), VOCAB, "another") is None
-    assert draft_vocab.load_counts(head_folder(cfg), VOCAB + 1) is None
 
 
 @pytest.mark.parametrize("kind", ["lsq", "translator"])

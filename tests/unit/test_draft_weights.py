@@ -11,15 +11,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights, WeightFacts, require_draft_weights
+from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import exit_head
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
 from selfspec_cli.vllm_plugin.weights import step_bytes
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, copied, plain_weight
+from selfspec_cli.vllm_plugin.weights.renewed import Watch, keep_weights_asleep, refill
 from selfspec_cli.vllm_plugin.weights.replace import first_of, replace_in_layers, with_replaced
 
 FP8 = DRAFT_WEIGHTS["fp8"]
+INTEGERS = [DRAFT_WEIGHTS["int4"], DRAFT_WEIGHTS["int8"]]
 COPYING = [name for name, kind in DRAFT_WEIGHTS.items() if kind.copies]
 
 
@@ -56,34 +59,38 @@ def test_a_copy_stands_for_its_weight(name, dtype):
             kind.quantise(values)
 
 
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        (WeightFacts("cuda", quantization="awq", is_moe=True), "experts are quantised already (awq)"),
-        (
-            WeightFacts("cuda", is_moe=True, expert_parallel=True),
-            "here: enable_expert_parallel = True, and copies are for experts that are split as other weights are;",
-        ),
-        (
-            WeightFacts("cuda", capability=(8, 0), device_name="A100"),
-            "compute capability 8.9 or more, and this is A100",
-        ),
-    ],
-)
-def test_where_there_can_be_no_8_bit_floats(facts, reason):
+NO_COPIES = [
+    ("fp8", WeightFacts("cuda", quantization="awq", is_moe=True), "experts are quantised already (awq)"),
+    ("fp8", WeightFacts("cuda", is_moe=True, expert_parallel=True), "here: enable_expert_parallel = True, and copies"),
+    ("fp8", WeightFacts("cuda", capability=(8, 0), device_name="A100"), "capability 8.9 or more, and this is A100"),
+    ("int4", WeightFacts("cuda", dtype="float16"), "bfloat16, not float16"),
+    ("int4", WeightFacts(row_lengths=(128, 96)), "rows of 96 values (on each tensor-parallel rank)"),
+    ("int8", WeightFacts(row_lengths=(128, 96)), "rows of 96 values (on each tensor-parallel rank)"),
+]
+COPIES = [
+    *(("fp8", WeightFacts("cpu", dtype, "", False)) for dtype in (None, "float32", "float16", "bfloat16")),
+    ("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9))),
+    ("fp8", WeightFacts("cuda", "bfloat16", quantization="awq", capability=(8, 9))),
+    ("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9))),
+    ("fp8", WeightFacts(row_lengths=(96,))),
+    ("int4", WeightFacts("cpu", dtype="float32")),
+    ("int4", WeightFacts("cuda", dtype="bfloat16")),
+    ("int8", WeightFacts(row_lengths=(128, 64))),
+]
+
+
+@pytest.mark.parametrize(("name", "facts", "reason"), NO_COPIES)
+def test_where_there_can_be_no_copies(name, facts, reason):
     with pytest.raises(SettingsError) as error:
-        require_draft_weights("fp8", facts)
+        require_draft_weights(name, facts)
     assert reason in str(error.value)
     assert "shared" in str(error.value).partition("allowed:")[2]
     require_draft_weights("shared", facts)
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16"])
-def test_the_cpu_has_copies_of_any_float_weight_and_a_new_gpu_of_bf16(dtype):
-    require_draft_weights("fp8", WeightFacts("cpu", dtype, quantization="", is_moe=False))
-    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9)))
-    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", quantization="awq", capability=(8, 9)))
-    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9)))
+@pytest.mark.parametrize(("name", "facts"), COPIES)
+def test_where_there_can_be_copies(name, facts):
+    require_draft_weights(name, facts)
 
 
 def test_kernels_that_have_no_experts_are_refused_for_a_mixture_of_them():
@@ -97,14 +104,6 @@ def test_kernels_that_have_no_experts_are_refused_for_a_mixture_of_them():
     assert len(with_kernels) > 1 and all(kind.reason_against(facts) is None for kind in with_kernels)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
-def test_rows_that_do_not_divide_into_groups_are_refused_before_a_model_is_loaded(name):
-    with pytest.raises(SettingsError, match=r"a weight has rows of 96 values \(on each tensor-parallel rank\)"):
-        require_draft_weights(name, WeightFacts(row_lengths=(128, 96)))
-    require_draft_weights(name, WeightFacts(row_lengths=(128, 64)))
-    require_draft_weights("fp8", WeightFacts(row_lengths=(96,)))
-
-
 # ---- 8-bit floats -------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +112,70 @@ def test_one_scale_a_row_that_bf16_holds_and_the_largest_value_at_448():
     copy, scale = quantise(values)
     assert (copy.dtype, copy.shape, scale.dtype, scale.shape) == (torch.float8_e4m3fn, (8, 64), torch.float32, (8, 1))
     assert (copy.float().abs().amax(1) == 448).all()
+
+
+# ---- integers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+def test_a_copy_takes_the_bits_that_it_says(kind):
+    values = torch.randn(32, 4 * GROUP)
+    stored = sum(tensor.numel() * tensor.element_size() * 8 for tensor in kind.quantise(values).values())
+    assert stored == kind.bits * values.numel()
+    assert kind.kernels == "selfspec_cli.vllm_plugin.weights.lowbit" and DRAFT_WEIGHTS["fp8"].bits == 8
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+def test_of_five_scales_each_group_gets_the_best(kind: Integers):
+    groups = torch.randn(64, 4, GROUP, generator=torch.Generator().manual_seed(2))
+    top, largest = 2 ** (kind.width - 1), groups.abs().amax(2, keepdim=True)
+    extreme = torch.where(groups.amax(2, keepdim=True) == largest, largest, -largest)
+    tried = [extreme / -top, *(largest / (top - 1) * closer for closer in (1.0, 0.95, 0.9, 0.85))]
+    halves = [scale.half().float() for scale in tried]
+    errors = [((groups / one).round().clamp(-top, top - 1) * one - groups).square().sum(2) for one in halves]
+    restored = kind.dequantise(kind.quantise(groups.flatten(1)), torch.float32).view_as(groups)
+    assert torch.allclose((restored - groups).square().sum(2), torch.stack(errors).amin(0), rtol=1e-4)
+
+
+def test_a_fit_minds_what_the_data_do():
+    """Inputs that do not depend on each other, some a hundred times as large: only the choice of scales can differ."""
+    values = torch.randn(32, 2 * GROUP, generator=torch.Generator().manual_seed(4))
+    sizes = torch.ones(2 * GROUP)
+    sizes[::8] = 1e4
+    kind = DRAFT_WEIGHTS["int4"]
+    fitted, rounded = (
+        float(((kind.dequantise(copy, torch.float32) - values).square() * sizes).sum())
+        for copy in (kind.fit(values, torch.diag(sizes)), kind.quantise(values))
+    )
+    assert fitted < 0.99 * rounded
+
+
+@pytest.mark.parametrize("broken", [torch.randn(4, 96), torch.full((4, GROUP), torch.nan)])
+def test_a_fit_refuses_what_rounding_does(broken):
+    messages = []
+    for make in (DRAFT_WEIGHTS["int4"].quantise, lambda one: DRAFT_WEIGHTS["int4"].fit(one, torch.eye(one.shape[1]))):
+        with pytest.raises(SettingsError) as error:
+            make(broken)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+def test_copies_of_experts_are_bytes_that_vllms_kernels_read(kind):
+    """As `fused_moe_kernel_gptq_awq` reads them: from a byte, or half of one, minus the middle, times the scale."""
+    lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit")  # imports Triton
+    experts = torch.randn(3, 32, 2 * GROUP)
+    copy = kind.quantise(experts.flatten(0, 1))
+    copies = {name: tensor.view(3, 32, -1) for name, tensor in copy.items()}
+    bits = kind.width
+    stored = lowbit.as_bytes(copies)
+    assert stored.dtype is torch.uint8
+    columns = torch.arange(2 * GROUP)
+    halves = (stored[:, :, columns // 2].int() >> (columns % 2 * 4)) & 15 if bits == 4 else None
+    values = stored.int() if halves is None else halves
+    scales = copies["scales"].float()[:, :, columns // GROUP]
+    read = (values - 2 ** (bits - 1)) * scales
+    assert read.flatten(0, 1).equal(kind.dequantise(copy, torch.float32))
 
 
 # ---- products -----------------------------------------------------------------------------------------------------
@@ -370,3 +433,49 @@ def test_an_lm_head_that_is_not_plain_rows_is_used_as_it_is():
     assert head.reads_lm_head
     x = weight(3, 64, 1.0)
     assert head.logits(x).equal(target.compute_logits(x))
+
+
+# ---- new weights of the target --------------------------------------------------------------------------------------
+
+
+class Copied(nn.Module):
+    def __init__(self, shared, copied):
+        super().__init__()
+        self.norm = shared
+        self.copy = nn.Linear(2, 2, bias=False)
+        self.copy.weight.data.fill_(copied)
+        self.register_buffer("scale", torch.tensor([float(copied)]))
+
+
+def test_tensors_of_its_own_are_filled_where_they_are():
+    norm = nn.LayerNorm(2)
+    old, new = Copied(norm, 1.0), Copied(norm, 3.0)
+    places = old.copy.weight.data_ptr(), old.scale.data_ptr()
+    with torch.inference_mode():
+        refill(old, new)
+    assert old.norm is norm
+    assert old.copy.weight.tolist() == [[3.0, 3.0], [3.0, 3.0]] and old.scale.tolist() == [3.0]
+    assert places == (old.copy.weight.data_ptr(), old.scale.data_ptr())  # CUDA graphs hold them
+
+
+def test_a_load_past_vllms_own_calls_is_noticed():
+    loaded = []
+    model = nn.Module()
+    model.load_weights = lambda weights: loaded.extend(weights) or {"names"}
+    watch = Watch(model)
+    assert not watch.stale
+    assert model.load_weights([1]) == {"names"} and loaded == [1]
+    assert watch.stale
+
+
+def test_sleep_drops_nothing_that_new_weights_do_not_bring_back():
+    levels = []
+    sleep = keep_weights_asleep(lambda worker, level=1: levels.append(level))
+    ours = SimpleNamespace(speculator=SimpleNamespace(renew=None))
+    others = SimpleNamespace(speculator=SimpleNamespace())
+    for runner in (ours, others, SimpleNamespace()):
+        worker = SimpleNamespace(model_runner=runner)
+        sleep(worker)
+        sleep(worker, 2)
+        sleep(worker, level=0)
+    assert levels == [1, 1, 0, 1, 2, 0, 1, 2, 0]

@@ -7,12 +7,11 @@ import pytest
 import torch
 from exit_heads import lens_head
 
-from selfspec_cli.early_exit.equations import FitError, NormalEquations
+from selfspec_cli.early_exit.equations import FitError, NormalEquations, _row_blocks
 from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fitting import (
     agreement,
     choose_ridge,
-    draft_ids,
     fit_head,
     translator_target,
 )
@@ -55,7 +54,7 @@ def lstsq(x, y, bias, ridge=0.0):
     b = np.vstack([y, np.zeros((HIDDEN, y.shape[1]))])
     solution = np.linalg.lstsq(a, b, rcond=None)[0]
     weight, intercept = solution[:HIDDEN].T, solution[HIDDEN] if bias else 0.0
-    return weight, intercept, ((y - x @ weight.T - intercept) ** 2).mean(0)
+    return weight, intercept, ((y - x @ weight.T - intercept) ** 2).mean()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -70,8 +69,7 @@ def test_closed_form_is_numpys(kind, ridge, bias):
         np.testing.assert_allclose(intercept.numpy(), want_intercept, rtol=1e-6, atol=1e-9)
     else:
         assert intercept is None
-    np.testing.assert_allclose(report.residual_per_target.numpy(), want_residual, rtol=1e-6, atol=1e-9)
-    assert report.residual == pytest.approx(want_residual.mean(), rel=1e-6)
+    assert report.residual == pytest.approx(want_residual, rel=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -81,18 +79,11 @@ def test_condition_and_baseline(bias):
     report = equations(IDS, bias).solve()[2]
     assert report.condition == pytest.approx(np.linalg.cond((x.T @ x).numpy()), rel=1e-6)
     assert report.baseline == pytest.approx(y.square().mean().item(), rel=1e-9)
-    assert 0 < report.explained < 1
+    assert 0 < report.residual < report.baseline
     shifted = equations(IDS, bias).solve(0.5)[2]
     moment = x.T @ x
     regularised = moment + 0.5 * moment.diagonal().mean() * torch.eye(HIDDEN)
     assert shifted.condition == pytest.approx(np.linalg.cond(regularised.numpy()), rel=1e-6)
-
-
-def test_report_is_json():
-    report = equations(IDS).solve(1e-3)[2].to_dict()
-    assert report["pairs"] == N
-    assert report["ridge"] == 1e-3
-    assert all(value is None or isinstance(value, (int, float)) for value in report.values())
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 299])
@@ -151,7 +142,8 @@ def test_translator_beats_the_lens_and_lsq_maps_to_tokens():
     ids = lm_head(Z).argmax(-1)
     lsq, _ = fit_head(LSQ, equations(ids, bias=True))
     assert lsq.weight.shape == (VOCAB, HIDDEN)
-    lens_share, lsq_share, translator_share = agreement([lens_head(), lsq, head], [(X.float(), ids)], lm_head)
+    shares = (agreement(one, [(X.float(), ids)], lm_head) for one in (lens_head(), lsq, head))
+    lens_share, lsq_share, translator_share = shares
     assert translator_share > 0.9
     assert translator_share > lens_share
     assert lsq_share > 0.3
@@ -228,20 +220,18 @@ def test_choose_ridge_takes_the_best_on_held_out_data():
     x, target = X[:20].float(), lm_head(Z).argmax(-1)  # few pairs: hardly any ridge overfits, a huge one underfits
     sums = equations(translator_target(X[:20], Z[:20]), x=x)
     held_out = [(X[20:160].float(), target[20:160]), (X[160:].float(), target[160:])]
-    choice = choose_ridge(
-        lambda ridge: fit_head(TRANSLATOR, sums, ridge), iter(held_out), lm_head, (0.0, 1e-6, 1e-3, 1e3)
-    )
-    assert set(choice.scores) == {0.0, 1e-6, 1e-3, 1e3}
-    assert choice.scores[choice.ridge] == max(choice.scores.values()) > choice.scores[1e3]
-    assert choice.report.ridge == choice.ridge
-    assert agreement([choice.head], held_out, lm_head)[0] == choice.scores[choice.ridge]
+    ridges = (1e3, 0.0, 1e-6, 1e-3)
+    fits = {ridge: fit_head(TRANSLATOR, sums, ridge) for ridge in ridges}
+    scores = {ridge: agreement(head, held_out, lm_head) for ridge, (head, _) in fits.items()}
+    head, report = choose_ridge(fits.__getitem__, iter(held_out), lm_head, ridges)
+    assert (head, report) == fits[report.ridge]
+    assert scores[report.ridge] == max(scores.values()) > scores[1e3]
 
 
 def test_choose_ridge_passes_over_ridges_too_small_for_the_data():
     sums = equations(translator_target(X[:5], Z[:5]), x=X[:5])
     batches = [(X.float(), IDS)]
-    choice = choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0, 0.1))
-    assert list(choice.scores) == [0.1]
+    assert choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0, 0.1))[1].ridge == 0.1
     with pytest.raises(FitError, match="fewer"):
         choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0,))
     with pytest.raises(FitError, match="held-out"):
@@ -251,17 +241,31 @@ def test_choose_ridge_passes_over_ridges_too_small_for_the_data():
 def test_ties_between_ridges_go_to_the_larger():
     sums = equations(translator_target(X, Z))
     never = [(X.float(), torch.full((N,), -1))]
-    assert choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), never, lm_head, (0.1, 1.0, 0.5)).ridge == 1.0
+    assert choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), never, lm_head, (0.1, 1.0, 0.5))[1].ridge == 1
 
 
 def test_agreement_counts_full_ids():
     ids = torch.tensor([2, 5, 7])
     small = with_draft_vocabulary(lens_head(), ids)
     target = ids[lm_head(X)[:, ids].argmax(-1)]
-    assert agreement([small], [(X, target)], lm_head) == [1.0]
+    assert agreement(small, [(X, target)], lm_head) == 1.0
 
 
 def test_states_come_to_a_heads_own_precision():
     """Models collect them in 16 bits, and what is fitted is not."""
     head = fit_head(LSQ, equations(IDS), 1e-3)[0].double()
-    assert torch.equal(draft_ids(head, X.half(), lm_head), draft_ids(head, X.half().double(), lm_head))
+    assert agreement(head, [(X.half(), IDS)], lm_head) == agreement(head, [(X.half().double(), IDS)], lm_head)
+
+
+def test_blocks_of_rows_are_all_rows_once():
+    for rows, width in ((1, 1), (10, 2**24), (7, 2**27), (5, 2**25)):
+        covered = [row for block in _row_blocks(rows, width) for row in range(rows)[block]]
+        assert covered == list(range(rows))
+        assert all((block.stop - block.start) * width <= max(2**26, width) for block in _row_blocks(rows, width))
+
+
+def test_a_ridge_that_is_lost_in_rounding_does_not_help_a_singular_matrix():
+    sums = NormalEquations(2, 3)
+    sums.update(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(FitError, match=r"are singular at ridge 1e-300 \(condition .*\); give a larger ridge$"):
+        sums.solve(1e-300)

@@ -9,7 +9,7 @@ import torch
 from all_statistics import all_statistics, statistic
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES, features
+from selfspec_cli.early_exit.gates import GATES, device_features, features, require_device
 from selfspec_cli.early_exit.gates.base import Rule
 from selfspec_cli.early_exit.gates.distribution import Distribution
 
@@ -73,13 +73,6 @@ def test_logits_are_left_as_they_were(logits):
     assert torch.equal(logits, before)
 
 
-def test_some_rows_of_a_distribution(logits):
-    draft = Distribution(logits)
-    for name in features():
-        part = GATES[name].statistic(draft.rows(slice(1, 3)), 1.0)
-        assert torch.equal(part, GATES[name].statistic(draft, 1.0)[1:3])
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
 @pytest.mark.parametrize("name", [n for n in GATES if n not in ("none", "auto")])
 def test_nan_closes_the_gate_of_that_request_only(name, bad):
@@ -93,45 +86,24 @@ def test_nan_closes_the_gate_of_that_request_only(name, bad):
     assert rule.is_open(statistic(rule.feature, logits, torch.ones(2))).tolist() == [False, True]
 
 
-def test_gates_none_and_auto_compare_nothing():
-    for name in ("none", "auto"):
-        rule = GATES[name].rule()
-        assert rule.feature is None
-        assert rule.is_open(torch.full((3,), math.nan)).all()
-
-
 def test_a_gate_in_force_is_its_statistic_its_direction_and_its_threshold():
     assert GATES["maxp"].rule(0.2) == Rule("maxp", "at_least", 0.2)
     assert GATES["maxp"].rule(0) == Rule("maxp", "at_least", 0)
     assert GATES["varH"].rule() == Rule("varH", "at_most", 5.0)
-    assert GATES["none"].rule() == GATES["none"].rule(0.5) == Rule(None, "at_least", -math.inf)
+    for name in ("none", "auto"):  # which compare nothing
+        assert GATES[name].rule() == GATES[name].rule(0.5) == Rule(None, "at_least", -math.inf)
+        assert GATES[name].rule().is_open(torch.full((3,), math.nan)).all()
 
 
 def test_ranges_over_a_vocabulary():
     largest = math.log(2**20)  # where nobody says how many tokens there are
     for size, log in ((None, largest), (100, math.log(100)), (1, math.log(2))):
-        assert GATES["entropy"].statistic_range(size) == (0.0, log if size != 1 else GATES["entropy"].range(1)[1])
+        assert GATES["entropy"].statistic_range(size) == (0.0, log if size != 1 else math.log(2))
         assert GATES["varH"].statistic_range(size) == (0.0, pytest.approx(log**2 / 4 + 1))
         assert GATES["adaedl"].statistic_range(size) == (pytest.approx(1 - math.sqrt(0.2 * log)), 1.0)
         for name in ("maxp", "margin", "survival"):
             assert GATES[name].statistic_range(size) == (0.0, 1.0)
     assert GATES["entropy"].statistic_range(2) == (0.0, math.log(2))
-
-
-def test_what_gates_may_be_asked_for():
-    """Thresholds that are allowed, defaults and keys: what users rely on without naming it."""
-    tau = ("tau", "at_least", 0.0, 1.0)
-    assert {name: (gate.key, gate.direction, gate.low, gate.high, gate.default) for name, gate in GATES.items()} == {
-        "none": (None, "at_least", 0.0, 0.0, None),
-        "auto": (None, "at_least", 0.0, 0.0, None),
-        "maxp": (*tau, 0.35),
-        "margin": (*tau, 0.3),
-        "survival": (*tau, 0.3),
-        "adaedl": (*tau, 0.4),
-        "varH": ("tau_v", "at_most", 0.0, math.inf, 5.0),
-        "entropy": ("threshold", "at_most", 0.0, math.inf, 2.0),
-    }
-    assert [name for name, gate in GATES.items() if gate.cumulative] == ["survival"]
 
 
 def test_a_row_may_have_a_threshold_of_its_own():
@@ -145,3 +117,32 @@ def test_a_right_device_expression_is_taken():
     assert replace(GATES["survival"], device="previous - second").cumulative
     with pytest.raises(SettingsError, match="is no expression"):
         replace(GATES["maxp"], device="confidence)\n(second")  # two statements, once they stand in parentheses
+
+
+def said(call, *arguments):
+    """The text of the SettingsError."""
+    with pytest.raises(SettingsError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_what_is_said_of_wrong_gates():
+    refused = "gate 'maxp': its device expression "
+    assert said(lambda: replace(GATES["maxp"], device="b + a + tl.exp(1)")) == (
+        f"{refused}'b + a + tl.exp(1)' uses a, b; allowed: confidence, second, entropy, varentropy, logit, logsumexp, "
+        "previous, tl"
+    )
+    assert said(lambda: replace(GATES["maxp"], device="1 +")).startswith(f"{refused}'1 +' is no expression: ")
+    assert said(lambda: replace(GATES["maxp"], device="x = 1")).startswith(f"{refused}'x = 1' is no expression: ")
+    assert said(lambda: replace(GATES["maxp"], device="previous")) == (
+        f"{refused[:-1]} uses previous, so it must be made cumulative=True"
+    )
+    assert said(lambda: replace(GATES["maxp"], key="taw")) == (
+        "gate 'maxp': threshold key 'taw' is not known; allowed: threshold, tau, tau_v; did you mean 'tau'?"
+    )
+    assert said(require_device, Rule("mine", "at_least", 0.5)) == (
+        f"gate 'mine' has no device expression, so it runs on the CPU only; allowed on CUDA: none, "
+        f"{', '.join(device_features())}"
+    )
+    require_device(Rule("maxp", "at_least", 0.5))
+    require_device(Rule(None, "at_least", 0.5))

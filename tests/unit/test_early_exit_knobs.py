@@ -1,5 +1,6 @@
 """Settings of any schema: its options in order, their ranges and words, and reading and writing them by their keys."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -88,3 +89,21 @@ def test_every_value_out_of_its_range_is_told_in_the_order_of_the_fields():
         ("inner.size", 0),
     ]
     assert list(knobs.out_of_range(Outer())) == []
+
+
+@pytest.mark.parametrize(
+    ("about", "text", "inside", "outside"),
+    [
+        ({}, "", [-1e9, 0, 10**400], [math.inf, math.nan]),
+        ({"low": 1}, "1 or more", [1, 2], [0.99]),
+        ({"low": 1, "high": 2}, "from 1 to 2", [1, 1.5, 2], [0.99, 2.01]),
+        ({"above": 0}, "more than 0", [0.1], [0, -1]),
+        ({"above": 0, "high": 1}, "more than 0, up to 1", [0.1, 1], [0, 1.1]),
+        ({"high": 3}, "", [3, -5], [4, 10**400]),
+        ({"limits": "those of the gate", "low": 1}, "those of the gate", [1], [0]),
+    ],
+)
+def test_of_the_range_of_a_setting(about, text, inside, outside):
+    setting = Knob(help="", **about)
+    assert setting.allowed() == text
+    assert all(map(setting.admits, inside)) and not any(map(setting.admits, outside))

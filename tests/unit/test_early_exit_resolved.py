@@ -1,15 +1,17 @@
 """What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
 
+import math
 import subprocess
 import sys
 
 import pytest
 
-from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import GATES, check_threshold, number
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table, warnings_for
 from selfspec_cli.early_exit.settings import (
+    USER_KEYS,
     DraftSettings,
     GateConfig,
     to_spec,
@@ -20,20 +22,24 @@ from selfspec_cli.early_exit.view import DraftView
 PER_BATCH = "num_speculative_tokens_per_batch_size"
 VLLMS = ("draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
 
+KEYS = ", ".join(USER_KEYS)
+TAU = "adaedl, margin, maxp, survival"
+LONG = (
+    "because each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
+    "that length is never accepted often enough to pay for itself"
+)
+RANGE = "(the largest draft probability lies between 0 and 1)"
+NATS = "(the entropy in nats lies between 0 and 6.91)"
+
 
 def read(layers=24, **spec):
     return ResolvedSettings.from_user(spec, layers, passthrough=VLLMS)
 
 
-def travelled(**change):
-    """Settings from JSON, with some of them changed on the way."""
-    return ResolvedSettings.from_dict({**ResolvedSettings(layer=6, k=5).to_dict(), **change})
-
-
-def said(call, **arguments):
+def said(call, *given, **arguments):
     """The text of the SettingsError."""
     with pytest.raises(SettingsError) as caught:
-        call(**arguments)
+        call(*given, **arguments)
     return str(caught.value)
 
 
@@ -60,7 +66,6 @@ def test_a_cheaper_view_goes_through_all_layers_and_another_through_half_of_them
     assert drafts.deepest_layer(layers) == read(layers, layer_skip=deepest, **view).layer == deepest
     assert f"allowed: 1 to {deepest} (" in said(read, layers=layers, layer_skip=deepest + 1, **view)
     assert drafts.is_cheaper == (default == layers)
-    assert drafts.layer_of(layers) == default and DraftView(layer=2).layer_of(layers) == 2
 
 
 def test_the_layers_that_draft_and_whether_drafts_are_verified():
@@ -105,7 +110,6 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
     assert read(length_table="9:0 3:2").length_table == "1:5 3:2 9:0"
     assert read(length_table="9:0 3:2").table == LengthTable.parse("3:2 9:0", 5)
     assert read(**{PER_BATCH: [[1, 2, 9], [3, 4, 2]]}).length_table == "1:5 3:2"
-    assert travelled(length_table="3:2").length_table == "1:5 3:2"
     assert checked_table(None, 5) is None
 
 
@@ -161,29 +165,56 @@ def test_the_keys_that_are_vllms_own():
 # ---- what does not go together ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (
-            {"draft_weights_path": "w"},
-            "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the "
-            "kind of copies that it holds",
-        ),
-        (
-            {"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
-            f"length_table and {PER_BATCH} mean the same setting; give one",
-        ),
-        (
-            {"skip_layers": "7", "layer_skip": 7},
-            "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft",
-        ),
-        ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
-        ({"strict": 1}, "strict = 1 must be true or false"),
-        ({"draft_sample_method": True}, "draft_sample_method True is not known; allowed: greedy, probabilistic"),
-        ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
-    ],
-)
-def test_of_what_does_not_go_together(spec, text):
+WRONG = {
+    f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?": {"layer_skp": 3},
+    "method 'layerskip' is not known; allowed: layer_skip, skip; did you mean 'layer_skip'?": {"method": "layerskip"},
+    "head_path = 3 must be text, a path or words": {"head_path": 3},
+    "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)": {"layers": 12, "layer_skip": 12},
+    "layer_skip = True must be an integer, not bool; allowed: 1 to 23 (the model has 24 layers)": {"layer_skip": True},
+    "num_speculative_tokens = 2.0 must be an integer, not float": {"num_speculative_tokens": 2.0},
+    f"num_speculative_tokens = 257 is out of range; allowed: from 1 to 256, {LONG}": {"num_speculative_tokens": 257},
+    "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1": {"gate": "maxp", "tau": 1.5},
+    "tau = '0.5' must be a finite number": {"gate": "maxp", "tau": "0.5"},
+    f"tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates that use tau: {TAU}": {
+        "gate": "varH",
+        "tau": 0.5,
+    },
+    f"tau = 0.5 is given but gate 'none' has no threshold; gates that use tau: {TAU}": {"tau": 0.5},
+    "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
+    "adaedl, entropy, margin, maxp, survival, varH": {"threshold": 0.5},
+    "threshold = 0.5 and tau = 0.5 and tau_v = 1.0 mean the same setting; give one": {
+        "gate": "maxp",
+        "tau": 0.5,
+        "tau_v": 1.0,
+        "threshold": 0.5,
+    },
+    "gate 3 is not known; allowed: none, adaedl, auto, entropy, margin, maxp, survival, varH": {"gate": 3},
+    "head_path = 'b' and lsq_head_path = 'a' mean the same setting; give one": {"lsq_head_path": "a", "head_path": "b"},
+    "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none": {"method": "skip", "gate": "maxp"},
+    "length_table '3:2' is not used by method 'skip', which drafts nothing; allowed: none": {
+        "method": "skip",
+        "length_table": "3:2",
+    },
+    "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the kind of copies that it holds": {
+        "draft_weights_path": "w"
+    },
+    f"length_table and {PER_BATCH} mean the same setting; give one": {"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
+    "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft": {
+        "skip_layers": "7",
+        "layer_skip": 7,
+    },
+    "skip_layers = 0-2 leaves none of 3 layers to draft with; skip fewer": {"skip_layers": "0-2", "layer_skip": 3},
+    "draft_window = 15 is out of range; allowed: 16 or more": {"draft_window": 15},
+    "strict = 1 must be true or false": {"strict": 1},
+    "synthetic_acceptance_length = 0.5 is out of range; allowed: 1 or more": {"synthetic_acceptance_length": 0.5},
+    "draft_sample_method True is not known; allowed: greedy, probabilistic": {"draft_sample_method": True},
+    "a model of 1 layer(s) has no exit layer; at least 2 layers are needed": {"layers": 1},
+}
+"""Message -> settings that are wrong, or do not go together."""
+
+
+@pytest.mark.parametrize(("text", "spec"), WRONG.items())
+def test_of_settings_that_are_wrong_or_do_not_go_together(text, spec):
     assert said(read, **spec) == text
 
 
@@ -206,6 +237,45 @@ def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_i
     assert said(read, layer_skip=3, head="translator", head_path=str(file)) == (
         f"head = 'translator' and head_path = {str(file)!r}, which holds lsq: leave head out"
     )
+
+
+# ---- thresholds and words --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gate", "threshold", "text"),
+    [
+        ("maxp", 0.0, f"with tau = 0 never closes {RANGE}: it is the same as gate 'none'"),
+        ("maxp", 1.0, f"with tau = 1 never opens but for ties by rounding {RANGE}: drafts end after their first step"),
+        ("maxp", 1.5, f"with tau = 1.5 never opens {RANGE}: every draft ends after its first step"),
+        ("entropy", -1.0, f"with threshold = -1 never opens {NATS}: every draft ends after its first step"),
+    ],
+)
+def test_of_a_threshold_that_decides_nothing(gate, threshold, text):
+    settings = DraftSettings(gate=GateConfig(gate), threshold=threshold)
+    assert warnings_for(settings, 1000) == [f"gate {gate!r} {text}"]
+    assert warnings_for(DraftSettings(), 1000) == []
+
+
+def test_of_numbers_and_thresholds_on_a_live_engine():
+    assert said(number, 10**400, "tau").startswith("tau = 1000")
+    assert said(number, math.nan, "x") == "x = nan must be a finite number"
+    assert said(number, True, "x") == "x = True must be a finite number"
+    assert said(check_threshold, "none", 0.5, "tau_v") == (
+        "tau_v = 0.5 is given but gate 'none' has no threshold; gates that use tau_v: varH"
+    )
+    assert said(check_threshold, "maxp", 2) == "threshold = 2 is out of range for gate 'maxp'; allowed: from 0 to 1"
+    assert said(check_threshold, "maxp", "much") == "threshold = 'much' must be a finite number"
+    assert said(check_threshold, None, 2).startswith("gate 'None' is not known; allowed: none, adaedl")
+    assert (check_threshold("maxp", 0), check_threshold("maxp", 1), check_threshold("varH", None)) == (0.0, 1.0, 5.0)
+
+
+def test_of_words():
+    assert closest("b", ["a", "c"]) == "value 'b' is not known; allowed: a, c"
+    assert closest("MAX", ["maxp", "varH"]) == "value 'MAX' is not known; allowed: maxp, varH; did you mean 'maxp'?"
+    assert closest("x", ["maxp"], meant="varH") == "value 'x' is not known; allowed: maxp; did you mean 'varH'?"
+    assert closest("abxx", ["abyy"]).endswith("did you mean 'abyy'?")  # half of the letters are the same
+    assert "did you mean" not in closest("abxxx", ["abyyy"])
 
 
 # ---- what nobody gives -----------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def rounds(matches: Matches, truth: list[int], begin: int, own: int | None) -> l
     text, found = truth[:begin], []
     while len(text) < len(truth) - matches.tokens - 2:
         tokens, draft = torch.tensor(text), []
-        matches.look_up(tokens, COST)
+        matches.look_up(tokens, COST, matches.tokens, matches.k)
         while True:
             matches.drafted = len(draft)
             rest = matches.rest(tokens, draft, matches.tokens)
@@ -140,7 +140,7 @@ def test_a_match_that_is_too_short_grows_by_the_models_own_tokens_until_it_is_tr
     matches = Matches(8, 4)
     matches.rates[:3] = 0.01
     text = torch.tensor([7, 1, 2, 3, 4, 5, 6, 8, 9, 7])
-    matches.look_up(text, COST)
+    matches.look_up(text, COST, matches.tokens, matches.k)
     assert (matches.length, matches.start, matches.trusted) == (1, 1, 4)
     assert matches.rest(text, [], 8) == matches.rest(text, [1, 2], 8) == matches.rest(text, [1, 2, 4], 8) == []
     assert matches.rest(text, [1, 2, 3], 8) == [4, 5, 6, 8, 9]
@@ -152,7 +152,7 @@ def test_a_match_is_weighed_by_what_may_be_drafted_in_this_round():
     """Where load allows both 2 tokens, 16 free ones at a third each are no reason to copy."""
     text = torch.tensor([1, 2, 3, 1, 2, 3])
     matches = Matches(16, 12, rates=torch.full((LONGEST,), 0.45), own=0.5)
-    matches.look_up(text, 0.2)
+    matches.look_up(text, 0.2, 16, 12)
     usual = matches.trusted
     matches.look_up(text, 0.2, room=2, k=12)
     assert usual == 1 and matches.trusted == 1
@@ -165,7 +165,7 @@ def test_a_match_is_weighed_by_what_may_be_drafted_in_this_round():
 def test_a_draft_that_copies_teaches_nothing_of_the_models_own():
     matches = Matches(8, 4)
     text = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3])
-    matches.look_up(text, COST)
+    matches.look_up(text, COST, matches.tokens, matches.k)
     matches.copied = len(matches.rest(text, [], 8))
     assert matches.verdict(torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 9]), 2) == 2
     assert matches.own == 1.0

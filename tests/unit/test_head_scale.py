@@ -9,15 +9,13 @@ import torch
 from torch.nn import functional as F
 
 from selfspec_cli.config.schema import RunConfig
-from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.artifact import load_head, save_head, save_pt
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
-from selfspec_cli.early_exit.fitting import fit_head
-from selfspec_cli.early_exit.flat_heads import FLAT_PERPLEXITY, FLAT_VOCABULARY, flat_head_warning
+from selfspec_cli.early_exit.fitting import fit_head, fit_scale, log_frequencies, scaled
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
-from selfspec_cli.early_exit.head_scale import fit_scale, log_frequencies, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.legacy import save_pt
+from selfspec_cli.early_exit.resolved import FLAT_PERPLEXITY, FLAT_VOCABULARY, flat_head_warning
 from selfspec_cli.early_exit.settings import GateConfig, HeadConfig
 from selfspec_cli.stages import fit, preflight
 

@@ -1,9 +1,11 @@
-"""The table of draft lengths by load: what is read, what is refused, and which entry is in force."""
+"""Limits of the draft length: the table by load, which of its entries is in force, and what one request asks for."""
 
 import pytest
 
+from selfspec_cli.early_exit.counters import REASONS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import Cell, LengthTable
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
@@ -79,23 +81,6 @@ def test_what_is_no_list_of_vllms_is_refused(ranges):
         LengthTable.from_vllm(ranges, 5)
 
 
-# ---- in a speculative_config -----------------------------------------------------------------------------------------
-
-
-def resolved(**spec) -> ResolvedSettings:
-    keys = ("num_speculative_tokens_per_batch_size",)
-    spec = {"method": "layer_skip", "num_speculative_tokens": 5, **spec}
-    return ResolvedSettings.from_user(spec, 24, passthrough=keys)
-
-
-def test_both_ways_of_writing_give_one_table_that_travels():
-    ours = resolved(length_table="3:2 5:0")
-    theirs = resolved(num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 4, 2], [5, 8, 0]])
-    assert ours.table == theirs.table
-    assert ResolvedSettings.from_dict(ours.to_dict()) == ours
-    assert resolved().table.cells == (Cell(1, 0, 5),)
-
-
 def test_numbers_are_32_bits_wide():
     largest = 2**31 - 1
     table = LengthTable.parse(f"{largest}@{largest}:1 {largest}:2", 5)
@@ -103,3 +88,50 @@ def test_numbers_are_32_bits_wide():
     for word in (f"{largest + 1}:1", f"1@{largest + 1}:1"):
         with pytest.raises(SettingsError, match=f"allowed: 1 to {largest} requests"):
             LengthTable.parse(word, 5)
+
+
+# ---- what one request may ask for -----------------------------------------------------------------------------------
+
+
+def settings(**spec):
+    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 5, **spec}, 24)
+
+
+def test_a_length_and_a_threshold():
+    asked = {"selfspec_k": 2, "selfspec_threshold": 0.7, "session_id": "somebody else's"}
+    assert RequestSettings.of(asked, settings(gate="maxp")) == RequestSettings(2, 0.7)
+    assert RequestSettings.of({"selfspec_k": 0}, settings()) == RequestSettings(0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"selfspec_k": 6}, "selfspec_k = 6 is out of range; allowed: whole numbers from 0 (no drafts)"),
+        ({"selfspec_k": True}, "selfspec_k = True"),
+        ({"selfspec_K": 2}, "did you mean 'selfspec_k'?"),
+        ({"selfspec_gate": "maxp"}, "request setting 'selfspec_gate' is not known; allowed: selfspec_k"),
+        ({"selfspec_threshold": 0.4}, "gate 'none' has no threshold"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(asked, message):
+    with pytest.raises(SettingsError) as error:
+        RequestSettings.of(asked, settings())
+    assert message in str(error.value)
+    with pytest.raises(SettingsError, match="selfspec_threshold"):
+        RequestSettings.of({"selfspec_threshold": float("nan")}, settings(gate="maxp"))
+
+
+@pytest.mark.parametrize(
+    ("cell", "own", "reason"),
+    [
+        (Cell(1, 0, 4), NOTHING, None),
+        (Cell(1, 0, 4), RequestSettings(1), None),
+        (Cell(1, 0, 4), RequestSettings(0), "request"),
+        (Cell(8, 0, 0), NOTHING, "load"),
+        (Cell(8, 0, 0), RequestSettings(0), "load"),
+        (Cell(8, 100, 0), RequestSettings(3), "context"),
+    ],
+)
+def test_what_keeps_a_request_from_being_drafted_for(cell, own, reason):
+    assert switched_off_by(cell, own) == reason
+    assert reason is None or reason in REASONS

@@ -14,7 +14,7 @@ from selfspec_cli.commands import check as command
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.early_exit.contexts import context_of
-from selfspec_cli.early_exit.invariants import INVARIANTS
+from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.report import make

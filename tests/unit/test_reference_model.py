@@ -1,6 +1,7 @@
-"""The reference model's own code against transformers, its training data against itself, its checkpoint on disk."""
+"""The reference model's own code against transformers, its data against itself, its checkpoint, and wider copies."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ MODEL = FOLDER / "model"
 def scripts(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("architecture", "data", "train"):
+    for name in ("architecture", "data", "train", "widen"):
         sys.modules.pop(name, None)
 
 
@@ -123,3 +124,78 @@ def test_trained_model_predicts_held_out_text_and_its_exits_agree() -> None:
     reported = json.loads((FOLDER / "metrics.json").read_text())["early_exit"]["held_out"]
     assert here["perplexity"][-1] == pytest.approx(reported["perplexity"][-1], rel=0.4)
     assert here["agreement"][5] == pytest.approx(reported["agreement"][5], abs=0.08)
+
+
+# ---- the widened model ----------------------------------------------------------------------------------------------
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_widened_logits_are_the_same_and_weights_are_not_zero(tmp_path):
+    command = [sys.executable, str(FOLDER / "widen.py"), "--hidden", "1024", "--intermediate", "768"]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
+    narrow, wide = load(MODEL), load(tmp_path)
+    ids = torch.arange(3, 259).view(4, 64)
+    torch.testing.assert_close(wide(input_ids=ids).logits, narrow(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
+    q = wide.model.layers[0].self_attn.q_proj.weight
+    assert q.shape == (1024, 1024) and float(q[512:].std()) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_a_model_of_another_shape_is_widened_exactly(tmp_path, tied):
+    """Three query heads for a KV head, as SmolLM2 has, and an lm_head of its own or none; fp32, to rounding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-5,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:  # norms that are not all ones
+        layer.input_layernorm.weight.normal_(1, 0.3)
+    model.save_pretrained(tmp_path / "narrow")
+    (tmp_path / "narrow" / "chat_template.jinja").write_text("{{ messages }}")
+    command = [
+        sys.executable,
+        FOLDER / "widen.py",
+        "--source",
+        tmp_path / "narrow",
+        "--hidden",
+        "384",
+        "--intermediate",
+        "512",
+    ]
+    subprocess.run([*command, "--intermediate", "512", "--out", tmp_path / "wide"], check=True, capture_output=True)
+    narrow, wide = load(tmp_path / "narrow"), load(tmp_path / "wide")
+    ids = torch.arange(128).view(4, 32)
+    torch.testing.assert_close(wide(input_ids=ids).logits, narrow(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    assert wide.model.layers[0].mlp.gate_proj.weight.shape == (512, 384)
+    assert (tmp_path / "wide" / "chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "width", "message"),
+    [({"attention_bias": True}, 256, "biases"), ({}, 512, "hidden = 512: allowed are 256 times 1, 4")],
+)
+def test_a_model_that_cannot_be_widened_is_refused(change, width, message):
+    import widen
+
+    config = json.loads((MODEL / "config.json").read_text()) | change
+    with pytest.raises(ValueError, match=message):
+        widen.widened_config(config, width, 4096)

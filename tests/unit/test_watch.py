@@ -7,8 +7,8 @@ import pytest
 import torch
 from selfspec_faults import speed
 
+from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.invariants import INVARIANTS
 from selfspec_cli.vllm_plugin.observe.watch import Watch, _Leaving
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 

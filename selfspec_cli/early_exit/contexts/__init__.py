@@ -29,46 +29,40 @@ class Context:
 
     @property
     def kind(self) -> DraftContext:
-        """Of the registry."""
         return CONTEXTS[self.name]
 
     @property
     def is_full(self) -> bool:
-        """Whether drafts attend to all that precedes them."""
+        """Whether drafts attend to the whole context."""
         return self.name == FULL
 
     def __str__(self) -> str:
         return ":".join(map(str, (self.name, *self.values)))
 
     def settings(self) -> dict[str, Any]:
-        """The columns that say it, by name, which users may write too; none for the full context."""
+        """Its column, or setting, by name; none for the full context."""
         if self.is_full:
             return {}
         return {self.kind.key: self.values[0]} if self.kind.key else {SETTING: str(self)}
 
     def attended(self, tokens: float) -> float:
-        """Tokens of a context of so many whose keys and values a draft step reads."""
+        """Tokens of a context of `tokens` whose keys and values a draft step reads."""
         return min(tokens, self.kind.attended(tokens, *self.values))
-
-    def label(self) -> str:
-        """In a few words; empty for the full context."""
-        return self.kind.label(*self.values)
 
     @classmethod
     def parse(cls, text: str, key: str = SETTING) -> Context:
-        """The context that a text such as window:512 names. Raises SettingsError, saying how it is written."""
+        """The context of a text such as window:512. Raises SettingsError for any other form or too small a number."""
         name, *given = text.split(":")
         kind = CONTEXTS[name]
         if len(given) != len(kind.numbers) or not all(number.isdecimal() for number in given):
             raise SettingsError(f"{key} = {text!r}: write {kind.form()}")
-        return cls(name, tuple(map(int, given))).checked(key)
-
-    def checked(self, key: str = SETTING) -> Context:
-        """Itself. Raises SettingsError for a number below the least that its kind takes."""
-        for (what, least), value in zip(self.kind.numbers.items(), self.values, strict=True):
+        context = cls(name, tuple(map(int, given)))
+        for (what, least), value in zip(kind.numbers.items(), context.values, strict=True):
             if value < least:
-                raise SettingsError(f"{key} = {self}: {what.lower()} {value} is out of range; allowed: {least} or more")
-        return self
+                raise SettingsError(
+                    f"{key} = {context}: {what.lower()} {value} is out of range; allowed: {least} or more"
+                )
+        return context
 
 
 def own_keys() -> dict[str, str]:
@@ -77,10 +71,7 @@ def own_keys() -> dict[str, str]:
 
 
 def as_setting(key: str, value: Any) -> str:
-    """A context as it is kept: `value` written by `key`, which is `draft_context` or another name of it.
-
-    Raises SettingsError for what names no context.
-    """
+    """The setting `draft_context` for `value` of `key`, which is that or another name of it. Raises SettingsError."""
     kind = own_keys().get(key)
     if kind is None:
         if not isinstance(value, str):
@@ -95,9 +86,9 @@ def as_setting(key: str, value: Any) -> str:
 
 
 def context_of(settings: Any) -> Context:
-    """The context that draft settings, or the columns of a row, name: rows have a column for a kind's own key.
+    """The context of draft settings, or of a row, which has a column for a kind's own key.
 
-    Raises SettingsError for two of them, and for what names no context.
+    Raises SettingsError for two contexts, or for none that there is.
     """
     by_key = [
         Context(kind.name, (value,))

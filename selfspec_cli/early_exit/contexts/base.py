@@ -10,11 +10,10 @@ class DraftContext:
     """Which of a request's earlier tokens a draft step attends to. It changes which drafts are proposed and what they
     cost, never which tokens are generated.
 
-    name: what users write in `draft_context=`. help: one line for `--help`. numbers: what is written behind the name,
-    each with its least value, such as {"TOKENS": 16} for NAME:TOKENS. key: another name of the setting, and a
-    column of rows, that holds the only number of this kind, as `draft_window` does; empty for no other name. kernels:
-    the plugin's module that leaves blocks out of block tables, as `vllm_plugin.contexts.base` describes it; None for
-    the kind that leaves nothing out.
+    name: what users write in `draft_context=`. help: one line for `--help`. numbers: what is written after the name,
+    each with its least value, such as {"TOKENS": 16} for NAME:TOKENS. key: another name of the setting, and a column of
+    rows, that holds the only number of this kind, such as `draft_window`; empty for no other name. kernels: the
+    plugin's module that leaves blocks out of block tables (`vllm_plugin.contexts.base`); None for the full context.
     """
 
     name: str
@@ -32,5 +31,5 @@ class DraftContext:
         return tokens
 
     def label(self, *values: int) -> str:
-        """In a few words, for rows and figures."""
+        """In a few words, for rows and figures; empty for the full context."""
         return ":".join(map(str, (self.name, *values)))

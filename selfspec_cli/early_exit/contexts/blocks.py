@@ -4,8 +4,6 @@ One selection for all layers, made before each round by the attention of the new
 one layer three quarters of the way through those that draft (results/LOG.md says what that keeps).
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from selfspec_cli.early_exit.contexts.base import DraftContext
@@ -27,7 +25,6 @@ class Blocks(DraftContext):
         return values[0]
 
     def label(self, *values: int) -> str:
-        """As rows have it."""
         return f"{values[0]} tokens of greatest attention"
 
 

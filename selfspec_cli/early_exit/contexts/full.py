@@ -1,7 +1,5 @@
 """All of the context."""
 
-from __future__ import annotations
-
 from selfspec_cli.early_exit.contexts.base import DraftContext
 
 
@@ -12,7 +10,6 @@ class Full(DraftContext):
     help = "all of the context"
 
     def label(self, *values: int) -> str:
-        """Nothing: it is what nobody has to say."""
         return ""
 
 

@@ -1,7 +1,5 @@
 """The first block and the last tokens of the context (StreamingLLM's attention sink and window, arXiv:2309.17453)."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from selfspec_cli.early_exit.contexts.base import DraftContext
@@ -21,7 +19,6 @@ class Window(DraftContext):
         return values[0]
 
     def label(self, *values: int) -> str:
-        """As rows have it."""
         return f"last {values[0]} tokens"
 
 

@@ -19,7 +19,7 @@ DRAFT_WEIGHTS = Registry(
 
 
 def require_draft_weights(name: str, facts: WeightFacts) -> None:
-    """Raises SettingsError where drafts cannot run on weights of kind `name` with such a target on such a machine."""
+    """Raise SettingsError where drafts cannot run on weights of kind `name` with such a target on such a machine."""
     reason = DRAFT_WEIGHTS[name].reason_against(facts)
     if reason is not None:
         drafting = [kind for kind in DRAFT_WEIGHTS.values() if kind.drafts]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class WeightFacts:
     """What decides whether copies of a target's weights can be made and run. None: not known yet, and not refused.
 
-    device: "cpu" or "cuda". dtype: of the target's weights, such as "bfloat16". quantization: the method with which
-    the target is quantised ("" for plain weights). expert_parallel: whether ranks hold different experts. row_lengths:
-    of a rank's weights, those that are known before the model is loaded. capability: of the CUDA device, such as
-    (9, 0). device_name: for messages.
+    device: "cpu" or "cuda". dtype: of the target's weights, such as "bfloat16". quantization: method of the target's
+    weights, "" for plain ones. expert_parallel: whether ranks hold different experts. row_lengths: of a rank's weights,
+    as far as they are known before the model is loaded. capability: of the CUDA device, such as (9, 0). device_name:
+    for messages.
     """
 
     device: str | None = None
@@ -40,11 +40,10 @@ class DraftWeights:
     which drafts are proposed and never which tokens are generated. A copy is a dict of tensors by name; their layout is
     the kind's own. The methods here run anywhere. Where speed counts, a module of kernels takes over.
 
-    name: what users write. help: one line for `--help`. bits: what a copy takes for each weight, scales included;
-    None for the target's own weights. copies: False for a kind that makes none. drafts: False where no layer drafts, so
-    that prompt lookup is all there is. kernels: module
-    with the fast products on CUDA, as `vllm_plugin.weights.copied.Kernels` describes it; None where there are none.
-    experts: whether that module has products for a mixture of experts.
+    name: what users write. help: one line for `--help`. bits: of a copy for each weight, scales included; None for the
+    target's own weights. copies: False for a kind that makes none. drafts: False where no layer drafts, so that prompt
+    lookup is all there is. kernels: module with the fast products on CUDA, as `vllm_plugin.weights.copied.Kernels`
+    describes it; None where there are none. experts: whether that module has products for a mixture of experts.
     """
 
     name: str
@@ -63,14 +62,11 @@ class DraftWeights:
         raise NotImplementedError
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
-        """The copy for data whose second moment is `moment` [in, in] (early_exit/data_aware.py).
-
-        By default the same as `quantise`; a kind that can round with data does so here.
-        """
+        """The copy for data of second moment `moment` [in, in] (`fitted_weights.py`); by default that of `quantise`."""
         return self.quantise(weight)
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] for which a copy stands."""
+        """The weight [out, in] that a copy stands for, rounded to `dtype` once."""
         raise NotImplementedError
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -82,8 +78,7 @@ class DraftWeights:
     def reason_against(self, facts: WeightFacts) -> str | None:
         """Why there can be no such copies for a target and a machine with these facts; None where there can be.
 
-        By default copies are made of what linear layers multiply by, plain or quantised, and of plain experts; each
-        tensor-parallel rank copies its share.
+        By default linear layers, plain or quantised, are copied, and plain experts.
         """
         if not self.copies:
             return None
@@ -96,11 +91,11 @@ class DraftWeights:
         return None
 
     def impossible(self, reason: str) -> SettingsError:
-        """The error for a target of which there can be no such copy, and why."""
+        """The error for a target that cannot be copied, and why."""
         return SettingsError(f"draft_weights {self.name!r} is not supported here: {reason}; allowed: shared")
 
     def not_finite(self) -> SettingsError:
-        """The error for a weight that cannot be copied because a value is NaN or infinite."""
+        """The error for a weight with a value that is NaN or infinite."""
         return SettingsError(
             f"draft_weights {self.name!r} needs finite weights: one is NaN or infinite; allowed: shared"
         )

@@ -1,7 +1,4 @@
-"""8-bit floats (e4m3), one scale a row.
-
-At a small batch a draft step is bound by the bytes of weights that it reads, and e4m3 halves those of bf16.
-"""
+"""8-bit floats (e4m3), one scale a row: half the bytes of bf16, which bound a draft step at a small batch."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class E4m3(DraftWeights):
         return {"weight": copy, "scale": scale}
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [out, in], rounded to `dtype` once."""
         return (tensors["weight"].float() * tensors["scale"]).to(dtype)
 
     def reason_against(self, facts: WeightFacts) -> str | None:

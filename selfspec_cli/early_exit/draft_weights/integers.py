@@ -1,4 +1,4 @@
-"""Weights as integers of 4 or 8 bits, in groups along a row with one scale a group. Needs torch alone.
+"""Weights as integers of 4 or 8 bits, in groups along a row with one scale a group.
 
 A word of 32 bits holds one weight of each of the eight equal parts of a group, so that a token's values load as
 contiguous parts: byte b of a word has part b in its low four bits and part b + 4 in its high ones. With 8 bits a
@@ -28,13 +28,10 @@ class Integers(DraftWeights):
     """
 
     experts = True
-
     kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
 
     def __init__(self, width: int) -> None:
-        if width not in (4, 8):
-            raise ValueError(f"integers of {width} bits: allowed are 4 and 8")
-        self.width = width
+        self.width = width  # 4 or 8
         self.name = f"int{width}"
         self.help = f"{width}-bit integer copies with one scale for {GROUP} weights, made at load"
         self.bits = width + 16 / GROUP
@@ -53,13 +50,8 @@ class Integers(DraftWeights):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
-        """Rounded by GPTQ's method; of the same scales as `quantise` the one of least error on the data is taken.
-
-        Raises SettingsError as `quantise`.
-        """
-        import torch
-
-        from selfspec_cli.early_exit.data_aware import rounded_in_order
+        """Round by GPTQ's method; of the same scales the one of least error on the data is taken."""
+        from selfspec_cli.early_exit.fitted_weights import rounded_in_order
 
         if weight.shape[1] % GROUP or not weight.isfinite().all():
             return self.quantise(weight)  # which says what is wrong
@@ -69,29 +61,30 @@ class Integers(DraftWeights):
             return self._nearest(block.unsqueeze(1), importance)[0].squeeze(1)
 
         q, scale = rounded_in_order(weight, moment, GROUP, (-top, top - 1), scales)
-        return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+        return self._copy(q, scale)
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [out, in], rounded to `dtype` once."""
         q = integers(tensors, self.width)  # [out, groups, GROUP]
         return (q.float() * tensors["scales"].float().unsqueeze(2)).flatten(1).to(dtype)
 
     def reason_against(self, facts: WeightFacts) -> str | None:
-        """On CUDA there are kernels for 4 and 8 bits alone, and they read tokens in bfloat16."""
-        if facts.device == "cuda" and self.kernels is None:
-            return f"on CUDA there is no kernel for copies of {self.width} bits"
+        """On CUDA the kernels read tokens in bfloat16; rows must divide into groups."""
         if facts.device == "cuda" and facts.dtype not in (None, "bfloat16"):
             return f"on CUDA the kernel multiplies tokens in bfloat16, not {facts.dtype}"
         odd = next((length for length in facts.row_lengths if length % GROUP), None)
         return super().reason_against(facts) if odd is None else _no_groups(odd)
 
     def _rows(self, weight: Tensor) -> dict[str, Tensor]:
-        import torch
-
         grouped = weight.float().unflatten(1, (-1, GROUP))  # [rows, groups, GROUP]
         if not grouped.isfinite().all():
             raise self.not_finite()
         scale, q = self._nearest(grouped)
+        return self._copy(q, scale)
+
+    def _copy(self, q: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Integers [rows, groups, GROUP] of any type and scales [rows, groups, 1] -> the copy."""
+        import torch
+
         return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
 
     def _nearest(self, grouped: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -130,35 +123,22 @@ def _scales(grouped: Tensor, width: int) -> list[Tensor]:
 
 
 def _packed(q: Tensor, width: int) -> dict[str, Tensor]:
-    """Integers [rows, groups, GROUP] -> words."""
+    """Integers int32 [rows, groups, GROUP] -> words, of which the first byte is the lowest (little-endian)."""
     import torch
 
-    parts = q.unflatten(2, (PARTS, -1))  # [rows, groups, part, word]
-    places = torch.arange(0, 32, 8, device=q.device).view(1, 1, 4, 1)
-    if width == 8:
-        halves = [(parts[:, :, half] & 0xFF).long() << places for half in (slice(0, 4), slice(4, 8))]
-        return {"words": torch.stack([_signed(half.sum(2)) for half in halves], dim=2).flatten(1)}
-    unsigned = (parts + 2 ** (width - 1)).long()
-    bytes_ = (unsigned[:, :, :4] & 15) | ((unsigned[:, :, 4:] & 15) << 4)
-    return {"words": _signed((bytes_ << places).sum(2)).flatten(1)}
+    parts = q.unflatten(2, (2, PARTS // 2, -1))  # [rows, groups, half, byte, word]
+    if width == 4:
+        low, high = (parts + 8).split(1, dim=2)
+        parts = low | (high << 4)
+    return {"words": parts.to(torch.uint8).transpose(3, 4).contiguous().view(torch.int32).flatten(1)}
 
 
 def integers(tensors: Mapping[str, Tensor], width: int) -> Tensor:
     """The integers of a copy, int32 [rows, groups, GROUP]: the inverse of `_packed`."""
     import torch
 
-    words, length = tensors["words"], GROUP // PARTS
-    if width == 8:
-        halves = words.unflatten(1, (-1, 2, length))
-        parts = [((halves[:, :, n // 4] >> (8 * (n % 4))) & 0xFF).to(torch.int8).int() for n in range(PARTS)]
-        return torch.stack(parts, dim=2).flatten(2)
-    each = words.unflatten(1, (-1, length))
-    parts = [(each >> (8 * (n % 4) + 4 * (n // 4))) & 15 for n in range(PARTS)]
-    return torch.stack(parts, dim=2).flatten(2) - 2 ** (width - 1)
-
-
-def _signed(values: Tensor) -> Tensor:
-    """Unsigned integers of 32 bits as the signed ones of the same bits."""
-    import torch
-
-    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
+    words = tensors["words"].unflatten(1, (-1, width // 4, GROUP // PARTS, 1))
+    parts = words.view(torch.int8).int().transpose(3, 4)  # [rows, groups, half or 1, byte, word]
+    if width == 4:
+        parts = torch.cat([parts & 15, (parts >> 4) & 15], dim=2) - 8
+    return parts.flatten(2)

@@ -4,11 +4,6 @@ from selfspec_cli.early_exit.gates.base import Gate
 
 GATE = Gate(
     name="auto",
-    key=None,
-    direction="at_least",
-    default=None,
-    low=0.0,
-    high=0.0,
     meaning="a constant",
     help="Draft up to k tokens where measured times and acceptance say that it pays, and stop where it no longer does.",
     colour="#b4532a",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Direction = Literal["at_least", "at_most"]
 
 THRESHOLD_KEYS = ("threshold", "tau", "tau_v")
-"""Names of the threshold of a gate in the papers, and `threshold`, which every gate takes that has one."""
+"""Names of a gate's threshold: those of the papers, and `threshold`, which every gate takes that has one."""
 
 DEVICE_NAMES = {
     "confidence": "the greatest probability",
@@ -31,15 +31,12 @@ DEVICE_NAMES = {
 }
 """What a gate's `device` expression may use beside `tl` (triton.language): one float32 number for each row."""
 
-LARGEST_VOCABULARY = 2**20
-"""Stands in for a vocabulary size that is not known; no released model has more tokens."""
-
 
 @dataclass(frozen=True)
 class Rule:
-    """A gate in force, as a comparison of one statistic: open while `feature` is at_least, or at_most, `threshold`.
+    """A gate in force: open while the statistic of gate `feature` is at_least, or at_most, `threshold`.
 
-    feature: name of the gate whose statistic is compared; None: always open.
+    feature None: always open.
     """
 
     feature: str | None
@@ -47,10 +44,9 @@ class Rule:
     threshold: float
 
     def is_open(self, statistic: Tensor, threshold: Tensor | None = None) -> Tensor:
-        """Which requests keep drafting: statistic of `feature`, any shape -> bool of that shape.
+        """Which requests keep drafting: statistic of `feature`, any shape -> bool of that shape. NaN closes the gate.
 
         threshold: one for each request, of the same shape; None: the rule's for all.
-        NaN closes the gate, because every comparison with NaN is false; a rule without a feature is always open.
         """
         if self.feature is None:
             return statistic.new_ones(statistic.shape).bool()
@@ -58,43 +54,38 @@ class Rule:
         return statistic >= limit if self.direction == "at_least" else statistic <= limit
 
 
-def unit_interval(vocab_size: int) -> tuple[float, float]:
-    """The range of a probability."""
-    return 0.0, 1.0
-
-
 @dataclass(frozen=True)
 class Gate:
     """One gate: its rule, its statistic on the CPU and on CUDA, and how it is shown.
 
-    name: what users write. key: the name of its threshold, of THRESHOLD_KEYS (None: it has none).
-    direction: the gate is open while the statistic is at least, or at most, the threshold. default: the threshold when
-    none is given. low, high: thresholds allowed (inclusive). meaning: the statistic in words, for messages. help: one
-    line for users. colour: of its line in figures, as #rrggbb.
+    name: what users write. meaning: the statistic in words, for messages. help: one line for users. colour: of its line
+    in figures, as #rrggbb. key: the name of its threshold, of THRESHOLD_KEYS (None: it has none). direction: the gate
+    is open while the statistic is at least, or at most, the threshold. default: the threshold when none is given. low,
+    high: thresholds allowed (inclusive).
 
     statistic: function(distribution, previous) -> float32 [N] in torch; None for a gate that computes nothing from
     logits. previous: the statistic at the step before, [N], or the number 1.0 at the first step; only a `cumulative`
     gate may use it.
     device: the same statistic as a Triton expression over DEVICE_NAMES and `tl`, one number a row. None: the gate works
     on the CPU and is refused on CUDA.
-    range: function(vocabulary size) -> least and greatest value of the statistic.
+    range: function(vocabulary size) -> least and greatest value of the statistic; None: those of a probability.
 
     Raises SettingsError for an unknown `key`, and for a `device` expression that is none or uses unknown names.
     """
 
     name: str
-    key: str | None
-    direction: Direction
-    default: float | None
-    low: float
-    high: float
     meaning: str
     help: str
     colour: str
+    key: str | None = None
+    direction: Direction = "at_least"
+    default: float | None = None
+    low: float = 0.0
+    high: float = 0.0
     statistic: Callable[[Distribution, Tensor | float], Tensor] | None = None
     device: str | None = None
     cumulative: bool = False
-    range: Callable[[int], tuple[float, float]] = unit_interval
+    range: Callable[[int], tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
         if self.key is not None and self.key not in THRESHOLD_KEYS:
@@ -110,8 +101,8 @@ class Gate:
         return Rule(self.name, self.direction, limit)
 
     def statistic_range(self, vocab_size: int | None = None) -> tuple[float, float]:
-        """Least and greatest value of what the threshold is compared with, over a vocabulary of that many tokens."""
-        return self.range(vocab_size or LARGEST_VOCABULARY)
+        """Least and greatest value of the statistic over a vocabulary of that many tokens; None: an unknown number."""
+        return (0.0, 1.0) if self.range is None else self.range(vocab_size or 2**20)  # no released model has more
 
 
 def _check_expression(gate: str, expression: str, cumulative: bool) -> None:

@@ -7,7 +7,7 @@ drafted) count as p = 0. In a row with NaN or +inf, or with no finite logit, eve
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ _LOG_ZERO = -1e4
 
 
 class Distribution:
-    """Logits [N, V], and what gates ask of them, each computed once. Not to be changed in place, the logits neither."""
+    """Logits [N, V] and their statistics, each computed once. Nothing of it may be changed in place."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -79,17 +79,3 @@ class Distribution:
 
         logs = self.log_probabilities  # first, so that the probabilities are made from it
         return torch.linalg.vecdot(self.probabilities, logs)
-
-    def rows(self, rows: slice) -> Distribution:
-        """Some of the rows. What is asked of them is computed for all rows at once."""
-        return cast(Distribution, _Rows(self, rows))
-
-
-class _Rows:
-    """Some rows of a distribution: every attribute is the whole's, indexed by the rows."""
-
-    def __init__(self, whole: Distribution, rows: slice) -> None:
-        self._whole, self._rows = whole, rows
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)[self._rows]

@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 Shape = tuple[str | int, ...]
 """Sizes of a tensor: numbers, or "hidden", "rows" (V') and "rank"."""
 
-TARGETS = ("next_token", "argmax", "final_hidden")
-"""What a head can be fitted to, each a regression on x: the next token of the text (one-hot), the full model's own
-argmax (one-hot), and z - x (dense; the ridge shrinks such a head toward f(x) = 0)."""
-
 
 class HeadKind:
     """A kind of exit head. The object has no state: a head's tensors are handed to its methods.
 
-    name: what users write. help: one line for `--help`. targets: what it may be fitted to (TARGETS), its default first;
-    empty for a head that needs no fit. ranks, biases: whether there are heads of a lower rank, and heads with a
-    constant term. rows: names of the weight [rows, hidden] and of the bias [rows] that take the place of the model's
-    lm_head; empty for a head that uses that. examples: short names (`head_spec`) that messages and completion offer.
+    name: what users write. help: one line for `--help`. targets: what it may be fitted to, its default first: the next
+    token of the text (next_token, one-hot), the full model's own argmax (argmax, one-hot), or z - x (final_hidden,
+    dense; the ridge shrinks such a head toward f(x) = 0); empty for a head that needs no fit. ranks, biases: whether
+    there are heads of a lower rank, and heads with a constant term. rows: names of the weight [rows, hidden] and of the
+    bias [rows] that take the place of the model's lm_head; empty for a head that uses that. examples: short names
+    (`head_spec`) that messages and completion offer.
     """
 
     name: str
@@ -48,12 +46,8 @@ class HeadKind:
         return {}
 
     def transform(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What the projection reads, [N, hidden] -> [N, hidden]; x itself by default."""
+        """The input of the projection, [N, hidden] -> [N, hidden]; x itself by default."""
         return x
-
-    def over(self, tensors: Mapping[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """The tensors of the same head over a draft vocabulary ids [V']: the rows are gathered (copied)."""
-        return {name: tensor[ids] if name in self.rows else tensor for name, tensor in tensors.items()}
 
     def fit(
         self, equations: NormalEquations, ridge: float, rank: int | None

@@ -30,7 +30,6 @@ class LeastSquares(HeadKind):
     def fit(
         self, equations: NormalEquations, ridge: float, rank: int | None
     ) -> tuple[Mapping[str, Tensor | None], FitReport]:
-        """One regression a token."""
         weight, bias, report = equations.solve(ridge)
         return {"weight": weight, "bias": bias}, report
 

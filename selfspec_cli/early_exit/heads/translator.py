@@ -24,12 +24,7 @@ class Translator(HeadKind):
     help = "a linear map from the exit hidden state to the final one, then the lm_head; may be of low rank"
     targets = ("final_hidden",)
     ranks = biases = True
-    examples = (
-        "translator",
-        "translator_bias",
-        "translator_r15",
-        "translator_r64",
-    )
+    examples = ("translator", "translator_bias", "translator_r15", "translator_r64")
 
     def shapes(self, low_rank: bool, bias: bool) -> dict[str, Shape]:
         """weight [hidden, hidden], or down [rank, hidden] and up [hidden, rank]; bias [hidden]."""

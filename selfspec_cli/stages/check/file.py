@@ -8,8 +8,8 @@ from typing import Any
 
 from selfspec_cli.config.paths import checked_mapping, read_yaml
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.invariants import INVARIANTS
 from selfspec_cli.record.targets import NUMBERS, less_is_better
 
 START, IDENTICAL = "start_seconds", "identical_share"

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.equations import FitReport, NormalEquations
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitting import choose_ridge, fit_head, translator_target
+from selfspec_cli.early_exit.fitting import choose_ridge, fit_head, fit_scale, scaled, translator_target
 from selfspec_cli.early_exit.head_module import ExitHead
-from selfspec_cli.early_exit.head_scale import fit_scale, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 
@@ -172,8 +171,7 @@ class Collector:
         solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
         if self.plan.ridge is not None:
             return solver(self.plan.ridge)
-        choice = choose_ridge(solver, self._validation(layer), self.lm_head)
-        return choice.head, choice.report
+        return choose_ridge(solver, self._validation(layer), self.lm_head)
 
     def scaled(self, layer: int, spec: HeadSpec, head: ExitHead) -> tuple[ExitHead, dict[str, float]]:
         """A solved head with outputs that are a distribution, and how that was fitted (`HeadScale.to_dict`).

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selfspec_cli.early_exit.data_aware import weighted_error
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights
+from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights, weighted_error
 from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of
 from selfspec_cli.vllm_plugin.exit_head import fingerprint, plain_lm_head
 from selfspec_cli.vllm_plugin.weights.copied import plain_weight

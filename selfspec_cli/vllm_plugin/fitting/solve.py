@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.equations import FitReport
+from selfspec_cli.early_exit.fitting import HeadScale
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
-from selfspec_cli.early_exit.head_scale import HeadScale
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.exit_head import TargetHead, embedding, fingerprint
 from selfspec_cli.vllm_plugin.fitting.collect import PIECE, Collector, Held

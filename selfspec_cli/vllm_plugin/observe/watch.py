@@ -1,4 +1,4 @@
-"""Counts what must not happen while a model drafts (`early_exit/invariants.py`), on a live engine.
+"""Counts what must not happen while a model drafts (`early_exit/counters.py`), on a live engine.
 
 What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.invariants import INVARIANTS
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
 

@@ -75,7 +75,8 @@ def about(head: ExitHead, path: Path, **changes: Any) -> HeadMetadata:
     """Metadata of a head of the model in `path`, its fingerprint taken through transformers, not through vLLM."""
     model = from_transformers(path)
     mark = model_fingerprint(model.config.to_dict(), model.model.embed_tokens.weight)
-    facts = {"kind": head.kind.name, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": head.rank}
+    rank = len(head.tensors["down"]) if "down" in head.tensors else None
+    facts = {"kind": head.kind.name, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": rank}
     return HeadMetadata(**{**facts, "fingerprint": mark, **changes})
 
 

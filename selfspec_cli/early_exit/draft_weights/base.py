@@ -66,7 +66,7 @@ class DraftWeights:
         return self.quantise(weight)
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] that a copy stands for, rounded to `dtype` once."""
+        """The weight [out, in] that a copy represents, rounded to `dtype` once."""
         raise NotImplementedError
 
     def product(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, supervise, units
+from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, units
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -99,29 +99,29 @@ def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
 # ---- devices
 
 
-def test_no_device_is_held_twice_and_who_wants_many_is_not_passed_by():
-    pool, held, order = devices.Devices(["0", "1"]), [], []
+def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
+    held, order = [], []
 
-    def worker(name, count):
-        with pool.taken(count) as mine:
-            assert not set(mine) & set(held)
-            held.extend(mine)
-            order.append(name)
-            time.sleep(0.05)
-            for number in mine:
-                held.remove(number)
+    def points_of(document, environment, log, stopped):
+        mine = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        assert not set(mine) & set(held)
+        held.extend(mine)
+        time.sleep(0.05)
+        for number in mine:
+            held.remove(number)
+        order.append(document)
+        yield units.Ended(0)
 
-    with pool.taken(1):
-        threads = [threading.Thread(target=worker, args=word) for word in (("both", 2), ("one", 1))]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == ["both", "one"]
-    with pytest.raises(ValueError, match="3 of 2 devices"), pool.taken(3):
-        pass
+    monkeypatch.setattr(joblib, "points_of", points_of)
+    monkeypatch.setattr(joblib, "description", lambda unit, run_id: unit.name)
+    monkeypatch.setattr(joblib, "workers", lambda cfg: 4)
+    monkeypatch.setattr(devices, "free", lambda cfg: ["0", "1"])
+    monkeypatch.setattr(devices, "near_cores", lambda gpu: [])
+    cfg = replace(asked(layers=(2,))[0], engine=replace(RunConfig().engine, device="cuda"))
+    given = [SimpleNamespace(name=name, devices=count) for name, count in (("a", 1), ("b", 2), ("c", 1), ("d", 2))]
+    items = [item for _, item in joblib.launch(given, cfg, "RUN", lambda unit: "")]
+    assert items == [units.Ended(0)] * 4
+    assert sorted(order) == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,6 @@ def test_a_cpu_has_a_worker_for_each_idle_pair_of_cores_and_at_least_one(cores, 
 def test_gpus_are_those_that_cuda_shows():
     assert devices.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
     assert devices.gpu_numbers(None, 2) == ["0", "1"]
-    assert list(devices._range("0-3")) == [0, 1, 2, 3]
 
 
 def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
@@ -330,7 +329,7 @@ def test_workers_begin_no_point_after_the_end(lab):
     assert run(asked("joblib", results), ends=time.time() - 1).left == 1 + len(LAYERS)
     assert not (place / "measured").exists()
     (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
-    assert list(supervise.points_of(units.description(unit, "RUN"), {})) == [supervise.Ended(0)]
+    assert list(units.points_of(units.description(unit, "RUN"), {})) == [units.Ended(0)]
 
 
 def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_path, monkeypatch):
@@ -359,7 +358,7 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
             dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
             for point in spooled[: 1 if dies else None]:
                 yield unit, to_json(point)
-            yield unit, supervise.Ended(-9 if dies else 0)
+            yield unit, units.Ended(-9 if dies else 0)
 
     monkeypatch.setitem(driver.LAUNCHERS, "joblib", SimpleNamespace(workers=lambda cfg: 2, launch=launch))
     plan = planning.plan(cfgs)
@@ -424,8 +423,8 @@ def test_baselines_of_earlier_commands_are_refused(tmp_path):
 
 
 def test_how_a_worker_ended_is_said_in_words():
-    assert str(supervise.Ended(-9)) == "its worker was ended by SIGKILL"
-    assert str(supervise.Ended(1, "CUDA error")) == "its worker exited with 1: CUDA error"
+    assert str(units.Ended(-9)) == "its worker was ended by SIGKILL"
+    assert str(units.Ended(1, "CUDA error")) == "its worker exited with 1: CUDA error"
 
 
 @pytest.mark.parametrize(

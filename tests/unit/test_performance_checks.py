@@ -135,13 +135,6 @@ def test_an_invariant_is_counted_or_said_not_to_apply(name):
         assert checked(asked, arm(invariants=found))[name].outcome == outcome
 
 
-def test_a_sampled_baseline_is_no_greedy_pair():
-    found = {"measured": {"sampled_rows": 0}, "not_applicable": {}}
-    base = points.baseline()
-    base = replace(base, arm=base.arm | {"temperature": 0.8})
-    assert checked(Case("g", (), (), ("sampled_rows",)), arm(base=base, invariants=found))["sampled_rows"].value == 1
-
-
 def test_a_point_that_failed_is_red_with_its_reason():
     (check,) = judged(Case("g", (), (Bound("speedup", 1.0),), ()), [points.failed()], {})
     assert check.outcome == RED and check.note == "out of memory"

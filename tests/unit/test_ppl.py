@@ -182,8 +182,6 @@ def test_without_prompts_only_the_text_is_scored(opened):
     [
         ({"stride": 16}, "--stride 16: it must be from 1 to the window less 1, 15"),
         ({"temperature": 0.0}, "--temperature 0"),
-        ({"document_tokens": 1}, "--document-tokens 1: too few"),
-        ({"prompts": -1}, "--prompts must be 0 or more"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_an_engine_starts(opened, change, words):

@@ -125,7 +125,6 @@ def run(
     fewshot: int,
     open_engine: OpenEngine,
     progress: Progress = ignore,
-    run_id: str | None = None,
 ) -> Found:
     """Evaluate the baseline of each model and engine, then every arm; scores are on disk as soon as an arm is done.
 
@@ -135,7 +134,7 @@ def run(
     with interrupts.deferred(), results.writing(results_dir(cfgs)):
         found = Found()
         for family in arms.families(cfgs):
-            job = _Job(tasks, limit, fewshot, family[0], progress, found, run_id or results.new_run_id())
+            job = _Job(tasks, limit, fewshot, family[0], progress, found, results.new_run_id())
             found.failed += arms.each(family, open_engine, job.arm, progress)
     return found
 

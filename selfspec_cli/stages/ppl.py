@@ -82,14 +82,7 @@ class Request:
         }
 
 
-def run(
-    cfgs: Sequence[RunConfig],
-    request: Request,
-    *,
-    open_engine: OpenEngine,
-    progress: Progress = ignore,
-    run_id: str | None = None,
-) -> Found:
+def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
 
     The plain model is started twice where arms generate something: at first for the text and its own continuations, at
@@ -106,7 +99,7 @@ def run(
         found = Found()
         documents = corpora.documents(request.corpus, request.documents, held_out=held_out)
         for base, *others in families:
-            _Family(base, request, open_engine, progress, found, run_id or results.new_run_id()).run(others, documents)
+            _Family(base, request, open_engine, progress, found, results.new_run_id()).run(others, documents)
     return found
 
 

@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 
 import bigrams
 import pytest
@@ -24,9 +22,7 @@ SMALL = Request("text.jsonl", document_tokens=50, window=16, stride=8, prompts=5
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch, tmp_path):
-    module = ModuleType("vllm")
-    module.SamplingParams = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    bigrams.without_vllm(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "selfspec_cli.texts.corpora.documents",

@@ -17,7 +17,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.point import Measurement, Point
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.check import history
+from selfspec_cli.stages.check import verdict
 from selfspec_cli.stages.check.file import Case, CheckFile
 from selfspec_cli.stages.check.verdict import FOUND, UNSURE, Result, judged, worst
 from selfspec_cli.stages.plan import results_dir
@@ -68,13 +68,13 @@ def run(
             "digest": file.digest,
             "outcome": worst(one.outcome for one in found),
             "runs": runs,
-            "place": history.place(keys.device(cfgs[0])),
+            "place": verdict.place(keys.device(cfgs[0])),
             "results": [asdict(one) for one in found],
             "points": [point.id for point in points],
             "planted": plant,
             "seconds": round(time.perf_counter() - began, 1),
         }
-        return line | {"file": str(history.add(folder, line))}
+        return line | {"file": str(verdict.keep(folder, line))}
 
     while wanted and runs < file.runs:
         chosen = {name: cfg for name, cfg in zip(names, cfgs, strict=True) if name in wanted}

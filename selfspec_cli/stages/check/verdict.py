@@ -1,14 +1,22 @@
-"""Whether points reach what a performance check asks for: green, red, or not measurable. Everything here is pure.
+"""Whether points reach what a performance check asks for: green, red, or not measurable; and the history of verdicts.
 
 A value is that of all repeats of all runs, with its 95 % interval (`record.intervals`). It is green where the whole
 interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import tables
+from selfspec_cli.config import machine
+from selfspec_cli.record import archive, tables
+from selfspec_cli.record.folder import explained
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import Point, median
 from selfspec_cli.stages.check.file import IDENTICAL, START, Bound, Case
@@ -16,6 +24,8 @@ from selfspec_cli.stages.check.file import IDENTICAL, START, Bound, Case
 GREEN, RED, UNSURE, ABSENT = "green", "red", "not measurable", "not applicable"
 OUTCOMES = (RED, UNSURE, GREEN)
 """The worst first; what is not applicable decides nothing."""
+HISTORY = "checks.jsonl"
+"""Verdicts of a results folder, run after run: lines of JSON, which are only ever added to."""
 FOUND = "invariants"
 """Where `Point.engine` keeps what `Watch.stop` answered."""
 
@@ -136,3 +146,45 @@ def _of_invariant(case: str, name: str, points: Sequence[Point]) -> Result:
             return Result(case, wish, UNSURE, note="it was not counted")
         counts.append(int(counted["measured"][name]))
     return Result(case, wish, RED if max(counts) else GREEN, float(max(counts)))
+
+
+@cache
+def code() -> str:
+    """A digest of all that is installed of selfspec: another one, another code."""
+    root, made = Path(__file__).parents[2], hashlib.sha256()
+    for file in sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts):
+        made.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return made.hexdigest()[:12]
+
+
+def place(device: str) -> dict[str, Any]:
+    """Code, machine and versions, which have to be the same for two verdicts to say something of each other."""
+    versions = {name: version for name, version in machine.versions().items() if name in machine.DECISIVE}
+    return {"code": code(), "device": device, "cpu": machine.cpu(), "versions": versions}
+
+
+def keep(results: str | os.PathLike[str], line: dict[str, Any]) -> Path:
+    """Add a line, whole or not at all.
+
+    Raises:
+        RecordError: it could not be written.
+    """
+    archive.refuse(results)
+    path = Path(results) / HISTORY
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:  # one write of a line, which appends are atomic for
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return path
+
+
+def history(results: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All lines of a folder, the oldest first; a torn one is left out."""
+    found = []
+    with suppress(OSError):
+        for line in archive.read_text(Path(results) / HISTORY).splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and "outcome" in line]

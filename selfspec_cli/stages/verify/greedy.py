@@ -131,9 +131,9 @@ def parting(ours: Sequence[int], plain: Sequence[int]) -> int:
     return next(unequal, min(len(ours), len(plain)))
 
 
-def ask(engine: Engine, differences: Sequence[Difference], tolerance: float, most: int = 16) -> None:
-    """Ask the plain engine for the gap at some differences, and judge them; what is not asked stays a fault."""
-    for difference in differences[:most]:
+def ask(engine: Engine, differences: Sequence[Difference], tolerance: float) -> None:
+    """Ask the plain engine for the gap at the first differences, and judge them; what is not asked stays a fault."""
+    for difference in differences[:16]:
         difference.gap = _gap(engine, difference, room=2)
         difference.judge(tolerance)
 

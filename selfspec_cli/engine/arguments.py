@@ -16,7 +16,7 @@ from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfi
 from selfspec_cli.config.speculative import spec_of
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.texts.corpora import standard_library_counts
+from selfspec_cli.texts import corpora
 from selfspec_cli.texts.tokens import Tokens
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
@@ -97,7 +97,7 @@ def head_path(cfg: RunConfig) -> str | None:
     layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))
     size = needed(cfg, "vocab_size")
     path = head_file(
-        cfg, layer, needed(cfg, "hidden"), size, lambda: standard_library_counts(ModelTokens(cfg).encode, size)
+        cfg, layer, needed(cfg, "hidden"), size, lambda: corpora.load("stdlib").counts(ModelTokens(cfg).encode, size)
     )
     return None if path is None else str(path)
 

@@ -13,7 +13,7 @@ from selfspec_cli.record import archive, folder, profiles, query, tables
 from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
-from selfspec_cli.stages.check import history
+from selfspec_cli.stages.check.verdict import history
 
 MOST_NAMED = 12  # other results of an archive without points
 
@@ -76,7 +76,7 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
     for results in folders(root) or [Path(root)]:
         measured, strange = folder.read(results)
         profiled |= profiles.newest(results)
-        checks += history.read(results)
+        checks += history(results)
         points += measured
         warnings += strange
         places |= {point.id: archive.shown(results.relative_to(root)) for point in measured}

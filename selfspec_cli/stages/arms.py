@@ -1,10 +1,9 @@
 """Arms as `ppl` and `eval` look at them: a method with its settings on one model and engine, whatever the workload."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
@@ -13,6 +12,7 @@ from selfspec_cli.config.digests import layer_in_force
 from selfspec_cli.config.keys import engine_key
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
+from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality, tables
 from selfspec_cli.record.quality import Finding
@@ -57,26 +57,18 @@ def families(cfgs: Sequence[RunConfig]) -> list[list[Planned]]:
     return found
 
 
-def folder(cfgs: Sequence[RunConfig]) -> Path:
-    """The results folder of a command."""
-    return Path(planning.results_dir(cfgs))
-
-
 def each(
     arms: Sequence[Planned],
     open_engine: Callable[[RunConfig], AbstractContextManager[Any]],
     do: Callable[[Any, Planned], None],
-    done: Callable[[int], None],
+    progress: Progress,
 ) -> list[Failure]:
     """Call `do(engine, arm)` for every arm, on engines that neighbours share; what fails is written down, and the rest
-    goes on, on a fresh engine unless it was bad input.
-
-    done: called with the number of arms that are over.
-    """
+    goes on, on a fresh engine unless it was bad input."""
     failed: list[Failure] = []
     waiting = list(arms)
     while waiting:
-        group = list(next(_groups(waiting)))
+        group = list(next(members for _, members in groupby(waiting, key=lambda one: engine_key(one.cfg))))
         try:
             with open_engine(group[0].cfg) as engine:
                 while group:
@@ -84,8 +76,8 @@ def each(
                     planned = group.pop(0)
                     waiting.pop(0)
                     try:
-                        if planned.cfg.method == "layer_skip":
-                            cfg = planned.cfg
+                        cfg = planned.cfg
+                        if cfg.method == "layer_skip":
                             engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg))
                         do(engine, planned)
                     except results.RecordError:
@@ -95,17 +87,13 @@ def each(
                         if not isinstance(error, ConfigError):
                             break
                     finally:
-                        done(len(arms) - len(waiting))
+                        progress("arms", len(arms) - len(waiting), len(arms))
         except results.RecordError:  # nothing that comes could be written either
             raise
         except Exception as error:  # it did not start, or did not end: none of those that wait for it can do better
             failed += [failure(planned, error) for planned in group]
             del waiting[: len(group)]
     return failed
-
-
-def _groups(arms: Sequence[Planned]) -> Iterator[Iterator[Planned]]:
-    return (members for _, members in groupby(arms, key=lambda planned: engine_key(planned.cfg)))
 
 
 def failure(planned: Planned, error: Exception) -> Failure:
@@ -119,11 +107,17 @@ def label(planned: Planned) -> str:
     return quality.arm_in_words(named(planned.cfg))
 
 
-def finding(
-    planned: Planned, base: Planned, kind: str, run_id: str, protocol: dict[str, Any], found: dict[str, Any]
-) -> Finding:
-    """A finding about an arm, with what it takes to believe it."""
-    return Finding(
+def keep(
+    found: Found,
+    planned: Planned,
+    base: Planned,
+    kind: str,
+    run_id: str,
+    protocol: dict[str, Any],
+    document: dict[str, Any],
+) -> None:
+    """Write a finding about an arm, with what it takes to believe it, and add it to what was found."""
+    finding = Finding(
         kind=kind,
         arm_key=planned.arm,
         run_id=run_id,
@@ -132,11 +126,13 @@ def finding(
         arm=named(planned.cfg),
         baseline=None if planned is base else base.arm,
         protocol=protocol,
-        found=found,
+        found=document,
         config=to_plain(planned.cfg),
         digests=planned.digests,
         **machine.provenance(),
     )
+    results.save_finding(planned.cfg.results_dir, finding)
+    found.findings.append(finding)
 
 
 def named(cfg: RunConfig) -> dict[str, Any]:

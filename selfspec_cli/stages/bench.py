@@ -50,15 +50,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
             progress.busy(used["cpu_others"])
 
     requests, kinds = workload_turns(cfg, engine)
-    (arm,) = measure.run(
-        engine,
-        cfg,
-        requests,
-        repeats=cfg.repeats,
-        warmup=cfg.warmup,
-        timed=timed,
-        progress=progress,
-    )
+    (arm,) = measure.run(engine, cfg, requests, repeats=cfg.repeats, warmup=cfg.warmup, timed=timed, progress=progress)
     used = cores.shares(start[-1], cores.now())
     facts: dict[str, Any] = {
         "layer": engine.layer,

@@ -36,10 +36,22 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     Args:
         patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
     """
-    checks = [_python(), *(vllm := _vllm()), _entry_point()]
-    checks += [_device(cfg), _memory()]
+    vllm, hardware = _vllm(), machine.hardware()
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    ours = [point.value for point in points if point.name == "selfspec"]
+    checks = [
+        Check("python", sys.version_info >= (3, 11), platform.python_version()),
+        *vllm,
+        Check("plugin registered", bool(ours), ours[0] if ours else "selfspec is not installed: pip install -e ."),
+        _device(cfg),
+        Check("memory", None, f"{hardware['memory_mib'] / 1024:.1f} GiB, {hardware['cores']} cores to use"),
+    ]
     if could_run(vllm):
-        checks += _patches(patches)
+        try:
+            checks += [Check(*found) for found in patches()]
+        except Exception as error:  # vLLM's import can fail in any way
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            checks.append(Check("import vllm", False, said))
     model = _model(cfg)
     return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg), *_workload(cfg)])]
 
@@ -47,10 +59,6 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
 def could_run(checks: list[Check]) -> bool:
     """Whether no check failed."""
     return all(check.ok is not False for check in checks)
-
-
-def _python() -> Check:
-    return Check("python", sys.version_info >= (3, 11), platform.python_version())
 
 
 def _vllm() -> list[Check]:
@@ -68,12 +76,6 @@ def _vllm() -> list[Check]:
     return [Check("vllm", not moved, about), *(Check("moved in vllm", False, line) for line in moved)]
 
 
-def _entry_point() -> Check:
-    points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    ours = [point.value for point in points if point.name == "selfspec"]
-    return Check("plugin registered", bool(ours), ours[0] if ours else "selfspec is not installed: pip install -e .")
-
-
 def _device(cfg: RunConfig) -> Check:
     try:
         preflight.check_device(cfg)
@@ -85,18 +87,6 @@ def _device(cfg: RunConfig) -> Check:
     needed, found = cfg.model.tensor_parallel_size, len(machine.visible_gpus())
     missing = f"; engine={engine_name(cfg)} needs {needed} NVIDIA GPU(s), {found} can be seen here"
     return Check("device", found >= needed, device + ("" if found >= needed else missing))
-
-
-def _memory() -> Check:
-    hardware = machine.hardware()
-    return Check("memory", None, f"{hardware['memory_mib'] / 1024:.1f} GiB, {hardware['cores']} cores to use")
-
-
-def _patches(patches: Callable[[], list[tuple[str, bool, str]]]) -> list[Check]:
-    try:
-        return [Check(name, found, reason) for name, found, reason in patches()]
-    except Exception as error:  # vLLM's import can fail in any way
-        return [Check("import vllm", False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")]
 
 
 def _compiler(cfg: RunConfig) -> Check:

@@ -9,9 +9,8 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.task import Task
@@ -28,7 +27,7 @@ from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
 from selfspec_cli.stages import arms
 from selfspec_cli.stages.arms import Found
-from selfspec_cli.stages.plan import Planned
+from selfspec_cli.stages.plan import Planned, results_dir
 from selfspec_cli.texts import questions
 
 GENERATES = "generate_until"
@@ -126,24 +125,18 @@ def run(
     fewshot: int,
     open_engine: OpenEngine,
     progress: Progress = ignore,
-    run_id: str | None = None,
 ) -> Found:
     """Evaluate the baseline of each model and engine, then every arm; scores are on disk as soon as an arm is done.
 
     Raises:
         ConfigError: a results folder that cannot be written or is in use.
     """
-    families = arms.families(cfgs)
-    with interrupts.deferred(), results.writing(arms.folder(cfgs)):
+    with interrupts.deferred(), results.writing(results_dir(cfgs)):
         found = Found()
-        for family in families:
-            job = _Job(tasks, limit, fewshot, family[0], progress, found, run_id or results.new_run_id())
-            found.failed += arms.each(family, open_engine, job.arm, partial(_say, progress, len(family)))
+        for family in arms.families(cfgs):
+            job = _Job(tasks, limit, fewshot, family[0], progress, found, results.new_run_id())
+            found.failed += arms.each(family, open_engine, job.arm, progress)
     return found
-
-
-def _say(progress: Progress, total: int, done: int) -> None:
-    progress("arms", done, total)
 
 
 @dataclass
@@ -169,17 +162,18 @@ class _Job:
             self.known = answers
         else:
             for score in scores:
-                score["same"] = _same(answers, self.known, (score["task"], score["metric"]))
+                name = score["task"], score["metric"]
+                ours, theirs = answers[name], self.known.get(name, [])
+                if len(theirs) == len(ours):
+                    score["same"] = sum(one == other for one, other in zip(ours, theirs, strict=True))
         if accepted == 0 and any(score["drafted"] for score in scores):
             self.found.warnings.append(
                 f"{arms.label(planned)}: no draft was accepted while answers were generated; "
                 "that they are the baseline's says nothing about drafting"
             )
         protocol = {"lm_eval": version("lm_eval"), "limit": self.limit, "num_fewshot": self.fewshot}
-        values = {"scores": scores, "accepted": accepted}
-        finding = arms.finding(planned, self.base, quality.EVAL, self.run_id, protocol, values)
-        results.save_finding(Path(planned.cfg.results_dir), finding)
-        self.found.findings.append(finding)
+        document = {"scores": scores, "accepted": accepted}
+        arms.keep(self.found, planned, self.base, quality.EVAL, self.run_id, protocol, document)
 
 
 def _evaluate(
@@ -199,50 +193,29 @@ def _evaluate(
     answers: Answers = {}
     for task in tasks:
         name, kind = task.config.task, task.OUTPUT_TYPE
-        samples = found["samples"][name]
-        for metric, value in _metrics(found["results"][name]):
+        samples, values = found["samples"][name], found["results"][name]
+        for full, value in values.items():  # the scores among them are called `metric,filter`
+            if "," not in full or "_stderr," in full or not isinstance(value, (int, float)):
+                continue
+            plain, _, chosen = full.partition(",")
+            error, metric = values.get(f"{plain}_stderr,{chosen}"), full.removesuffix(",none")
             scores.append(
                 {
                     "task": name,
                     "metric": metric,
-                    "value": value,
-                    "stderr": _stderr(found["results"][name], metric),
+                    "value": float(value),
+                    "stderr": float(error) if isinstance(error, (int, float)) else None,
                     "samples": len(samples),
                     "same": None,
                     "drafted": kind == GENERATES and cfg.method is Method.layer_skip,
                     "output_type": kind,
                 }
             )
-            plain = metric.partition(",")[0]
             answers[name, metric] = [_answer(sample, plain, kind) for sample in samples]
-    for score in scores:
-        score["metric"] = score["metric"].removesuffix(",none")
-    return scores, {(name, metric.removesuffix(",none")): given for (name, metric), given in answers.items()}
-
-
-def _metrics(results: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The numbers among a task's results that are scores, by the harness's names (`metric,filter`)."""
-    return [
-        (name, float(value))
-        for name, value in results.items()
-        if "," in name and "_stderr," not in name and isinstance(value, (int, float))
-    ]
-
-
-def _stderr(results: Mapping[str, Any], metric: str) -> float | None:
-    plain, _, chosen = metric.partition(",")
-    value = results.get(f"{plain}_stderr,{chosen}")
-    return float(value) if isinstance(value, (int, float)) else None
+    return scores, answers
 
 
 def _answer(sample: Mapping[str, Any], metric: str, kind: str) -> str:
     """What a sample was answered: the text that was generated, or what the metric made of the log-likelihoods."""
     said = sample["resps"] if kind == GENERATES else sample.get(metric)
     return hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()[:16]
-
-
-def _same(ours: Answers, theirs: Answers, name: tuple[str, str]) -> int | None:
-    """Samples with the same answer as the baseline's; None where that is not known."""
-    if name not in theirs or len(theirs[name]) != len(ours[name]):
-        return None
-    return sum(one == other for one, other in zip(ours[name], theirs[name], strict=True))

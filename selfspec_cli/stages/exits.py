@@ -75,33 +75,32 @@ def name_of(cfg: RunConfig) -> str:
 def exit_name(cfg: RunConfig) -> str:
     """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
 
-    A head with a path has a digest of the path in it, a vocabulary list a digest of its contents: `a/v.txt` and
-    `b/v.txt` are two vocabularies.
+    A path is a digest of itself, and a vocabulary list a digest of its contents: `a/v.txt` and `b/v.txt` are two
+    vocabularies.
     """
     parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
-        parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
+        parts.append(_digest_of_path(cfg.head.path))
     if cfg.vocab.isdigit():
         parts.append(cfg.vocab)
     elif cfg.vocab != "full":
         file = Path(cfg.vocab)
         parts += [file.stem, _digest(file.read_bytes())]
     view = DraftView.of(cfg)
-    options = replace(view, context=Context()).options()
-    weights = {name: options.pop(name) for name in ("draft_weights",) if name in options}
-    drawn = {} if cfg.draft_sample_method == RunConfig.draft_sample_method else {"drawn": cfg.draft_sample_method}
-    parts += [_named(name, str(value)) for name, value in (weights | drawn | options).items()]
+    options = {name: str(value) for name, value in replace(view, context=Context()).options().items()}
+    parts += [options.pop("draft_weights")] if "draft_weights" in options else []
+    parts += [cfg.draft_sample_method] if cfg.draft_sample_method != RunConfig.draft_sample_method else []
+    for name, value in options.items():
+        spelt = {"draft_weights_path": _digest_of_path, "skip_layers": "skip{}".format}.get(name, str)
+        parts.append(spelt(value))
     parts += [] if view.context.is_full else [str(view.context).replace(":", "")]
     parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
     parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
     return "-".join(parts)
 
 
-def _named(option: str, value: str) -> str:
-    """Return a draft option as part of a file's name; a path as a digest of its absolute form, as for a head."""
-    if option == "draft_weights_path":
-        return _digest(bytes(Path(value).expanduser().resolve()))
-    return f"skip{value}" if option == "skip_layers" else value
+def _digest_of_path(path: str) -> str:
+    return _digest(bytes(Path(path).expanduser().resolve()))
 
 
 def _digest(content: bytes) -> str:
@@ -195,15 +194,11 @@ def record(engine: Engine, cfg: RunConfig, progress: Progress = ignore) -> Draft
 
 def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
     """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k."""
-    settings = [measure.PLAIN, *(Setting("none", None, k) for k in _lengths(cfg))]
+    longest = int(cfg.k or 0)
+    lengths = sorted({1, (longest + 1) // 2, longest})
+    settings = [measure.PLAIN, *(Setting("none", None, k) for k in lengths)]
     plain, *drafting = measure.run(engine, cfg, workload_prompts(cfg, engine), settings, repeats=TIMED_REPEATS)
     return measure.costs(plain, drafting)
-
-
-def _lengths(cfg: RunConfig) -> list[int]:
-    """Draft lengths that are timed."""
-    longest = int(cfg.k or 0)
-    return sorted({1, (longest + 1) // 2, longest})
 
 
 def level(exits: Sequence[Exit]) -> list[Exit]:

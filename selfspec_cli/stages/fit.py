@@ -139,14 +139,17 @@ def _engine_arguments(cfg: RunConfig, request: Request) -> dict[str, Any]:
 
 
 def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, progress: Progress) -> None:
-    wanted = {"fit": request.pairs, "validate": HELD_OUT_PAIRS, "test": HELD_OUT_PAIRS}
-    plan = {"wanted": wanted, "ridge": request.ridge}
-    engine.call("early_exit_collect", list(request.heads), plan)
-    # Windows may overlap; another seed begins them elsewhere.
-    _stream(engine, "fit", corpus, "fitting", request.pairs, cfg.seed, progress)
-    # Its ridge, and the scale of a head whose outputs are no distribution, are chosen on these.
-    _stream(engine, "validate", corpus, "fitting", HELD_OUT_PAIRS, cfg.seed + 1, progress)
-    _stream(engine, "test", corpus, "held_out", HELD_OUT_PAIRS, cfg.seed, progress)
+    # Windows may overlap; another seed begins them elsewhere. The ridge of a fit, and the scale of a head whose outputs
+    # are no distribution, are chosen on the windows of "validate".
+    parts = (
+        ("fit", "fitting", request.pairs, cfg.seed),
+        ("validate", "fitting", HELD_OUT_PAIRS, cfg.seed + 1),
+        ("test", "held_out", HELD_OUT_PAIRS, cfg.seed),
+    )
+    wanted = {mode: pairs for mode, _, pairs, _ in parts}
+    engine.call("early_exit_collect", list(request.heads), {"wanted": wanted, "ridge": request.ridge})
+    for mode, part, pairs, seed in parts:
+        _stream(engine, mode, corpus, part, pairs, seed, progress)
 
 
 def _solve(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus) -> list[dict[str, Any]]:
@@ -188,16 +191,11 @@ def _stream(engine: Engine, mode: str, corpus: Corpus, part: str, pairs: int, se
     done = 0
     for start in range(0, len(windows), CHUNK):
         engine.generate(windows[start : start + CHUNK], 1, batch=CHUNK)
-        done = _collected(engine, mode)
+        state = engine.call("early_exit_collected")
+        if state["error"] is not None:
+            raise FitError(state["error"])  # in the worker's words
+        done = int(state[mode])
         progress(mode, done, pairs)
         if done >= pairs:
             return
     raise ConfigError(f"corpus={corpus.name}: the text gave only {done} of {pairs} pairs")
-
-
-def _collected(engine: Engine, mode: str) -> int:
-    """Pairs so far. Raises FitError, with the worker's words, if it could not go on."""
-    state = engine.call("early_exit_collected")
-    if state["error"] is not None:
-        raise FitError(state["error"])
-    return int(state[mode])

@@ -42,20 +42,18 @@ _BEHIND = re.compile(r"\n(?:def |class |if |print\(|#|@|```)")  # what a complet
 def check(cfgs: Sequence[RunConfig]) -> None:
     """Refuse to execute what is no code; raises ConfigError."""
     for cfg in cfgs:
-        if cfg.workload.prompts != HUMANEVAL:
-            raise ConfigError(f"--execute with workload={cfg.workload.name}: only workload=humaneval has tests to run")
-        if cfg.launcher.kind != "local":
-            kind = cfg.launcher.kind
-            raise ConfigError(f"--execute with launcher={kind}: answers run where the command does; leave one out")
+        workload, launcher = cfg.workload, cfg.launcher.kind
+        if workload.prompts != HUMANEVAL:
+            raise ConfigError(f"--execute with workload={workload.name}: only workload=humaneval has tests to run")
+        if launcher != "local":
+            raise ConfigError(f"--execute with launcher={launcher}: answers run where the command does; leave one out")
 
 
 def scored(cfg: RunConfig, answers: Sequence[str]) -> list[int]:
     """[answers that pass, of how many]. answers: as text, to the prompts of `cfg` in their order."""
     tasks = {task["prompt"]: task for task in prompt_files.rows(cfg.workload.prompts)}
-    passed = [
-        passes(program(tasks[prompt.text], answer)) for prompt, answer in zip(file_prompts(cfg), answers, strict=True)
-    ]
-    return [sum(passed), len(passed)]
+    pairs = zip(file_prompts(cfg), answers, strict=True)
+    return [sum(passes(program(tasks[prompt.text], answer)) for prompt, answer in pairs), len(answers)]
 
 
 def program(task: dict[str, Any], answer: str) -> str:

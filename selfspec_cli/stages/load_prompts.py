@@ -34,26 +34,23 @@ def of_model(cfg: RunConfig) -> Prompts:
     Raises:
         ConfigError: as `workload_prompts`.
     """
-    engine = ModelTokens(cfg)
-    if cfg.load.trace is not None:
-        check_length(cfg, engine)
-        requests = asked_requests(cfg.load)
-        prompts = of_requests(requests, engine.encode, cfg.seed, cfg.workload.input_len)
-        return _of_trace(cfg, requests, [{"prompt": ids} for ids in prompts])
-    tokens = workload_prompts(cfg, engine)
-    bodies = [{"prompt": one} for one in tokens]
-    return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
-
-
-def _of_trace(cfg: RunConfig, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> Prompts:
-    """Prompts whose answers have the trace's lengths."""
-    work = cfg.workload
-    limited = [
-        body | {"max_tokens": min(request.output_len, work.output_len)}
-        for request, body in zip(requests, bodies, strict=True)
+    engine, work = ModelTokens(cfg), cfg.workload
+    if cfg.load.trace is None:
+        tokens = workload_prompts(cfg, engine)
+        named = file_prompts(cfg) if prompt_files.is_prompt_file(work.prompts) else []
+        categories = [prompt.category for prompt in named]
+        bodies: list[dict[str, Any]] = [{"prompt": ids} for ids in tokens]
+        exact = len({len(ids) for ids in tokens}) == 1
+        return Prompts(_seeded(cfg, bodies), categories if any(categories) else [], exact)
+    check_length(cfg, engine)
+    requests = asked_requests(cfg.load)
+    prompts = of_requests(requests, engine.encode, cfg.seed, work.input_len)
+    bodies = [
+        {"prompt": ids, "max_tokens": min(request.output_len, work.output_len)}
+        for request, ids in zip(requests, prompts, strict=True)
     ]
     cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
-    return Prompts(_seeded(cfg, limited), [], False, cut)
+    return Prompts(_seeded(cfg, bodies), [], False, cut)
 
 
 def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -61,13 +58,6 @@ def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, 
     if cfg.workload.temperature == 0:
         return list(bodies)
     return [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
-
-
-def _categories(cfg: RunConfig) -> list[str]:
-    if not prompt_files.is_prompt_file(cfg.workload.prompts):
-        return []
-    found = [prompt.category for prompt in file_prompts(cfg)]
-    return found if any(found) else []
 
 
 def of_requests(

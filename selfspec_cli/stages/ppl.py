@@ -9,8 +9,7 @@ prompts, greedily and sampled, and the plain model scores the continuations of b
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec_cli import interrupts
@@ -27,8 +26,10 @@ from selfspec_cli.record.quality import GREEDY, SAMPLED, Scores
 from selfspec_cli.stages import arms
 from selfspec_cli.stages.arms import Found
 from selfspec_cli.stages.bench import OWN_DISTRIBUTION
-from selfspec_cli.stages.plan import Planned
+from selfspec_cli.stages.plan import Planned, results_dir
 from selfspec_cli.texts import corpora, library
+
+Documents = list[tuple[str, str]]  # names and texts
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,10 @@ class Request:
     held_out: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot be scored; raises ConfigError."""
+        """Refuse what the command line lets pass and cannot be scored; raises ConfigError."""
         corpora.check(self.corpus)
-        for name in ("documents", "document_tokens", "window"):
-            if getattr(self, name) < (1 if name == "documents" else 2):
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: too few")
         if not 1 <= self.stride < self.window:
             raise ConfigError(f"--stride {self.stride}: it must be from 1 to the window less 1, {self.window - 1}")
-        if self.prompts < 0 or min(self.prompt_tokens, self.length) < 1:
-            raise ConfigError("--prompts must be 0 or more, --prompt-tokens and --length 1 or more")
         if not self.temperature > 0:
             raise ConfigError(f"--temperature {self.temperature:g}: it is of the sampled continuations, and above 0")
 
@@ -86,31 +82,7 @@ class Request:
         }
 
 
-@dataclass(frozen=True)
-class _Text:
-    """Documents as token ids, and the prompts drawn from them."""
-
-    names: list[str]
-    ids: list[list[int]]
-    prompts: list[list[int]]
-
-
-@dataclass(frozen=True)
-class _Continuations:
-    """What one arm generated."""
-
-    planned: Planned
-    parts: dict[str, Generation]
-
-
-def run(
-    cfgs: Sequence[RunConfig],
-    request: Request,
-    *,
-    open_engine: OpenEngine,
-    progress: Progress = ignore,
-    run_id: str | None = None,
-) -> Found:
+def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
 
     The plain model is started twice where arms generate something: at first for the text and its own continuations, at
@@ -122,13 +94,12 @@ def run(
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
-    with interrupts.deferred(), results.writing(arms.folder(cfgs)):
+    request = replace(request, held_out=held_out)
+    with interrupts.deferred(), results.writing(results_dir(cfgs)):
         found = Found()
         documents = corpora.documents(request.corpus, request.documents, held_out=held_out)
-        if held_out:
-            request = Request(**vars(request) | {"held_out": True})
-        for family in families:
-            _Job(request, documents, open_engine, progress, found, run_id or results.new_run_id()).run(family)
+        for base, *others in families:
+            _Family(base, request, open_engine, progress, found, results.new_run_id()).run(others, documents)
     return found
 
 
@@ -141,184 +112,151 @@ def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
 
 
 @dataclass
-class _Job:
-    """One run of the command."""
+class _Family:
+    """One model and engine: its baseline, and what arms are compared with.
 
+    names, ids: of the documents, the latter as token ids. prompts: drawn from them. plain: by way to sample, what the
+    baseline generated and its scores.
+    """
+
+    base: Planned
     request: Request
-    documents: list[tuple[str, str]]
     open_engine: OpenEngine
     progress: Progress
     found: Found
     run_id: str
+    names: list[str] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    plain: dict[str, tuple[Generation, Scores]] = field(default_factory=dict)
 
-    def run(self, family: list[Planned]) -> None:
+    def run(self, others: list[Planned], documents: Documents) -> None:
         """The baseline, the arms engine by engine, and the baseline again for what they generated."""
-        base, rest = family[0], family[1:]
         try:
-            with self.open_engine(base.cfg) as engine:
-                text = self._read(engine)
-                scores = self._score_text(engine, text)
-                plain = self._generate(engine, base.cfg, text)
-                plain_scores = {
-                    name: self._score(engine, text, generation.outputs) for name, generation in plain.items()
-                }
+            with self.open_engine(self.base.cfg) as engine:
+                self._read(engine, documents)
+                text = self._score_text(engine)
+                for name, generation in self._generate(engine, self.base.cfg).items():
+                    self.plain[name] = generation, self._score(engine, generation.outputs)
         except results.RecordError:
             raise
         except Exception as error:  # nothing can be compared with it
-            self.found.failed += [arms.failure(planned, error) for planned in family]
+            self.found.failed += [arms.failure(planned, error) for planned in (self.base, *others)]
             return
-        self._save_text(base, base, text, scores, None)
-        self._save_generated(base, base, plain, plain_scores, plain, plain_scores)
-        continuations: list[_Continuations] = []
+        self._save_text(self.base, text, None)
+        self._save_generated(self.base, self.plain)
+        waiting: list[tuple[Planned, dict[str, Generation]]] = []
 
         def arm(engine: Engine, planned: Planned) -> None:
             if planned.cfg.method in OWN_DISTRIBUTION:
-                self._save_text(planned, base, text, self._score_text(engine, text), scores)
-            continuations.append(_Continuations(planned, self._generate(engine, planned.cfg, text)))
+                self._save_text(planned, self._score_text(engine), text)
+            waiting.append((planned, self._generate(engine, planned.cfg)))
 
-        self.found.failed += arms.each(rest, self.open_engine, arm, lambda n: self.progress("arms", n, len(rest)))
-        if text.prompts and continuations:
-            self._compare(base, text, continuations, plain, plain_scores)
-
-    def _compare(
-        self,
-        base: Planned,
-        text: _Text,
-        continuations: list[_Continuations],
-        plain: dict[str, Generation],
-        plain_scores: dict[str, Scores],
-    ) -> None:
-        """Score on the plain model what the arms generated, and save it."""
-        waiting = list(continuations)
+        self.found.failed += arms.each(others, self.open_engine, arm, self.progress)
+        if not (self.prompts and waiting):
+            return
         try:
-            with self.open_engine(base.cfg) as engine:
+            with self.open_engine(self.base.cfg) as engine:
                 while waiting:
-                    continuation = waiting[0]
-                    theirs = {
-                        name: self._score(engine, text, generation.outputs, (plain[name].outputs, plain_scores[name]))
-                        for name, generation in continuation.parts.items()
-                    }
-                    self._save_generated(continuation.planned, base, continuation.parts, theirs, plain, plain_scores)
+                    planned, made = waiting[0]
+                    scored = {name: (one, self._score(engine, one.outputs, name)) for name, one in made.items()}
+                    self._save_generated(planned, scored)
                     waiting.pop(0)
         except results.RecordError:
             raise
         except Exception as error:
-            self.found.failed += [arms.failure(continuation.planned, error) for continuation in waiting]
+            self.found.failed += [arms.failure(planned, error) for planned, _ in waiting]
 
-    def _read(self, engine: Engine) -> _Text:
+    def _read(self, engine: Engine, documents: Documents) -> None:
         request = self.request
         if request.window >= engine.max_model_len:
             raise ConfigError(
                 f"--window {request.window}: it must be less than the model's {engine.max_model_len} tokens"
             )
-        pairs = [
-            (name, library.leading_tokens(engine.encode, body, request.document_tokens))
-            for name, body in self.documents
-        ]
-        pairs = [(name, ids) for name, ids in pairs if len(ids) > 1]
-        if not pairs:
+        for name, body in documents:
+            ids = library.leading_tokens(engine.encode, body, request.document_tokens)
+            if len(ids) > 1:
+                self.names.append(name)
+                self.ids.append(ids)
+        if not self.names:
             raise ConfigError(f"corpus={request.corpus}: no document has two tokens")
-        if request.prompts and request.prompt_tokens + request.length >= engine.max_model_len:
+        if not request.prompts:
+            return
+        if request.prompt_tokens + request.length >= engine.max_model_len:
             raise ConfigError(
                 f"--prompt-tokens {request.prompt_tokens} and --length {request.length}: together they "
                 f"must be fewer than the model's {engine.max_model_len} tokens"
             )
-        prompts = []
-        if request.prompts:
-            try:
-                prompts = library.token_windows(
-                    engine.encode, self.documents, request.prompt_tokens, request.prompts, engine.cfg.seed
-                )
-            except ValueError as error:
-                raise ConfigError(f"corpus={request.corpus}: {error}; ask for fewer or shorter --prompts") from error
-        return _Text([name for name, _ in pairs], [ids for _, ids in pairs], prompts)
+        asked = request.prompt_tokens, request.prompts, engine.cfg.seed
+        try:
+            self.prompts = library.token_windows(engine.encode, documents, *asked)
+        except ValueError as error:
+            raise ConfigError(f"corpus={request.corpus}: {error}; ask for fewer or shorter --prompts") from error
 
-    def _score_text(self, engine: Engine, text: _Text) -> Scores:
+    def _score_text(self, engine: Engine) -> Scores:
         places = [
             (number, *place)
-            for number, ids in enumerate(text.ids)
+            for number, ids in enumerate(self.ids)
             for place in library.rolling(len(ids), self.request.window, self.request.stride)
         ]
-        passages = [Passage(text.ids[number][start:end], scored - start) for number, start, scored, end in places]
-        scores = Scores([0.0] * len(text.ids), [0] * len(text.ids))
+        passages = [Passage(self.ids[number][start:end], scored - start) for number, start, scored, end in places]
+        scores = Scores([0.0] * len(self.ids), [0] * len(self.ids))
         for (number, *_), passage in zip(places, scoring.score(engine, passages, self.progress), strict=True):
             scores.nats[number] -= passage.log_likelihood
             scores.tokens[number] += passage.tokens
         return scores
 
-    def _generate(self, engine: Engine, cfg: RunConfig, text: _Text) -> dict[str, Generation]:
-        if not text.prompts:
+    def _generate(self, engine: Engine, cfg: RunConfig) -> dict[str, Generation]:
+        if not self.prompts:
             return {}
-        batch = min(cfg.engine.max_num_seqs, len(text.prompts))
+        batch = min(cfg.engine.max_num_seqs, len(self.prompts))
         return {
-            name: engine.generate(text.prompts, self.request.length, batch=batch, temperature=warmth, seed=cfg.seed)
+            name: engine.generate(self.prompts, self.request.length, batch=batch, temperature=warmth, seed=cfg.seed)
             for name, warmth in ((GREEDY, 0.0), (SAMPLED, self.request.temperature))
         }
 
-    def _score(
-        self,
-        engine: Engine,
-        text: _Text,
-        outputs: Sequence[list[int]],
-        baseline: tuple[Sequence[list[int]], Scores] | None = None,
-    ) -> Scores:
-        """Continuations under a plain engine. known: those of the baseline, whose score an equal one has."""
-        same = [baseline is not None and output == baseline[0][at] for at, output in enumerate(outputs)]
-        fresh = iter(
-            scoring.score(
-                engine,
-                [
-                    Passage([*prompt, *output], len(prompt))
-                    for prompt, output, equal in zip(text.prompts, outputs, same, strict=True)
-                    if not equal
-                ],
-                self.progress,
-            )
-        )
-        nats = [
-            baseline[1].nats[at] if equal and baseline else -next(fresh).log_likelihood for at, equal in enumerate(same)
-        ]
-        return Scores(nats, [len(output) for output in outputs])
+    def _score(self, engine: Engine, outputs: Sequence[list[int]], name: str | None = None) -> Scores:
+        """Continuations under a plain engine. name: of the way to sample, for which the baseline's scores are known;
+        an output that is the baseline's has its score."""
+        nats: dict[int, float] = {}
+        if name is not None:
+            theirs, scores = self.plain[name]
+            nats = {at: scores.nats[at] for at, output in enumerate(outputs) if output == theirs.outputs[at]}
+        fresh = [at for at in range(len(outputs)) if at not in nats]
+        passages = [Passage([*self.prompts[at], *outputs[at]], len(self.prompts[at])) for at in fresh]
+        for at, score in zip(fresh, scoring.score(engine, passages, self.progress), strict=True):
+            nats[at] = -score.log_likelihood
+        return Scores([nats[at] for at in range(len(outputs))], [len(output) for output in outputs])
 
-    def _save_text(self, planned: Planned, base: Planned, text: _Text, scores: Scores, baseline: Scores | None) -> None:
+    def _save_text(self, planned: Planned, scores: Scores, baseline: Scores | None) -> None:
         if not all(map(math.isfinite, scores.nats)):
-            said = "gives some tokens of the text the probability zero, as a draft vocabulary does"
-            said += "; its perplexity is infinite, and not recorded"
-            self.found.warnings.append(f"{arms.label(planned)}: it {said}")
-            return
-        document = {"documents": text.names, "scores": vars(scores), "baseline": baseline and vars(baseline)}
-        self._save(planned, base, quality.TEXT, self.request.of_text(len(text.names)), document)
-
-    def _save_generated(
-        self,
-        planned: Planned,
-        base: Planned,
-        parts: dict[str, Generation],
-        scores: dict[str, Scores],
-        plain: dict[str, Generation],
-        plain_scores: dict[str, Scores],
-    ) -> None:
-        if not parts:
-            return
-        by_sampling: dict[str, Any] = {}
-        for name, generation in parts.items():
-            same = sum(ours == theirs for ours, theirs in zip(generation.outputs, plain[name].outputs, strict=True))
-            against = None if planned is base else {"baseline": vars(plain_scores[name]), "identical": same}
-            accepted = generation.verified.accepted if generation.verified is not None else None
-            drafts = {"drafted": generation.drafted, "accepted": accepted} if planned.cfg.method == "layer_skip" else {}
-            if drafts and not accepted:
-                self.found.warnings.append(
-                    f"{arms.label(planned)}: no draft was accepted in the {name} continuations; "
-                    "that they are the baseline's says nothing about drafting"
-                )
-            by_sampling[name] = (
-                {"scores": vars(scores[name]), "outputs": len(generation.outputs)} | (against or {}) | drafts
+            self.found.warnings.append(
+                f"{arms.label(planned)}: it gives some tokens of the text the probability zero, as a draft vocabulary "
+                "does; its perplexity is infinite, and not recorded"
             )
-        self._save(planned, base, quality.GENERATED, self.request.of_generated(), by_sampling)
+            return
+        document = {"documents": self.names, "scores": vars(scores), "baseline": baseline and vars(baseline)}
+        self._save(planned, quality.TEXT, self.request.of_text(len(self.names)), document)
 
-    def _save(
-        self, planned: Planned, base: Planned, kind: str, protocol: dict[str, Any], document: dict[str, Any]
-    ) -> None:
-        finding = arms.finding(planned, base, kind, self.run_id, protocol, document)
-        results.save_finding(Path(planned.cfg.results_dir), finding)
-        self.found.findings.append(finding)
+    def _save_generated(self, planned: Planned, scored: dict[str, tuple[Generation, Scores]]) -> None:
+        if not scored:
+            return
+        document: dict[str, Any] = {}
+        for name, (generation, scores) in scored.items():
+            found = document[name] = {"scores": vars(scores), "outputs": len(generation.outputs)}
+            if planned is not self.base:
+                theirs, baseline = self.plain[name]
+                same = sum(ours == plain for ours, plain in zip(generation.outputs, theirs.outputs, strict=True))
+                found |= {"baseline": vars(baseline), "identical": same}
+            if planned.cfg.method == "layer_skip":
+                accepted = generation.verified.accepted if generation.verified is not None else None
+                found |= {"drafted": generation.drafted, "accepted": accepted}
+                if not accepted:
+                    self.found.warnings.append(
+                        f"{arms.label(planned)}: no draft was accepted in the {name} continuations; "
+                        "that they are the baseline's says nothing about drafting"
+                    )
+        self._save(planned, quality.GENERATED, self.request.of_generated(), document)
+
+    def _save(self, planned: Planned, kind: str, protocol: dict[str, Any], document: dict[str, Any]) -> None:
+        arms.keep(self.found, planned, self.base, kind, self.run_id, protocol, document)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,13 +21,13 @@ from selfspec_cli import interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import RunConfig, to_plain
+from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
 from selfspec_cli.record.profiles import PARTS, Profile
 from selfspec_cli.texts.prompts import workload_prompts
 
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 TOKENS = 64
 """Tokens of each request that are profiled: a trace of more is too big for a browser, and says nothing else."""
 STEPS = 3  # that progress counts

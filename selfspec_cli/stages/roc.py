@@ -28,6 +28,7 @@ from selfspec_cli.whole import atomic_write
 COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
 LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded
+MOST = 150  # points of a curve
 LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at as well as the default
 
 
@@ -70,11 +71,10 @@ class RocResult:
     def choice(self) -> dict[str, Any]:
         """What to use, as JSON: the command line's words, and what is expected of them."""
         best = self.best
-        outcome, fixed = best.exit.best, best.best["none"]
-        words = tuned.overrides(self.config)
+        fixed = best.best["none"]
         return {
-            "overrides": words,
-            "expected_speedup": outcome.speedup,
+            "overrides": tuned.overrides(self.config),
+            "expected_speedup": best.exit.best.speedup,
             "best_fixed_k": fixed.setting.k,
             "best_fixed_speedup": fixed.speedup,
             "oracle_speedup": best.oracle.speedup,
@@ -161,14 +161,10 @@ def table(judgement: Judgement) -> list[curves.AucRow]:
 
 
 def write(result: RocResult, folder: Path) -> dict[str, str]:
-    """The table, the choice and the curves to `folder`."""
-    files = {"table": str(curves.write_table(result.rows, folder / "auc.csv"))}
-    choice = folder / "choice.json"
-    document = {"choice": result.choice(), "exits": [_document(found) for found in result.exits]}
-    atomic_write(choice, json.dumps(document, indent=2) + "\n")
+    """The table and the curves to `folder`."""
     panels = folder / "curves.json"
     atomic_write(panels, json.dumps({"panels": drawn(result.exits)}) + "\n")
-    return files | {"choice": str(choice), "curves": str(panels)}
+    return {"table": str(curves.write_table(result.rows, folder / "auc.csv")), "curves": str(panels)}
 
 
 ASKED = {
@@ -181,48 +177,22 @@ def drawn(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
     """The ROC curves of every gate, for a figure: of each exit those of all drafted tokens, and of those at stake."""
     panels = []
     for judgement in judgements:
-        log = judgement.judged
-        names = [name for name in GATES if name in log.features]
+        log, exit_ = judgement.judged, judgement.exit
+        drafted = int(log.drafted.sum())
+        taken = int(log.accepted.sum()) / max(drafted, 1)
+        title = f"{exit_.cfg.model.name} {exit_.name}, {drafted:,} drafted, {taken:.0%} accepted"
         for at_stake, asked in ASKED.items():
-            areas = {name: curves.auc(log, name, at_stake=at_stake) for name in names}
-            judged_gates = sorted(
-                (name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0)
-            )
-            lines = [curves.curve(log, name, at_stake=at_stake) for name in judged_gates]
-            panels.append(
-                {
-                    "title": _title(judgement),
-                    "of": asked,
-                    "curves": [
-                        {"gate": name, "auc": areas[name], "false": _thinned(false), "true": _thinned(true)}
-                        for name, (false, true) in zip(judged_gates, lines, strict=True)
-                    ],
-                }
-            )
+            areas = {name: curves.auc(log, name, at_stake=at_stake) for name in GATES if name in log.features}
+            lines = []
+            for area, name in sorted(((area, name) for name, area in areas.items() if area is not None), reverse=True):
+                false, true = curves.curve(log, name, at_stake=at_stake)
+                lines.append({"gate": name, "auc": area, "false": _thinned(false), "true": _thinned(true)})
+            panels.append({"title": title, "of": asked, "curves": lines})
     return panels
 
 
-def _thinned(values: Sequence[float], most: int = 150) -> list[float]:
-    """At most this number of points of a curve, both ends included."""
-    step = max(1, (len(values) - 1) / (most - 1))
-    places = [round(step * number) for number in range(min(most, len(values)))]
+def _thinned(values: Sequence[float]) -> list[float]:
+    """At most MOST points of a curve, both ends included."""
+    step = max(1, (len(values) - 1) / (MOST - 1))
+    places = [round(step * number) for number in range(min(MOST, len(values)))]
     return [round(values[place], 5) for place in places]
-
-
-def _document(judgement: Judgement) -> dict[str, Any]:
-    """One exit in choice.json."""
-    return {
-        "E": judgement.exit.layer,
-        "head": judgement.exit.head,
-        "costs": judgement.exit.costs.to_dict(),
-        "oracle_speedup": judgement.oracle.speedup,
-        "conditional_acceptance": judgement.exit.log.conditional_acceptance(),
-        "gates": {name: outcome.to_dict() for name, outcome in judgement.best.items()},
-    }
-
-
-def _title(judgement: Judgement) -> str:
-    log = judgement.judged
-    drafted = int(log.drafted.sum())
-    taken = int(log.accepted.sum()) / max(drafted, 1)
-    return f"{judgement.exit.cfg.model.name} {judgement.exit.name}, {drafted:,} drafted, {taken:.0%} accepted"

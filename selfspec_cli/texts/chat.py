@@ -160,18 +160,16 @@ def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], mo
         return [chat(question) for question in chosen(count, seed, kind)]
     whole = "\n".join(f"# ---- {name}\n{text}" for name, text in library.held_out_text())
     # Each prompt begins at another place, so that no two share a prefix; the text wraps around.
-    step = len(whole) // count
+    starts = [(seed * APART + number * (len(whole) // count)) % len(whole) for number in range(count)]
     return [
-        _about_files(
-            whole, (seed * APART + number * step) % len(whole), ABOUT_FILES[number % len(ABOUT_FILES)], chat, most
-        )
-        for number in range(count)
+        _about_files(whole[start:] + whole[:start], ABOUT_FILES[number % len(ABOUT_FILES)], chat, most)
+        for number, start in enumerate(starts)
     ]
 
 
-def _about_files(whole: str, start: int, question: str, chat: Callable[[str], list[int]], most: int) -> list[int]:
-    """Return the token ids of a question after as much of `whole`, from `start` on, as fits: 0.99 `most` to `most`."""
-    text, fitting, size = whole[start:] + whole[:start], chat(question), 4 * most
+def _about_files(text: str, question: str, chat: Callable[[str], list[int]], most: int) -> list[int]:
+    """Return the token ids of a question after as much of `text` as fits: 0.99 `most` to `most` tokens."""
+    fitting, size = chat(question), 4 * most
     for _ in range(8):  # code has two to five characters a token, so a few corrections are enough
         ids = chat(f"Here are files of a library:\n\n```python\n{text[:size]}\n```\n\n{question}")
         fitting = ids if len(fitting) < len(ids) <= most else fitting
@@ -185,18 +183,17 @@ def _about_files(whole: str, start: int, question: str, chat: Callable[[str], li
 def edits() -> Sequence[str]:
     """Return requests that each ask to change one function of the held-out standard library, with its source."""
     requests: list[str] = []
+    low, high = EDITED_LINES
     for _, text in library.held_out_text():
+        of_module = text.splitlines()
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and _is_edited(node):
-                source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+            if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+                continue
+            lines = of_module[node.lineno - 1 : node.end_lineno]
+            if low <= len(lines) <= high:
+                source = textwrap.dedent("\n".join(lines))
                 task = EDITS[len(requests) % len(EDITS)].format(name=node.name)
                 requests.append(
                     f"Here is a Python function:\n\n```python\n{source}\n```\n\n{task} Answer with the whole function."
                 )
     return requests
-
-
-def _is_edited(node: ast.FunctionDef) -> bool:
-    assert node.end_lineno is not None
-    low, high = EDITED_LINES
-    return low <= node.end_lineno - node.lineno + 1 <= high and not node.decorator_list

@@ -71,17 +71,10 @@ class Corpus:
         texts = list(self.fitting)
         random.Random(0).shuffle(texts)  # so that the first texts are a sample
         room, taken = COUNTED_CHARACTERS, []
-        for _, text in texts:
-            taken.append(text[:room])
+        while texts and room:
+            taken.append(texts.pop(0)[1][:room])
             room -= len(taken[-1])
-            if room <= 0:
-                break
         return count_tokens(map(encode, taken), vocab_size)
-
-
-def standard_library_counts(encode: Encode, vocab_size: int) -> Tensor:
-    """Count each token of the standard library, the default corpus; int64 [V]."""
-    return load("stdlib").counts(encode, vocab_size)
 
 
 def load(source: str) -> Corpus:
@@ -98,13 +91,8 @@ def load(source: str) -> Corpus:
 
 
 def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
-    """Return (name, text) of at most `most` documents to score.
-
-    A document is a module of the held-out standard library, a row of a data set (for ShareGPT a conversation, its turns
-    with a blank line between them), or a block of a plain text.
-
-    Args:
-        held_out: use only blocks that no fit on this corpus reads.
+    """Return (name, text) of at most `most` documents to score: modules of the held-out standard library, rows of a
+    table, or blocks of a plain text. held_out: only blocks that no fit on this corpus reads.
 
     Raises:
         ConfigError: as `load`, or there is no document; random token ids are no text.
@@ -116,17 +104,13 @@ def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
     pieces = _rows(source)
     if held_out:
         pieces = (piece for block in _uncontaminated(pieces)[::HELD_OUT_EVERY] for piece in block)
-    if not _has_rows(source):
+    if _file(source)[0].suffix not in PROMPT_TABLES:
         pieces = ("\n\n".join(block) for block in _blocks(pieces))
     named = ((f"{source} {number}", piece) for number, piece in enumerate(pieces) if piece.strip())
     texts = list(islice(named, most))
     if not texts:
         raise ConfigError(f"corpus={source}: it holds no text to score")
     return texts
-
-
-def _has_rows(source: str) -> bool:
-    return _file(source)[0].suffix in PROMPT_TABLES
 
 
 def _rows(source: str) -> Iterator[str]:
@@ -143,11 +127,7 @@ def _rows(source: str) -> Iterator[str]:
 
 
 def check(source: str) -> None:
-    """Refuse an unknown form or a missing file, without reading a corpus.
-
-    Raises:
-        ConfigError: with the allowed forms.
-    """
+    """Refuse an unknown form or a missing file, without reading a corpus; raises ConfigError."""
     if source not in ("stdlib", "random") and not _file(source)[0].is_file():
         raise ConfigError(
             f"corpus={source}: there is no such file; allowed: stdlib, random, a .json, .jsonl or .parquet file, or a "
@@ -157,14 +137,11 @@ def check(source: str) -> None:
 
 def _split(source: str, documents: Iterable[str]) -> Corpus:
     """Return blocks of documents without repeats of the held-out modules; every tenth block is held out."""
-    blocks = ["\n\n".join(block) for block in _uncontaminated(documents)]
-    named = [(f"{source} block {number}", block) for number, block in enumerate(blocks)]
+    named = [(f"{source} block {at}", "\n\n".join(block)) for at, block in enumerate(_uncontaminated(documents))]
     held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
     if not fitting:
-        raise ConfigError(
-            f"corpus={source}: too little text ({sum(map(len, blocks)):,} characters); "
-            f"at least {2 * BLOCK:,} are needed"
-        )
+        size = sum(len(block) for _, block in named)
+        raise ConfigError(f"corpus={source}: too little text ({size:,} characters); at least {2 * BLOCK:,} are needed")
     return Corpus(source, fitting, held_out)
 
 
@@ -185,7 +162,7 @@ def _blocks(documents: Iterable[str]) -> Iterator[list[str]]:
             total, held, length = total + length, [], 0
         if total >= MOST_CHARACTERS:
             return
-    if held and length:
+    if length:
         yield held
 
 

@@ -69,29 +69,23 @@ def _stdlib() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _held_out_paths() -> list[tuple[str, Path]]:
-    """Return (module name, source file) of the held-out modules of this interpreter, in the order of HELD_OUT."""
-    sources = []
-    for name in HELD_OUT:
-        stem = _stdlib() / name.replace(".", "/")
-        for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-            if path.is_file():
-                sources.append((name, path))
-                break
-    if not sources:
-        raise FileNotFoundError(
-            f"none of the held-out modules ({', '.join(HELD_OUT)}) has a .py source under {_stdlib()}: "
-            "this Python seems to be installed without its standard-library sources"
-        )
-    return sources
-
-
 def held_out_text() -> list[tuple[str, str]]:
     """Return (module name, source text) of every held-out module that exists, in the order of HELD_OUT.
 
     Raises FileNotFoundError when this interpreter has none of them (a Python installed without its sources).
     """
-    return [(name, path.read_text(encoding="utf-8")) for name, path in _held_out_paths()]
+    texts = []
+    for name in HELD_OUT:
+        stem = _stdlib() / name.replace(".", "/")
+        for path in filter(Path.is_file, (stem.with_suffix(".py"), stem / "__init__.py")):
+            texts.append((name, path.read_text(encoding="utf-8")))
+            break
+    if not texts:
+        raise FileNotFoundError(
+            f"none of the held-out modules ({', '.join(HELD_OUT)}) has a .py source under {_stdlib()}: "
+            "this Python seems to be installed without its standard-library sources"
+        )
+    return texts
 
 
 def prose_text() -> list[tuple[str, str]]:
@@ -178,11 +172,11 @@ def token_windows(
     windows: list[list[int]] = []
     while turns:
         for text, starts in turns:
-            window = None
-            while starts and window is None:
-                window = _window_at(encode, text, starts.pop(), length)
-            if window is not None:
-                windows.append(window)
+            while starts:
+                window = leading_tokens(encode, text, length, starts.pop())
+                if len(window) == length:  # the text does not end before
+                    windows.append(window)
+                    break
             if len(windows) == count:
                 return windows
         turns = [turn for turn in turns if turn[1]]
@@ -199,12 +193,6 @@ def _line_starts(text: str) -> list[int]:
             starts.append(position)
         position += len(line)
     return starts
-
-
-def _window_at(encode: Callable[[str], list[int]], text: str, start: int, length: int) -> list[int] | None:
-    """Return the first `length` token ids from `start` on, or None if the text ends before."""
-    ids = leading_tokens(encode, text, length, start)
-    return ids if len(ids) == length else None
 
 
 def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, start: int = 0) -> list[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,12 +58,10 @@ def is_prompt_file(name: str) -> bool:
     return name == HUMANEVAL or Path(name).suffix in PROMPT_TABLES
 
 
-def read(name: str, column: str | None = None, category: str = "category") -> list[Prompt]:
+def read(name: str, column: str | None = None) -> list[Prompt]:
     """Read every prompt of a file, in its order; rows without a prompt are left out.
 
-    Args:
-        column: holds the prompts; None: the first of COLUMNS that a row has.
-        category: the column with a prompt's category, if there is one.
+    column: holds the prompts; None: the first of COLUMNS that a row has.
 
     Raises:
         ConfigError: the file cannot be read, has no such column, or no prompt.
@@ -71,7 +71,10 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
         if not isinstance(row, Mapping):
             raise ConfigError(f"workload.prompts={name}: a row is no mapping of columns to values: {str(row)[:60]!r}")
         if column is None and tool_calls.is_question(row):
-            prompts += _tool_call(row, prompts_file(name))
+            if said := tool_calls.said(row, "user"):
+                tools, system = tool_calls.tools(row, prompts_file(name)), "\n\n".join(tool_calls.said(row, "system"))
+                kind = re.split(r"_\d", str(row["id"]))[0]  # live_simple of live_simple_0-0-0
+                prompts.append(Prompt(said[0], kind, True, tuple(said[1:]), tuple(tools), system))
             continue
         used = column or next((known for known in COLUMNS if known in row), None)
         if used is None or used not in row:
@@ -81,7 +84,7 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
         if (text := _first_turn(content)) is not None and text.strip():
             task = next((name for name, columns in TASKS.items() if columns <= row.keys()), "")
             is_chat = bool(task) or used in CHATS or not isinstance(content, str)
-            prompts.append(Prompt(text, str(row.get(category) or task), is_chat, _later_turns(content)))
+            prompts.append(Prompt(text, str(row.get("category") or task), is_chat, _later_turns(content)))
     if not prompts:
         raise ConfigError(f"workload.prompts={name}: it holds no prompt")
     return prompts
@@ -89,8 +92,6 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
 
 def drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     """Draw at most `count` prompts, alternating over the categories; equal seeds give equal prompts."""
-    import random
-
     draw, kinds = random.Random(seed), dict.fromkeys(prompt.category for prompt in prompts)
     by_category = [[prompt for prompt in prompts if prompt.category == kind] for kind in kinds]
     for category in by_category:
@@ -112,31 +113,21 @@ def encoded(
     Args:
         chat: puts a question into the model's template; None for a model without one.
     """
+
+    def ids_of(prompt: Prompt) -> list[int]:
+        return encode(prompt.words) if not prompt.chat or chat is None else prompt.put_into(chat)(prompt.text)
+
     encoded_prompts = []
     for prompt in prompts:
-        template = chat if prompt.chat else None
-        ids = _ids(prompt, encode, template)
+        ids = ids_of(prompt)
         while len(ids) > most and prompt.tools:
             prompt = replace(prompt, tools=prompt.tools[:-1])
-            ids = _ids(prompt, encode, template)
-        while template is not None and len(ids) > most and len(prompt.text) > 1:
+            ids = ids_of(prompt)
+        while prompt.chat and chat is not None and len(ids) > most and len(prompt.text) > 1:
             prompt = replace(prompt, text=prompt.text[: max(1, len(prompt.text) - 2 * (len(ids) - most))])
-            ids = _ids(prompt, encode, template)
+            ids = ids_of(prompt)
         encoded_prompts.append(ids[:most])
     return encoded_prompts
-
-
-def _ids(prompt: Prompt, encode: Callable[[str], list[int]], template: Callable[..., list[int]] | None) -> list[int]:
-    return encode(prompt.words) if template is None else prompt.put_into(template)(prompt.text)
-
-
-def _tool_call(row: Mapping[str, Any], file: Path) -> list[Prompt]:
-    """Return the prompt of a row of BFCL; none if its user says nothing."""
-    said = tool_calls.turns(row)
-    if not said:
-        return []
-    tools = tuple(tool_calls.tools(row, file))
-    return [Prompt(said[0], tool_calls.category(row), True, tuple(said[1:]), tools, tool_calls.system(row))]
 
 
 def _first_turn(content: Any) -> str | None:

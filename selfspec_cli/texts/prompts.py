@@ -34,15 +34,26 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
     if work.prompts in chat.KINDS:
-        return _chat(cfg, engine)
+        prompts = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
+        longest = max(map(len, prompts))
+        if longest > work.input_len:
+            raise ConfigError(
+                f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
+                f"tokens; allow them, or take the choice workload={work.prompts}"
+            )
+        return prompts
     if prompt_files.is_prompt_file(work.prompts):
         template = engine.chat if engine.has_template else None
         return prompt_files.encoded(file_prompts(cfg), engine.encode, template, work.input_len)
     try:
-        return library.token_windows(
-            engine.encode, named_texts(work.prompts), work.input_len, work.num_prompts, cfg.seed
-        )
-    except ValueError as error:
+        if work.prompts == "prose":
+            texts = library.prose_text()
+        elif work.prompts == "heldout":
+            texts = library.held_out_text()
+        else:
+            texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
+        return library.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)
+    except ValueError as error:  # too little text, or none
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error
 
 
@@ -83,28 +94,7 @@ def _later_turn(engine: Tokens, prompt: Prompt, output_len: int, outputs: Sequen
     return ids[-(engine.max_model_len - output_len) :]
 
 
-def named_texts(prompts: str) -> list[tuple[str, str]]:
-    """Return (name, text) of the texts for `workload.prompts`: heldout, prose, or a file of text."""
-    if prompts == "prose":
-        return library.prose_text()
-    if prompts == "heldout":
-        return library.held_out_text()
-    return [(prompts, Path(prompts).read_text(encoding="utf-8"))]
-
-
 def file_prompts(cfg: RunConfig) -> list[Prompt]:
     """Draw the prompts of a config from its file of prompts, with their categories; raises ConfigError."""
     prompts = prompt_files.read(cfg.workload.prompts, cfg.load.column)
     return prompt_files.drawn(prompts, cfg.workload.num_prompts, cfg.seed)
-
-
-def _chat(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
-    work = cfg.workload
-    prompts = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
-    longest = max(map(len, prompts))
-    if longest > work.input_len:
-        raise ConfigError(
-            f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
-            f"tokens; allow them, or take the choice workload={work.prompts}"
-        )
-    return prompts

@@ -56,7 +56,6 @@ def stdlib_line(seed: int = 0) -> list[Question]:
 
 TASKS: dict[str, Callable[[int], list[Question]]] = {"stdlib_choice": stdlib_choice, "stdlib_line": stdlib_line}
 
-
 Ask = Callable[[random.Random, str, list[str]], Question | None]
 """Makes a question about a line, given the lines of its module with the same indentation; None if it cannot."""
 

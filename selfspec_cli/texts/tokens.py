@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.texts import chat, tool_calls
-
-Render = Callable[..., str]
-"""A tokenizer's chat template: messages -> text."""
-
-
-def _with_system(render: Render, messages: list[dict[str, str]], system: str) -> str:
-    """Messages after a system message, or with it in the first of them where a template refuses one."""
-    from jinja2 import TemplateError
-
-    if not system:
-        return render(messages)
-    try:
-        return render([{"role": "system", "content": system}, *messages])
-    except TemplateError:
-        first = {"role": "user", "content": f"{system}\n\n{messages[0]['content']}"}
-        return render([first, *messages[1:]])
-
-
-def _with_tools(
-    render: Render, messages: list[dict[str, str]], tools: Sequence[Mapping[str, Any]], system: str
-) -> str | None:
-    """Messages and functions in a template; None for a template that passes over functions."""
-    text = _with_system(partial(render, tools=list(tools)), messages, system)
-    return text if text != _with_system(render, messages, system) else None
 
 
 class Tokens:
@@ -70,7 +46,7 @@ class Tokens:
         of which the user begins and ends.
 
         Args:
-            tools: functions that the model may call; in words in the system message if the template takes none.
+            tools: functions that the model may call; in words in the system message if the template passes over them.
             system: the system message; a template that refuses one has it at the beginning of the user's first turn.
 
         Raises:
@@ -80,10 +56,23 @@ class Tokens:
             raise ConfigError(chat.no_template(self.cfg.model.name))
         said = [question] if isinstance(question, str) else question
         messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        if tools and (text := _with_tools(render, messages, tools, system)) is not None:
-            return self.encode(text)
-        return self.encode(_with_system(render, messages, tool_calls.in_words(tools, system)))
+        if tools:
+            text = self._templated(messages, system, tools=list(tools))
+            if text != self._templated(messages, system):  # else the template passes over functions
+                return self.encode(text)
+        return self.encode(self._templated(messages, tool_calls.in_words(tools, system)))
+
+    def _templated(self, messages: list[dict[str, str]], system: str, **more: Any) -> str:
+        from jinja2 import TemplateError
+
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **more)
+        if not system:
+            return str(render(messages))
+        try:
+            return str(render([{"role": "system", "content": system}, *messages]))
+        except TemplateError:
+            first = {"role": "user", "content": f"{system}\n\n{messages[0]['content']}"}
+            return str(render([first, *messages[1:]]))
 
     def answer(self, ids: Sequence[int]) -> str:
         """The text of an output up to its first special token: what follows an end that was ignored is no answer."""

@@ -7,7 +7,6 @@ multi_turn name classes instead, whose functions are in a folder `multi_turn_fun
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,28 +39,18 @@ JSON_TYPES = {
     "boolean": "boolean",
 }
 """Types of JSON schema, by the lower-case name of a type of Python, Java or JavaScript in the files."""
-ANY_TYPE = ("any", "")
 
 
 def is_question(row: Mapping[str, Any]) -> bool:
     """Whether a row is one of BFCL's."""
-    said = row.get("question")
-    return "id" in row and isinstance(said, list) and bool(said) and all(isinstance(turn, list) for turn in said)
+    turns = row.get("question")
+    return "id" in row and isinstance(turns, list) and bool(turns) and all(isinstance(turn, list) for turn in turns)
 
 
-def category(row: Mapping[str, Any]) -> str:
-    """Return the kind of a row, from its id: live_simple for live_simple_0-0-0."""
-    return re.split(r"_\d", str(row["id"]))[0]
-
-
-def turns(row: Mapping[str, Any]) -> list[str]:
-    """Return what the user says in each turn; turns without a word of the user are left out."""
-    return [text for turn in row["question"] if (text := _said(turn, "user"))]
-
-
-def system(row: Mapping[str, Any]) -> str:
-    """Return the row's own system message; empty if it has none."""
-    return "\n\n".join(text for turn in row["question"] if (text := _said(turn, "system")))
+def said(row: Mapping[str, Any], role: str) -> list[str]:
+    """Return what a role says in each turn; turns without a word of it are left out."""
+    turns = [[str(message["content"]) for message in turn if message["role"] == role] for turn in row["question"]]
+    return ["\n\n".join(turn) for turn in turns if any(turn)]
 
 
 def tools(row: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
@@ -106,10 +95,6 @@ def in_words(tools: Sequence[Mapping[str, Any]], system: str = "") -> str:
     return "\n\n".join(text for text in (system, words if tools else "") if text)
 
 
-def _said(turn: Sequence[Mapping[str, Any]], role: str) -> str:
-    return "\n\n".join(str(message["content"]) for message in turn if message["role"] == role)
-
-
 def _functions_of_class(name: str, row: str, file: Path) -> list[dict[str, Any]]:
     if name not in FUNCTION_FILES:
         known = ", ".join(FUNCTION_FILES)
@@ -131,10 +116,8 @@ def _json_schema(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     changed = {key: _json_schema(value) for key, value in schema.items()}
-    kind = changed.get("type")
-    if isinstance(kind, str):
-        if kind.lower() in ANY_TYPE:
+    if isinstance(kind := changed.get("type"), str):
+        changed["type"] = JSON_TYPES.get(kind.lower(), kind)
+        if kind.lower() in ("any", ""):
             del changed["type"]
-        else:
-            changed["type"] = JSON_TYPES.get(kind.lower(), kind)
     return changed

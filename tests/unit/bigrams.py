@@ -5,8 +5,9 @@ under `skip`, as if that knew the text less well. Nothing of it is a distributio
 """
 
 import itertools
+import sys
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit.counters import VerifyCounts
@@ -14,6 +15,13 @@ from selfspec_cli.engine.live import Generation
 from selfspec_cli.record.latency import RequestTimes
 
 VOCAB = 64
+
+
+def without_vllm(monkeypatch):
+    """A module in vLLM's place that has what asks for samples."""
+    module = ModuleType("vllm")
+    module.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
 
 
 def nats(before, token, method=Method.baseline):

@@ -1,12 +1,16 @@
-"""Measuring one arm: bench and the closed loop of `Engine.generate`, on stand-ins for vLLM."""
+"""Measuring one arm: bench and the closed loop of `Engine.generate`, on stand-ins for vLLM; the processor's load."""
 
 import json
+import os
+import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass, field, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from bigrams import without_vllm
 
 from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
@@ -15,6 +19,7 @@ from selfspec_cli.progress import Progress
 from selfspec_cli.record.latency import RequestTimes, end_to_end, itl, quantiles, summary, tpot, ttft
 from selfspec_cli.record.point import output_digests
 from selfspec_cli.stages import bench, cores
+from selfspec_cli.stages.cores import Moment
 
 WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)
 
@@ -50,9 +55,7 @@ class Core:
 @pytest.fixture
 def live(monkeypatch):
     """An `Engine` on that core, without vLLM; its clock moves by 0.01 s with each step."""
-    vllm = ModuleType("vllm")
-    vllm.SamplingParams = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    without_vllm(monkeypatch)
     core = Core()
     monkeypatch.setattr("selfspec_cli.engine.live.time", SimpleNamespace(perf_counter=lambda: core.steps / 100))
     cfg = RunConfig(method=Method.baseline, workload=WORK)
@@ -129,7 +132,7 @@ class FakeEngine:
 
 
 def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
-    moments = iter([cores.Moment(0, 0, 0), cores.Moment(500, 0, 100), cores.Moment(1500, 100, 700)])
+    moments = iter([Moment(0, 0, 0), Moment(500, 0, 100), Moment(1500, 100, 700)])
     monkeypatch.setattr(cores, "now", lambda: next(moments))
     engine, seen = FakeEngine(), []
 
@@ -234,3 +237,55 @@ def test_percentiles_are_over_all_requests():
     columns = summary(requests)
     assert (columns["ttft_ms"], columns["ttft_p90_ms"], columns["ttft_p99_ms"]) == pytest.approx((505, 901, 990.1))
     assert quantiles([]) is None
+
+
+# ---- how much of the processor a command had, and how much others had
+
+
+HERTZ = os.sysconf("SC_CLK_TCK")
+
+
+def machine(proc, stat, processes):
+    """A /proc. processes: number -> (parent, user, system, user and system of its children that have ended)."""
+    proc.mkdir(exist_ok=True)
+    (proc / "stat").write_text(stat)
+    for number, (parent, *ticks) in processes.items():
+        (proc / str(number)).mkdir(exist_ok=True)
+        before = "0 " * 9
+        (proc / str(number) / "stat").write_text(
+            f"{number} (a) b) R {parent} {before}{' '.join(map(str, ticks))} 20 0\n"
+        )
+
+
+def test_what_neither_this_command_nor_its_children_used_others_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2})
+    me = os.getpid()
+    family = {me: (1, 5, 5, 0, 0), me + 1: (me, 10, 0, 0, 0), me + 2: (me + 1, 20, 0, 0, 0), me + 3: (1, 1000, 0, 0, 0)}
+    stat = "cpu 9\ncpu0 10 0 10 70 10 0 0 0 7 7\ncpu1 9 9 9 9 9 9 9 9\ncpu2 100 0 0 0 0 0 0 0\nintr 5\n"
+    machine(tmp_path, stat, family)
+    before = cores.now()
+    assert before == Moment(200, 80, 40)
+    # A child ends, and what it used is its parent's. One core has work for 50 ticks, the other for a second.
+    shutil.rmtree(tmp_path / str(me + 2))
+    stat = f"cpu0 60 0 10 {70 + HERTZ - 50} 10 0 0 0\ncpu1 0\ncpu2 {100 + HERTZ - 30} 0 0 0 0 0 0 30\n"
+    machine(tmp_path, stat, {me + 1: (me, 60, 0, 15, 15)})
+    own, others = 60, 50 + HERTZ - 60
+    expected = {"cpu_own": own / (2 * HERTZ), "cpu_others": others / (2 * HERTZ)}
+    assert cores.shares(before, cores.now()) == pytest.approx(expected, abs=0.001)
+
+
+def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    assert cores.now() is None
+    some = Moment(0, 0, 0)
+    assert cores.shares(None, some) == cores.shares(some, None) == {}
+    assert cores.shares(some, Moment(HERTZ // 4, 0, 0)) == {}  # too short
+    assert cores.shares(some, Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
+
+
+def test_work_of_a_process_that_was_started_is_this_commands_own():
+    before = cores.now()
+    assert before is not None
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert cores.now().own - before.own >= 0.4 * HERTZ

@@ -29,15 +29,17 @@ def engine(cfg, tokenizer):
     return Engine(SimpleNamespace(get_tokenizer=lambda: tokenizer, model_config=model), cfg, 4, 0.0, 0.0, 0.0)
 
 
-def config(longest=200):
-    return compose_runs(overrides=["workload=chat", f"workload.input_len={longest}"], sweep=False)[0]
+def asked(cfg):
+    return ["".join(map(chr, prompt)) for prompt in workload_prompts(cfg, engine(cfg, Tokenizer()))]
 
 
-def test_questions_are_asked_through_the_template():
-    cfg = config()
-    prompts = workload_prompts(cfg, engine(cfg, Tokenizer()))
-    texts = ["".join(map(chr, prompt)) for prompt in prompts]
-    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(12, 0)]
+@pytest.mark.parametrize("kind", ["chat", "coding", "edits"])
+def test_questions_are_asked_through_the_template_and_chosen_by_name(kind):
+    words = [f"workload={kind}", "workload.input_len=4000", "workload.output_len=64", "workload.num_prompts=16"]
+    texts = asked(compose_runs(overrides=words, sweep=False)[0])
+    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(16, 0, kind)]
+    assert len(set(texts)) == 16
+    assert kind == "chat" or not set(chat.chosen(16, 0, kind)) & set(chat.chosen(16, 0))
 
 
 def test_questions_are_distinct_and_another_seed_asks_others():
@@ -48,24 +50,11 @@ def test_questions_are_distinct_and_another_seed_asks_others():
 
 
 def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
-    cfg = config()
+    cfg = compose_runs(overrides=["workload=chat", "workload.input_len=20"], sweep=False)[0]
     with pytest.raises(ConfigError, match=r"no chat template.* take workload.prompts=heldout"):
         workload_prompts(cfg, engine(cfg, SimpleNamespace(chat_template=None)))
-    cfg = config(20)
     with pytest.raises(ConfigError, match=r"workload.input_len=20: the longest chat prompt has \d+ tokens"):
-        workload_prompts(cfg, engine(cfg, Tokenizer()))
-
-
-@pytest.mark.parametrize("kind", ["coding", "edits"])
-def test_coding_tasks_and_edits_are_chosen_by_name(kind):
-    cfg = compose_runs(
-        overrides=[f"workload={kind}", "workload.input_len=4000", "workload.output_len=64"], sweep=False
-    )[0]
-    prompts = workload_prompts(cfg, engine(cfg, Tokenizer()))
-    texts = ["".join(map(chr, prompt)) for prompt in prompts]
-    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(16, 0, kind)]
-    assert len(set(texts)) == 16
-    assert not set(texts) & set(chat.chosen(16, 0))
+        asked(cfg)
 
 
 def test_an_edit_names_one_change_and_shows_the_function():
@@ -82,9 +71,7 @@ def test_an_edit_names_one_change_and_shows_the_function():
 
 def test_questions_about_files_fill_the_prompt_with_code_and_begin_apart():
     overrides = ["workload=files", "workload.input_len=2000", "workload.batch=8", "workload.output_len=64"]
-    cfg = compose_runs(overrides=overrides, sweep=False)[0]
-    prompts = workload_prompts(cfg, engine(cfg, Tokenizer()))
-    texts = ["".join(map(chr, prompt)) for prompt in prompts]
+    texts = asked(compose_runs(overrides=overrides, sweep=False)[0])
     assert len(texts) == 8 and all(1900 <= len(text) <= 2000 for text in texts)
     beginnings = {text.split("```python\n")[1][:200] for text in texts}
     assert len(beginnings) == 8, "no two may share their keys and values"

@@ -1,4 +1,4 @@
-"""Corpora by one word: what is read, what is held out, and what is refused."""
+"""Texts to fit on, to score and to ask from: what is read, what is held out, and what is refused."""
 
 import json
 import re
@@ -101,15 +101,6 @@ def test_random_token_ids_say_that_they_are():
         ("gone.txt", None, "no such file; allowed: stdlib, random"),
         ("short.txt", "A word.", "too little text"),
         ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
-    ],
-)
-def test_files_of_another_shape_are_refused(tmp_path, name, content, words):
-    refused(tmp_path / name, content, words)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
         ("other.json", '{"a": 1}', "has no column 'text' or 'conversations'; columns: a"),
         ("broken.json", "[", "cannot be read as json"),
         ("bytes.json", b"\x93\xf0" * 500, "cannot be read"),
@@ -119,11 +110,8 @@ def test_files_of_another_shape_are_refused(tmp_path, name, content, words):
         ("list.jsonl", '{"conversations": [{"role": "user"}]}', "neither text nor a ShareGPT conversation"),
     ],
 )
-def test_tables_of_another_shape_are_refused(tmp_path, name, content, words):
-    refused(tmp_path / name, content, words)
-
-
-def refused(path, content, words):
+def test_files_of_another_shape_are_refused(tmp_path, name, content, words):
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=words):
@@ -147,3 +135,89 @@ def test_a_table_without_its_package_says_what_to_install(monkeypatch, tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(ConfigError, match=re.escape(install("data"))):
         corpora.load("rows.parquet")
+
+
+# ---- the standard library
+
+
+def as_bytes(text):
+    return list(text.encode())
+
+
+def source(name, lines):
+    return "".join(f"{name}_{i} = combine({name}, {i}, [{i * i}])\n" for i in range(lines))
+
+
+def test_most_held_out_modules_exist_here_and_are_sources():
+    texts = library.held_out_text()
+    assert len(texts) >= 0.9 * len(library.HELD_OUT)
+    assert all(len(text) > 2000 for _, text in texts)
+    names = [name for name, _ in texts]
+    assert names == [name for name in library.HELD_OUT if name in names]
+
+
+def test_a_missing_module_is_left_out_and_a_package_gives_its_init(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
+    (tmp_path / "argparse.py").write_text("a = 1\n")
+    (tmp_path / "typing").mkdir()
+    (tmp_path / "typing" / "__init__.py").write_text("b = 2\n")
+    assert library.held_out_text() == [("argparse", "a = 1\n"), ("typing", "b = 2\n")]
+
+
+def test_python_without_sources_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"argparse.*{tmp_path.name}"):
+        library.held_out_text()
+
+
+def test_fitting_text_holds_nothing_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
+    held_out, other = source("held", 40), source("other", 40)
+    kept = {"zeta.py": other, "json/scanner.py": source("scan", 40), "decoder.py": source("alone", 40)}
+    dropped = {
+        "json/decoder.py": source("json", 40),
+        "copied.py": other + held_out,
+        "test/test_zeta.py": source("test", 40),
+        "site-packages/numpy.py": source("numpy", 40),
+    }
+    for name, text in {"argparse.py": held_out, **kept, **dropped}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
+    assert [name for name, _ in library.fitting_text()] == ["decoder", "json.scanner", "zeta"]
+
+
+def test_copies_are_recognised_whatever_their_whitespace():
+    prints = library.fingerprints([source("held", 100), "tiny = 1\n"])
+    reindented = source("held", 100).replace("held_", "\n    held_")
+    assert library.is_contaminated(reindented, prints)
+    assert library.is_contaminated("\n\ntiny   = 1", prints), "too short for one window, but the same text"
+    assert not library.is_contaminated(source("other", 100), prints)
+
+
+def test_a_share_of_the_windows_decides():
+    prints = library.fingerprints([source("held", 400)])
+    quote = "".join(source("held", 400).splitlines(keepends=True)[50:60])  # 3 windows of 8 lines
+    assert not library.is_contaminated(source("other", 400) + quote, prints)
+    assert library.is_contaminated(source("other", 20) + quote, prints)
+    assert library.is_contaminated(source("other", 4000) + source("held", 100), prints), "pasted into a giant"
+
+
+def test_windows_are_exact_deterministic_and_begin_at_lines():
+    texts = [(name, source(name, 60)) for name in ("alpha", "beta", "gamma")]
+    windows = library.token_windows(as_bytes, texts, length=64, count=9, seed=5)
+    assert windows == library.token_windows(as_bytes, texts, length=64, count=9, seed=5)
+    assert windows != library.token_windows(as_bytes, texts, length=64, count=9, seed=6)
+    assert all(len(window) == 64 for window in windows)
+    begins = [bytes(window).split(b"_")[0].decode() for window in windows]
+    assert sorted(begins) == ["alpha"] * 3 + ["beta"] * 3 + ["gamma"] * 3
+    assert len({tuple(window) for window in windows}) == 9
+
+
+def test_windows_use_every_place_and_then_say_what_is_missing():
+    text = [("one", "abc\n\ndef\nghi\n")]
+    assert len(library.token_windows(as_bytes, text, length=4, count=3, seed=0)) == 3
+    with pytest.raises(ValueError, match=r"not enough text for 4 windows of 4 tokens.*hold 3"):
+        library.token_windows(as_bytes, text, length=4, count=4, seed=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        library.token_windows(as_bytes, text, length=0, count=1, seed=0)

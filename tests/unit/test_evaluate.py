@@ -1,10 +1,9 @@
 """lm-evaluation-harness on engines without vLLM: what it asks of a model, offline tasks, reported scores."""
 
 import math
-import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import bigrams
 import pytest
@@ -33,9 +32,7 @@ SKIP = RunConfig(method=Method.skip, layer=3)
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch, tmp_path):
-    module = ModuleType("vllm")
-    module.SamplingParams = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    bigrams.without_vllm(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import call
 from points import measured
-from typer.testing import CliRunner
 
 from selfspec_cli.commands import measuring
-from selfspec_cli.commands.app import app
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError, LauncherConfig, LauncherKind, Method, ModelConfig, RunConfig
 from selfspec_cli.progress import ignore
@@ -26,7 +25,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, supervise, units
+from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, units
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -99,29 +98,29 @@ def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
 # ---- devices
 
 
-def test_no_device_is_held_twice_and_who_wants_many_is_not_passed_by():
-    pool, held, order = devices.Devices(["0", "1"]), [], []
+def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
+    held, order = [], []
 
-    def worker(name, count):
-        with pool.taken(count) as mine:
-            assert not set(mine) & set(held)
-            held.extend(mine)
-            order.append(name)
-            time.sleep(0.05)
-            for number in mine:
-                held.remove(number)
+    def points_of(document, environment, log, stopped):
+        mine = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        assert not set(mine) & set(held)
+        held.extend(mine)
+        time.sleep(0.05)
+        for number in mine:
+            held.remove(number)
+        order.append(document)
+        yield units.Ended(0)
 
-    with pool.taken(1):
-        threads = [threading.Thread(target=worker, args=word) for word in (("both", 2), ("one", 1))]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == ["both", "one"]
-    with pytest.raises(ValueError, match="3 of 2 devices"), pool.taken(3):
-        pass
+    monkeypatch.setattr(joblib, "points_of", points_of)
+    monkeypatch.setattr(joblib, "description", lambda unit, run_id: unit.name)
+    monkeypatch.setattr(joblib, "workers", lambda cfg: 4)
+    monkeypatch.setattr(devices, "free", lambda cfg: ["0", "1"])
+    monkeypatch.setattr(devices, "near_cores", lambda gpu: [])
+    cfg = replace(asked(layers=(2,))[0], engine=replace(RunConfig().engine, device="cuda"))
+    given = [SimpleNamespace(name=name, devices=count) for name, count in (("a", 1), ("b", 2), ("c", 1), ("d", 2))]
+    items = [item for _, item in joblib.launch(given, cfg, "RUN", lambda unit: "")]
+    assert items == [units.Ended(0)] * 4
+    assert sorted(order) == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,6 @@ def test_a_cpu_has_a_worker_for_each_idle_pair_of_cores_and_at_least_one(cores, 
 def test_gpus_are_those_that_cuda_shows():
     assert devices.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
     assert devices.gpu_numbers(None, 2) == ["0", "1"]
-    assert list(devices._range("0-3")) == [0, 1, 2, 3]
 
 
 def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
@@ -152,23 +150,19 @@ def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["joblib", "submitit", "ray"])
-def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
+def test_two_workers_measure_what_one_would_and_one_that_dies_loses_the_point_in_hand_alone(lab, kind):
     results, place = lab
     (place / "together").touch()  # each waits until the other has begun
-    lost = kind == "ray"  # whose start takes longest: there one worker dies as well
-    if lost:
-        (place / "die-4").touch()
+    (place / "die-4").touch()
     result = run(asked(kind, results))
     assert result.exit_code == 0, [point.reason for point in result.failed]
     assert result.left == 0  # although the baseline was measured by each worker
     points = folder.read(results)[0]
     local = planning.plan(asked("local", results))
     assert {point.key for point in points} == {planned.key for planned in local.points}
-    assert len(list((results / "logs").glob("*.log"))) == 2 + lost
-    assert [int(file.read_text()) for file in place.glob("pid-*")] == [os.nice(0)] * (2 + lost)
-    assert done(place) == Counter(
-        {"baseline None": 2 + lost} | {f"layer_skip {n}": 1 + (lost and n == 4) for n in LAYERS}
-    )
+    assert len(list((results / "logs").glob("*.log"))) == 3  # of two workers, and of the one that took over
+    assert [int(file.read_text()) for file in place.glob("pid-*")] == [os.nice(0)] * 3
+    assert done(place) == Counter({"baseline None": 3, "layer_skip 4": 2} | {f"layer_skip {n}": 1 for n in (2, 3, 6)})
     bases = {point.id: point for point in points if point.arm["arm"] == "baseline"}
     for point in points:
         if point.id not in bases:  # compared with the baseline of its own worker
@@ -202,20 +196,6 @@ def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["joblib", pytest.param("submitit", marks=pytest.mark.nightly)])
-def test_a_worker_that_dies_loses_the_point_in_hand_alone(lab, kind):
-    results, place = lab
-    (place / "die-4").touch()
-    result = run(asked(kind, results))
-    assert result.exit_code == 0
-    assert sorted(point.config["layer"] for point in folder.read(results)[0] if point.config["layer"]) == [2, 3, 4, 6]
-    counted = done(place)
-    assert counted.pop("layer_skip 4") == 2
-    assert counted.pop("baseline None") == 3  # of two workers, and of the one that took over
-    assert set(counted.values()) == {1}
-
-
-@pytest.mark.slow
 def test_a_point_on_which_workers_keep_dying_has_failed_and_the_others_have_not(lab):
     results, place = lab
     (place / "die-always-3").touch()
@@ -233,8 +213,7 @@ def test_where_the_baseline_cannot_be_measured_nothing_is_compared(lab):
     results, place = lab
     (place / "die-always-None").touch()
     result = run(asked("joblib", results, layers=(2, 3)))
-    assert result.exit_code == 1
-    assert {point.config["layer"] for point in result.failed} == {None, 2, 3}
+    assert result.exit_code == 1 and {point.config["layer"] for point in result.failed} == {None, 2, 3}
 
 
 @pytest.mark.slow
@@ -330,7 +309,7 @@ def test_workers_begin_no_point_after_the_end(lab):
     assert run(asked("joblib", results), ends=time.time() - 1).left == 1 + len(LAYERS)
     assert not (place / "measured").exists()
     (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
-    assert list(supervise.points_of(units.description(unit, "RUN"), {})) == [supervise.Ended(0)]
+    assert list(units.points_of(units.description(unit, "RUN"), {})) == [units.Ended(0)]
 
 
 def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_path, monkeypatch):
@@ -359,7 +338,7 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
             dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
             for point in spooled[: 1 if dies else None]:
                 yield unit, to_json(point)
-            yield unit, supervise.Ended(-9 if dies else 0)
+            yield unit, units.Ended(-9 if dies else 0)
 
     monkeypatch.setitem(driver.LAUNCHERS, "joblib", SimpleNamespace(workers=lambda cfg: 2, launch=launch))
     plan = planning.plan(cfgs)
@@ -408,24 +387,14 @@ def test_an_interrupt_does_not_wait_for_the_points_in_hand(lab, monkeypatch):
 def test_baselines_of_earlier_commands_are_refused(tmp_path):
     cfgs = [replace(cfg, results_dir=str(tmp_path)) for cfg in asked(layers=(2,))]
     local = [replace(cfg, launcher=LauncherConfig()) for cfg in cfgs]
-    engine = type("Engine", (), {"set_gate": lambda *words: None})
-
-    def opened(cfg):
-
-        return nullcontext(engine())
-
+    engine = SimpleNamespace(set_gate=lambda *words: None)
     sweep.run(
         [replace(local[0], method=Method.baseline, layer=None)],
-        open_engine=opened,
+        open_engine=lambda cfg: nullcontext(engine),
         bench=lambda *words: measured(100.0, 101.0, 99.0),
     )
     with pytest.raises(ConfigError, match="launcher=joblib: a point is compared with a baseline of the same GPU"):
         run(cfgs, reuse_baseline=True)
-
-
-def test_how_a_worker_ended_is_said_in_words():
-    assert str(supervise.Ended(-9)) == "its worker was ended by SIGKILL"
-    assert str(supervise.Ended(1, "CUDA error")) == "its worker exited with 1: CUDA error"
 
 
 @pytest.mark.parametrize(
@@ -434,6 +403,6 @@ def test_how_a_worker_ended_is_said_in_words():
 )
 def test_points_without_a_row_are_said_and_fail_a_sweep_that_had_no_limit(tmp_path, monkeypatch, options, code, said):
     monkeypatch.setattr(measuring, "_sweep", lambda *_: (sweep.SweepResult("RUN", left=2), []))
-    shown = CliRunner().invoke(app, ["sweep", "layer=3", "k=4", f"results_dir={tmp_path}", *options])
+    shown = call("sweep", "layer=3", "k=4", f"results_dir={tmp_path}", *options)
     assert shown.exit_code == code, shown.output
     assert said in " ".join(shown.output.split())

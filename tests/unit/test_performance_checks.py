@@ -19,7 +19,7 @@ from selfspec_cli.record import folder, tables
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.report import make
 from selfspec_cli.stages.check import file as check_file
-from selfspec_cli.stages.check import history, run
+from selfspec_cli.stages.check import run, verdict
 from selfspec_cli.stages.check.file import Bound, Case
 from selfspec_cli.stages.check.verdict import ABSENT, GREEN, RED, UNSURE, Result, judged, outcome_of, worst
 
@@ -135,13 +135,6 @@ def test_an_invariant_is_counted_or_said_not_to_apply(name):
         assert checked(asked, arm(invariants=found))[name].outcome == outcome
 
 
-def test_a_sampled_baseline_is_no_greedy_pair():
-    found = {"measured": {"sampled_rows": 0}, "not_applicable": {}}
-    base = points.baseline()
-    base = replace(base, arm=base.arm | {"temperature": 0.8})
-    assert checked(Case("g", (), (), ("sampled_rows",)), arm(base=base, invariants=found))["sampled_rows"].value == 1
-
-
 def test_a_point_that_failed_is_red_with_its_reason():
     (check,) = judged(Case("g", (), (Bound("speedup", 1.0),), ()), [points.failed()], {})
     assert check.outcome == RED and check.note == "out of memory"
@@ -228,11 +221,11 @@ def test_it_repeats_what_it_cannot_tell_and_does_not_guess(written):
 def test_an_interrupt_keeps_the_verdict_of_the_runs_before(written, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         measured(written(), BETWEEN, INTERRUPT)
-    (line,) = history.read(tmp_path / "results")
+    (line,) = verdict.history(tmp_path / "results")
     assert (line["outcome"], line["runs"], len(line["points"])) == (UNSURE, 1, 2)
     with pytest.raises(KeyboardInterrupt):
         measured(written(), INTERRUPT)
-    assert len(history.read(tmp_path / "results")) == 1  # nothing was judged
+    assert len(verdict.history(tmp_path / "results")) == 1  # nothing was judged
 
 
 def test_its_points_are_ordinary_points_and_its_lines_are_only_added_to(written, tmp_path):
@@ -241,12 +234,12 @@ def test_its_points_are_ordinary_points_and_its_lines_are_only_added_to(written,
     results = tmp_path / "results"
     kept, _ = folder.read(results)
     assert [point.id for point in kept] == [*first["points"], *second["points"]] and len(kept) == 4
-    lines = history.read(results)
+    lines = verdict.history(results)
     assert [line["outcome"] for line in lines] == [GREEN, RED]
     assert lines[0] == {name: value for name, value in first.items() if name != "file"}
-    with (results / history.FILE).open("a") as file:
+    with (results / verdict.HISTORY).open("a") as file:
         file.write('{"outcome": "gre')  # a process that was killed
-    assert len(history.read(results)) == 2
+    assert len(verdict.history(results)) == 2
 
 
 def test_words_that_are_typed_make_it_another_file(written):
@@ -321,7 +314,7 @@ def test_the_last_line_has_the_word_of_the_verdict(capsys):
 def test_a_dry_run_says_what_is_asked_for_and_starts_nothing(written):
     found = document(call("check", str(written()), "--dry-run", "--json"))
     assert found["one"] == ["speedup at least 1.5"]
-    assert not (written().parent / "results" / history.FILE).exists()
+    assert not (written().parent / "results" / verdict.HISTORY).exists()
 
 
 def test_the_page_has_the_history(written, tmp_path):
@@ -329,5 +322,5 @@ def test_the_page_has_the_history(written, tmp_path):
     measured(written(), SLOW)
     page = make.run(tmp_path / "results", tmp_path)[1].read_text()
     assert "Performance checks" in page and "one: speedup at least 1.5, 1.31" in page
-    lines = json.loads(json.dumps(history.read(tmp_path / "results")))
+    lines = json.loads(json.dumps(verdict.history(tmp_path / "results")))
     assert page.count(lines[0]["place"]["code"]) >= 2

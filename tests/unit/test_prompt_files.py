@@ -5,6 +5,7 @@ import json
 from collections import Counter
 
 import pytest
+from jinja2 import Environment, TemplateError
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
@@ -13,6 +14,7 @@ from selfspec_cli.stages import preflight
 from selfspec_cli.texts import prompt_files
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
 from selfspec_cli.texts.prompts import workload_prompts, workload_turns
+from selfspec_cli.texts.tokens import Tokens
 
 SHAREGPT = [
     {"id": "a", "conversations": [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "first"}]},
@@ -35,8 +37,8 @@ def test_sharegpt_is_asked_what_its_user_says_first(tmp_path):
 def test_benchmarks_have_first_turns_and_categories(tmp_path):
     known = [Prompt("one", "qa", True, ("two",)), Prompt("three", "", True)]
     assert read(jsonl(tmp_path / "q.jsonl", SPEC_BENCH)) == known
-    messages = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "kind": "k"}]
-    assert read(jsonl(tmp_path / "m.jsonl", messages), category="kind") == [Prompt("u", "k", True)]
+    messages = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "category": "k"}]
+    assert read(jsonl(tmp_path / "m.jsonl", messages)) == [Prompt("u", "k", True)]
 
 
 def test_rows_of_text_are_no_chats_and_a_column_can_be_named(tmp_path):
@@ -126,7 +128,7 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
 
 
 def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
-    class Tokens:
+    class Letters:
         max_model_len, vocab_size, has_template = 1000, 256, False
 
         def encode(self, text):
@@ -134,13 +136,13 @@ def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
 
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
     work = WorkloadConfig(input_len=4, output_len=4, num_prompts=2, prompts=file)
-    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Tokens())
+    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Letters())
     assert sorted(found) == sorted([[*b"one"], [*b"thre"]])
     assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
 
 
 def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):
-    class Tokens:
+    class Letters:
         max_model_len, vocab_size, has_template = 100, 256, True
 
         def encode(self, text):
@@ -154,7 +156,7 @@ def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_pat
 
     rows = [{"turns": ["a", "b", "c"], "category": "x"}, {"turns": ["d"], "category": "y"}]
     work = WorkloadConfig(input_len=20, output_len=4, num_prompts=2, prompts=jsonl(tmp_path / "q.jsonl", rows))
-    cfg, tokens = RunConfig(workload=work), Tokens()
+    cfg, tokens = RunConfig(workload=work), Letters()
     (first, second, third, other), categories = workload_turns(cfg, tokens)
     assert (first, other, categories) == ([*b"a"], [*b"d"], ["x", "x", "x", "y"])
     assert bytes(second([[*b"A"]])) == b"a|A|b"
@@ -167,3 +169,125 @@ def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_pat
     assert bytes(second([[*b"A"]])) == b"a\nA\nb"
     random = WorkloadConfig(input_len=4, output_len=4, prompts="random")
     assert workload_turns(RunConfig(workload=random), tokens)[1] == []
+
+
+# ---- tool calls: rows in the form of BFCL, and how functions reach a model
+
+
+SCHEMA = {
+    "type": "dict",
+    "required": ["city"],
+    "properties": {
+        "city": {"type": "String", "description": "where"},
+        "type": {"type": "tuple", "items": {"type": "float"}},
+        "more": {"type": "any", "description": "x"},
+        "age": {"type": "integer"},
+    },
+}
+FUNCTION = {"name": "weather", "description": "Says it.", "parameters": SCHEMA, "response": {"type": "dict"}}
+ROW = {
+    "id": "live_simple_3-1-0",
+    "question": [[{"role": "system", "content": "Be short."}, {"role": "user", "content": "Rain in Oslo?"}]],
+    "function": [FUNCTION],
+}
+WITH_TOOLS = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+MESSAGES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+
+
+class Template(Tokens):
+    """A tokenizer whose tokens are characters, with a chat template."""
+
+    max_model_len, vocab_size = 10_000, 0x110000
+    has_template = True
+
+    def __init__(self, template, system=True):
+        self.template, self.system = Environment().from_string(template), system
+
+    @property
+    def tokenizer(self):
+        return self
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, tools=None):
+        if messages[0]["role"] == "system" and not self.system:
+            raise TemplateError("system role not supported")
+        return self.template.render(messages=messages, tools=tools)
+
+    def encode(self, text, **_):
+        return [*map(ord, text)]
+
+
+def text_of(ids):
+    return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def row(tmp_path):
+    (found,) = read(jsonl(tmp_path / "BFCL_v4_live_simple.json", [ROW]))
+    return found
+
+
+def test_a_row_has_its_kind_and_functions_with_types_of_json_schema(row):
+    assert (row.text, row.category, row.chat, row.system) == ("Rain in Oslo?", "live_simple", True, "Be short.")
+    (tool,) = row.tools
+    assert tool["type"] == "function" and tool["function"].keys() == {"name", "description", "parameters"}
+    parameters = tool["function"]["parameters"]
+    assert (parameters["type"], parameters["required"]) == ("object", ["city"])
+    assert parameters["properties"] == {
+        "city": {"type": "string", "description": "where"},
+        "type": {"type": "array", "items": {"type": "number"}},
+        "more": {"description": "x"},
+        "age": {"type": "integer"},
+    }
+
+
+def test_turns_are_kept_and_functions_of_classes_are_read_from_beside_the_file(tmp_path):
+    said = [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "b"}]]
+    turns = {
+        "id": "multi_turn_miss_func_0",
+        "question": said,
+        "involved_classes": ["TwitterAPI"],
+        "excluded_function": ["post"],
+    }
+    file = jsonl(tmp_path / "turns.json", [turns])
+    with pytest.raises(ConfigError, match=r"multi_turn_miss_func_0 calls functions of TwitterAPI.*posting_api\.json"):
+        read(file)
+    memory = jsonl(tmp_path / "memory.json", [turns | {"involved_classes": ["MemoryAPI"]}])
+    with pytest.raises(ConfigError, match="calls functions of MemoryAPI; allowed: GorillaFileSystem, "):
+        read(memory)
+    (tmp_path / "multi_turn_func_doc").mkdir()
+    jsonl(tmp_path / "multi_turn_func_doc" / "posting_api.json", [FUNCTION, FUNCTION | {"name": "post"}])
+    (prompt,) = read(file)
+    assert (prompt.text, prompt.later, prompt.category) == ("a", ("b",), "multi_turn_miss_func")
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["weather"]
+
+
+def test_functions_go_where_the_template_takes_them_and_else_into_a_system_message(row):
+    def asked(engine):
+        return text_of(row.put_into(engine.chat)(row.text))
+
+    assert asked(Template(WITH_TOOLS + MESSAGES)) == "<weather>system:Be short.|user:Rain in Oslo?|"
+    in_words = asked(Template(MESSAGES))
+    assert in_words.startswith("system:Be short.\n\nYou can call") and '"name": "weather"' in in_words
+    refused = asked(Template(MESSAGES, system=False))
+    assert refused.startswith("user:Be short.\n\nYou can call") and refused.endswith("\n\nRain in Oslo?|")
+    (plain,) = encoded([row], lambda text: [*map(ord, text)], None, 10_000)
+    assert text_of(plain) == row.words and row.words.endswith("\n\nRain in Oslo?")
+
+
+def test_functions_that_do_not_fit_are_left_out_before_the_question_is_cut(tmp_path):
+    functions = [FUNCTION | {"name": name} for name in ("one", "two", "three")]
+    (prompt,) = read(jsonl(tmp_path / "f.json", [ROW | {"function": functions}]))
+    engine = Template(WITH_TOOLS + MESSAGES)
+    whole = "<one><two>system:Be short.|user:Rain in Oslo?|"
+    (ids,) = encoded([prompt], engine.encode, engine.chat, len(whole))
+    assert text_of(ids) == whole
+    (ids,) = encoded([prompt], engine.encode, None, len(prompt.words) - 1)
+    assert '"two"' in text_of(ids) and "three" not in text_of(ids) and text_of(ids).endswith("\n\nRain in Oslo?")
+
+
+def test_the_workload_asks_the_file_that_its_path_names(tmp_path):
+    rows = [ROW | {"id": f"{kind}_{number}"} for kind in ("simple_python", "parallel") for number in range(3)]
+    file = jsonl(tmp_path / "both.json", rows)
+    (cfg,) = compose_runs(None, ["workload=bfcl", f"workload.path={file}", "workload.num_prompts=2"])
+    prompts = workload_prompts(cfg, Template(WITH_TOOLS + MESSAGES))
+    assert [text_of(ids)[:9] for ids in prompts] == ["<weather>"] * 2

@@ -1,18 +1,23 @@
-"""Verdicts and the names of faults, by the evidence alone."""
+"""`selfspec verify` without an engine: verdicts and names of faults by the evidence alone, and the command."""
+
+import json
 
 import pytest
+from commands import call, document
 
 from selfspec_cli.config.schema import ConfigError, EngineConfig, Method, ModelConfig, RunConfig, resolved
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine.requests import Answer, Request
+from selfspec_cli.record import quality
 from selfspec_cli.stages.verify import greedy, run, sampling, verdict
+from selfspec_cli.stages.verify.arm import Wanted
 from selfspec_cli.stages.verify.greedy import Difference
 from selfspec_cli.stages.verify.sampling import Drawn
 
 CASES = ("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cache")
 
 
-def document(*faulty: str, **changes):
+def evidence(*faulty: str, **changes):
     rows = [{"name": name, "verdict": "fault" if name in faulty else "lossless"} for name in CASES]
     found = {
         "gate": "none",
@@ -33,7 +38,7 @@ SAMPLED = [{"name": "temperature 1", "verdict": "differs"}]
 def test_an_engine_that_ends_over_a_request_is_a_fault_without_a_kind():
     broken = sampling.judge("top-k 5", Drawn(None, ended="index out of bounds"), [Drawn(None)] * 2, None)
     assert broken == {"name": "top-k 5", "verdict": verdict.ENDED, "note": "index out of bounds"}
-    found = document(sampling=[*document()["sampling"], broken], proof={"biased_sampler": {"caught": False}})
+    found = evidence(sampling=[*evidence()["sampling"], broken], proof={"biased_sampler": {"caught": False}})
     assert verdict.suspect(found) is None
     assert verdict.decide(found) == (
         "fault",
@@ -44,16 +49,16 @@ def test_an_engine_that_ends_over_a_request_is_a_fault_without_a_kind():
 @pytest.mark.parametrize(
     ("found", "kind"),
     [
-        (document("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cache"), "kv_slot"),
-        (document("cache"), "kv_slot"),
-        (document("mixed", "again", "preempted", "crowd 1", "gate maxp"), "accept_one_more"),
-        (document("mixed", sampling=SAMPLED), "accept_one_more"),
-        (document("gate maxp", "changing"), "gate_changes_output"),
-        (document("mixed", "crowd 1", "gate maxp", gate="maxp"), "gate_changes_output"),
-        (document("preempted"), "stale_after_preemption"),
-        (document(own_drafts={"verdict": "fault"}), "other_request"),
-        (document(sampling=SAMPLED), "biased_sampler"),
-        (document(head={"verdict": "fault"}), "foreign_head"),
+        (evidence("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cache"), "kv_slot"),
+        (evidence("cache"), "kv_slot"),
+        (evidence("mixed", "again", "preempted", "crowd 1", "gate maxp"), "accept_one_more"),
+        (evidence("mixed", sampling=SAMPLED), "accept_one_more"),
+        (evidence("gate maxp", "changing"), "gate_changes_output"),
+        (evidence("mixed", "crowd 1", "gate maxp", gate="maxp"), "gate_changes_output"),
+        (evidence("preempted"), "stale_after_preemption"),
+        (evidence(own_drafts={"verdict": "fault"}), "other_request"),
+        (evidence(sampling=SAMPLED), "biased_sampler"),
+        (evidence(head={"verdict": "fault"}), "foreign_head"),
     ],
 )
 def test_each_kind_of_fault_is_named_by_what_it_does(found, kind):
@@ -66,15 +71,15 @@ def test_each_kind_of_fault_is_named_by_what_it_does(found, kind):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (document(drafted=0, accepted=0), "no draft was made"),
-        (document(accepted=0), "none was accepted"),
-        (document(proof={"biased_sampler": {"caught": False}}), "biased_sampler"),
-        (document("mixed", proof={"accept_one_more": {"caught": False}}), "did not catch"),
-        (document(sampling=[{"name": "top-k 5", "verdict": "not shown"}]), "top-k 5"),
+        (evidence(drafted=0, accepted=0), "no draft was made"),
+        (evidence(accepted=0), "none was accepted"),
+        (evidence(proof={"biased_sampler": {"caught": False}}), "biased_sampler"),
+        (evidence("mixed", proof={"accept_one_more": {"caught": False}}), "did not catch"),
+        (evidence(sampling=[{"name": "top-k 5", "verdict": "not shown"}]), "top-k 5"),
     ],
 )
 def test_what_shows_nothing_does_not_pass(found, words):
-    assert verdict.suspect(document()) is None and verdict.decide(document())[0] == "lossless"
+    assert verdict.suspect(evidence()) is None and verdict.decide(evidence())[0] == "lossless"
     judged, why = verdict.decide(found)
     assert judged == "not shown"
     assert words in why
@@ -116,7 +121,7 @@ def test_kernels_that_are_not_invariant_are_not_our_fault():
     assert verdict.not_invariant(40, 2, 64, {"differ": 1, "compared": 12}, 4) is None
 
     rows = [{"name": "mixed", "verdict": "not shown", "plain_differs": True}, {"name": "again", "verdict": "lossless"}]
-    judged, why = verdict.decide(document() | {"cases": rows})
+    judged, why = verdict.decide(evidence() | {"cases": rows})
     assert judged == "not shown"
     assert why.startswith(verdict.PLAIN_DIFFERS)
     assert why.endswith("left open: mixed")
@@ -175,7 +180,7 @@ def test_several_runs_have_the_verdict_of_the_worst():
     def one(kinds, judged):
         found = [Difference(0, 3, 7, 9, kind=kind) for kind in kinds]
         row = {"name": "mixed", "verdict": judged, "note": None, "differences": found}
-        return document() | {"cases": [row]}
+        return evidence() | {"cases": [row]}
 
     found = run.finished([one([], "lossless"), one(["near-tie"], "fault")], batch_invariant=False)
     assert (found["verdict"], found["runs"]) == ("near-ties only", 2)  # judged again when tokens came together
@@ -189,7 +194,7 @@ def test_several_runs_have_the_verdict_of_the_worst():
 
 
 def test_what_cannot_be_verified_is_refused():
-    wanted = run.Wanted()
+    wanted = Wanted()
     for changes, words in (
         ({"method": Method.baseline}, "drafts nothing"),
         ({"method": Method.skip}, "does not verify"),
@@ -200,7 +205,7 @@ def test_what_cannot_be_verified_is_refused():
         with pytest.raises(ConfigError, match=words):
             run.check(cfg, wanted)
     with pytest.raises(ConfigError, match="CUDA only"):
-        run.check(resolved(RunConfig()), run.Wanted(batch_invariant=True))
+        run.check(resolved(RunConfig()), Wanted(batch_invariant=True))
 
 
 @pytest.mark.parametrize(
@@ -224,5 +229,97 @@ def test_what_cannot_be_verified_is_refused():
 def test_batch_invariant_engines_choose_no_kernel_by_timing(given, wanted):
     extra = {} if given is None else {run.COMPILATION: given}
     cfg = resolved(RunConfig(engine=EngineConfig(extra=extra)))
-    assert run.engine_config(cfg, run.Wanted(batch_invariant=True)).engine.extra[run.COMPILATION] == wanted
-    assert run.engine_config(cfg, run.Wanted()).engine.extra.get(run.COMPILATION) == given
+    assert run.engine_config(cfg, Wanted(batch_invariant=True)).engine.extra[run.COMPILATION] == wanted
+    assert run.engine_config(cfg, Wanted()).engine.extra.get(run.COMPILATION) == given
+
+
+# ---- the command
+
+
+@pytest.fixture
+def given(monkeypatch, tmp_path):
+    """Runs end with this verdict; what was asked of them is kept."""
+    monkeypatch.chdir(tmp_path)
+    found = {"verdict": "lossless", "asked": None}
+
+    def stand_in(cfg, wanted, *, open_engine, progress):
+        found["asked"] = (cfg, wanted)
+        row = {"name": "mixed", "verdict": found["verdict"], "differ": 2, "compared": 12, "drafted": 90, "accepted": 30}
+        drawn = {"name": "temperature 1", "verdict": "same", "texts": 384, "detectable_share": 0.08}
+        drawn |= {"p": 0.4, "distance": 0.1, "distance_plain": 0.11, "p_exact": 0.2}
+        made = evidence(cases=[row], sampling=[drawn], planted=wanted.plant, plain_repeats=None, arm_key="def")
+        made |= {"verdict": found["verdict"], "reason": "because", "runs": 2, "seconds": 1.0}
+        return run.save(made | {"verdicts": {found["verdict"]: 2}}, tmp_path)
+
+    monkeypatch.setattr(run, "run", stand_in)
+    return found
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("lossless", 0), ("near-ties only", 0), ("fault", 1), ("not shown", 1)])
+def test_the_exit_code_is_the_verdict(given, verdict, code, tmp_path):
+    given["verdict"] = verdict
+    result = call("verify", "--json")
+    assert result.exit_code == code
+    found = document(result)
+    assert found["verdict"] == verdict
+    assert quality.read(tmp_path).verdicts["def"]["verdict"] == verdict
+
+
+def test_what_is_shown(given):
+    shown = call("verify", "--near-tie", "0.5", "--repeat", "2", "--cases", "again,gate").stdout
+    for words in (
+        "caught",
+        "2 of 12 differ",
+        "30 of 90 drafted tokens accepted",
+        "p = 0.4",
+        "finds 8% of 384 texts",
+        "2 of 2 runs: lossless",
+        "lossless: because",
+    ):
+        assert words in shown
+    asked = given["asked"][1]
+    assert (asked.tolerance, asked.repeat, asked.only) == (0.5, 2, ("again", "gate"))
+
+
+def test_a_planted_run_says_nothing_of_the_arm(given, tmp_path):
+    given["verdict"] = "fault"
+    assert call("verify", "--plant", "kv_slot").exit_code == 1
+    assert not quality.read(tmp_path).verdicts
+    (file,) = (tmp_path / "verify").iterdir()
+    assert json.loads(file.read_text())["planted"] == "kv_slot"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--plant", "kv_slott"), "did you mean 'kv_slot'"),
+        (("--cases", "mixt"), "did you mean 'mixed'"),
+        (("method=skip",), "does not verify its drafts"),
+        (
+            ("method=vllm", "speculative=ngram", "--plant", "kv_slot"),
+            "method=layer_skip; allowed here: accept_one_more, biased_sampler, all",
+        ),
+        (("layer=99",), "1..23"),
+        (("--repeat", "0"), "--repeat"),
+    ],
+)
+def test_bad_input(given, words, expected):
+    result = call("verify", *words)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert given["asked"] is None
+
+
+def test_a_dry_run_starts_nothing(given):
+    found = document(call("verify", "--dry-run", "--json", "--thorough"))
+    assert found["dry_run"] is True
+    assert (found["context"], len(found["sampling"])) == (1024, 8)
+    assert given["asked"] is None
+
+
+@pytest.mark.parametrize("plant", ["accept_one_more", "biased_sampler", "all"])
+def test_faults_of_the_verify_pass_can_be_planted_whatever_drafts(plant):
+    cfg = RunConfig(method=Method.vllm, speculative={"method": "ngram"})
+    run.check(cfg, Wanted(plant=plant))
+    planted = [asked.plant for _, asked in run._jobs(cfg, Wanted(plant=plant))]
+    assert planted == ([None, "accept_one_more", "biased_sampler"] if plant == "all" else [plant])

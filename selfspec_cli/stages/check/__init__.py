@@ -2,6 +2,5 @@
 
 file.py       reads such a file: arms, workloads, limits
 run.py        measures its arms and baselines, again where the intervals leave it open
-verdict.py    compares points with limits; pure
-history.py    keeps the verdicts of a results folder in checks.jsonl
+verdict.py    compares points with limits; keeps the verdicts of a results folder in checks.jsonl
 """

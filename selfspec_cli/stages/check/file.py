@@ -108,12 +108,8 @@ def _case(content: Any, settings: tuple[str, ...], place: str) -> Case:
             raise ConfigError(f"{place}: {closest(name, [*INVARIANTS, 'all'], 'invariant')}")
     if not bounds and not names:
         raise ConfigError(f"{place}: it asks for nothing; give it reach or invariants")
-    words = [
-        *settings,
-        *_words(given.get("workload", []), f"{place}: workload"),
-        *_words(given.get("arm", []), f"{place}: arm"),
-    ]
-    return Case(given["name"], tuple(words), bounds, names)
+    more = (_words(given.get(part, []), f"{place}: {part}") for part in ("workload", "arm"))
+    return Case(given["name"], sum(more, settings), bounds, names)
 
 
 def _bound(name: str, value: Any, place: str) -> Bound:

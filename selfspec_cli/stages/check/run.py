@@ -17,7 +17,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.point import Measurement, Point
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.check import history
+from selfspec_cli.stages.check import verdict
 from selfspec_cli.stages.check.file import Case, CheckFile
 from selfspec_cli.stages.check.verdict import FOUND, UNSURE, Result, judged, worst
 from selfspec_cli.stages.plan import results_dir
@@ -55,7 +55,6 @@ def run(
     """
     folder, keys, began = Path(results_dir(cfgs)), Keys(), time.perf_counter()
     names = [keys.run(cfg) for cfg in cfgs]
-    device = keys.device(cfgs[0])
     points: list[Point] = []
     found: list[Result] = []
     wanted, runs = list(names), 0
@@ -69,13 +68,13 @@ def run(
             "digest": file.digest,
             "outcome": worst(one.outcome for one in found),
             "runs": runs,
-            "place": history.place(device),
+            "place": verdict.place(keys.device(cfgs[0])),
             "results": [asdict(one) for one in found],
             "points": [point.id for point in points],
             "planted": plant,
             "seconds": round(time.perf_counter() - began, 1),
         }
-        return line | {"file": str(history.add(folder, line))}
+        return line | {"file": str(verdict.keep(folder, line))}
 
     while wanted and runs < file.runs:
         chosen = {name: cfg for name, cfg in zip(names, cfgs, strict=True) if name in wanted}
@@ -89,18 +88,13 @@ def run(
         if done.bad_input:
             raise ConfigError(str(done.failed[0].reason))
         points, runs = points + done.points, runs + 1
-        found = verdicts(file.cases, names, points, _baselines(folder, points) if reuse_baseline else [])
-        wanted = [name for case, name in zip(file.cases, names, strict=True) if _unsure(case, found)]
+        baselines = {point.compared_with.baseline for point in points if point.compared_with}
+        others = results.read(folder, baselines)[0] if reuse_baseline else []
+        known = {point.id: point for point in [*others, *points]}
+        pairs = [*zip(file.cases, names, strict=True)]
+        found = [one for case, name in pairs for one in judged(case, [p for p in points if p.key == name], known)]
+        wanted = [name for case, name in pairs if _unsure(case, found)]
     return kept()
-
-
-def verdicts(
-    cases: Sequence[Case], names: Sequence[str], points: Sequence[Point], others: Sequence[Point] = ()
-) -> list[Result]:
-    """Every result of every case. names: run keys of the cases' arms. others: baselines of earlier commands."""
-    known = {point.id: point for point in [*others, *points]}
-    pairs = zip(cases, names, strict=True)
-    return [one for case, name in pairs for one in judged(case, [p for p in points if p.key == name], known)]
 
 
 def watched(bench: sweep.Bench) -> sweep.Bench:
@@ -135,10 +129,6 @@ def _planted(open_engine: Open, fault: str | None) -> Open:
             yield engine
 
     return faulty
-
-
-def _baselines(folder: Path, points: Sequence[Point]) -> list[Point]:
-    return results.read(folder, {point.compared_with.baseline for point in points if point.compared_with})[0]
 
 
 def _unsure(case: Case, found: Sequence[Result]) -> bool:

@@ -1,14 +1,22 @@
-"""Whether points reach what a performance check asks for: green, red, or not measurable. Everything here is pure.
+"""Whether points reach what a performance check asks for: green, red, or not measurable; and the history of verdicts.
 
 A value is that of all repeats of all runs, with its 95 % interval (`record.intervals`). It is green where the whole
 interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import tables
+from selfspec_cli.config import machine
+from selfspec_cli.record import archive, tables
+from selfspec_cli.record.folder import explained
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import Point, median
 from selfspec_cli.stages.check.file import IDENTICAL, START, Bound, Case
@@ -16,8 +24,14 @@ from selfspec_cli.stages.check.file import IDENTICAL, START, Bound, Case
 GREEN, RED, UNSURE, ABSENT = "green", "red", "not measurable", "not applicable"
 OUTCOMES = (RED, UNSURE, GREEN)
 """The worst first; what is not applicable decides nothing."""
+HISTORY = "checks.jsonl"
+"""Verdicts of a results folder, run after run: lines of JSON, which are only ever added to."""
 FOUND = "invariants"
 """Where `Point.engine` keeps what `Watch.stop` answered."""
+
+
+Value = tuple[float, tuple[float, float] | None]
+"""A value and its interval."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +56,13 @@ class Result:
 
 
 def judged(case: Case, points: Sequence[Point], baselines: Mapping[str, Point]) -> list[Result]:
-    """Every result of a case. points: of its arm, one a run; known: all points of the command by id, baselines among
-    them."""
+    """Every result of a case. points: of its arm, one a run. baselines: by id."""
     failed = [point for point in points if not point.ok]
     if failed or not points:
         reason = failed[0].reason if failed else "no point was measured"
         return [Result(case.name, "to be measured", RED, note=reason)]
     results = [_of_bound(case.name, bound, points, baselines) for bound in case.reach]
-    return results + [_of_invariant(case.name, name, points, baselines) for name in case.invariants]
+    return results + [_of_invariant(case.name, name, points) for name in case.invariants]
 
 
 def worst(outcomes: Iterable[str]) -> str:
@@ -72,9 +85,6 @@ def _of_bound(case: str, bound: Bound, points: Sequence[Point], baselines: Mappi
     if interval is None:
         return Result(case, str(bound), UNSURE, value, note="one value alone has no interval")
     return Result(case, str(bound), outcome_of(bound, *interval), value, *interval)
-
-
-Value = tuple[float, tuple[float, float] | None]
 
 
 def _value(bound: Bound, points: Sequence[Point], baselines: Mapping[str, Point]) -> Value | None:
@@ -106,28 +116,27 @@ def _samples(point: Point, measure: str) -> list[float | None]:
         return [point.start_seconds]
     if measure == IDENTICAL:
         against = point.compared_with
-        compared = against is not None and against.identical is not None and against.outputs
-        return [against.identical / against.outputs] * 2 if compared else [None]  # type: ignore[union-attr,operator]
+        if against is None or against.identical is None or not against.outputs:
+            return [None]
+        return [against.identical / against.outputs] * 2
     return [getattr(tables.row(replace(point, repeats=(repeat,))), measure) for repeat in point.repeats]
 
 
 def _of_speedup(points: Sequence[Point], over_predicted: bool) -> Value | None:
     """Speedup over the baseline of the same run; over_predicted: as a share of the cost model's."""
-    compared = [point.compared_with for point in points if point.compared_with is not None]
     ours = [speed for point in points for speed in point.tok_s]
-    theirs = [speed for one in compared for speed in one.tok_s]
-    predicted: float | None = 1.0
-    if over_predicted:
-        known = [tables.row(point).predicted for point in points]
-        predicted = None if None in known else median([one for one in known if one is not None])
-    if not ours or not theirs or not predicted:
+    theirs = [speed for point in points if point.compared_with is not None for speed in point.compared_with.tok_s]
+    known = [tables.row(point).predicted if over_predicted else 1.0 for point in points]
+    predicted = [value for value in known if value]
+    if not ours or not theirs or len(predicted) < len(known):
         return None
+    scale = median(theirs) * median(predicted)
     interval = speedup_interval(ours, theirs)
-    low_high = None if interval is None else (interval[0] / predicted, interval[1] / predicted)
-    return median(ours) / median(theirs) / predicted, low_high
+    ends = None if interval is None else (interval[0] / median(predicted), interval[1] / median(predicted))
+    return median(ours) / scale, ends
 
 
-def _of_invariant(case: str, name: str, points: Sequence[Point], baselines: Mapping[str, Point]) -> Result:
+def _of_invariant(case: str, name: str, points: Sequence[Point]) -> Result:
     wish, counts = f"{name} none", []
     for point in points:
         counted: Mapping[str, Any] = point.engine.get(FOUND) or {}
@@ -136,7 +145,46 @@ def _of_invariant(case: str, name: str, points: Sequence[Point], baselines: Mapp
         if name not in counted.get("measured", {}):
             return Result(case, wish, UNSURE, note="it was not counted")
         counts.append(int(counted["measured"][name]))
-        base = baselines.get(point.compared_with.baseline) if point.compared_with else None
-        if name == "sampled_rows" and base is not None:  # greedy in both arms
-            counts[-1] += bool(base.arm.get("temperature"))
     return Result(case, wish, RED if max(counts) else GREEN, float(max(counts)))
+
+
+@cache
+def code() -> str:
+    """A digest of all that is installed of selfspec: another one, another code."""
+    root, made = Path(__file__).parents[2], hashlib.sha256()
+    for file in sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts):
+        made.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return made.hexdigest()[:12]
+
+
+def place(device: str) -> dict[str, Any]:
+    """Code, machine and versions, which have to be the same for two verdicts to say something of each other."""
+    versions = {name: version for name, version in machine.versions().items() if name in machine.DECISIVE}
+    return {"code": code(), "device": device, "cpu": machine.cpu(), "versions": versions}
+
+
+def keep(results: str | os.PathLike[str], line: dict[str, Any]) -> Path:
+    """Add a line, whole or not at all.
+
+    Raises:
+        RecordError: it could not be written.
+    """
+    archive.refuse(results)
+    path = Path(results) / HISTORY
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:  # one write of a line, which appends are atomic for
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return path
+
+
+def history(results: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All lines of a folder, the oldest first; a torn one is left out."""
+    found = []
+    with suppress(OSError):
+        for line in archive.read_text(Path(results) / HISTORY).splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and "outcome" in line]

@@ -1,9 +1,7 @@
 """The GPUs and the processor cores of this host, handed to workers so that no two of them share one."""
 
 import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from selfspec_cli.config import machine
@@ -13,29 +11,6 @@ from selfspec_cli.config.schema import RunConfig
 CORES = "SELFSPEC_CORES"
 """Environment variable of a worker: the cores that it may use, separated by commas."""
 A_WORKER = 2  # cores that an engine on the CPU needs
-
-
-class Devices:
-    """A pool of devices. Several can be taken at once; who waits for many does not starve."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._free, self._all = list(names), len(names)
-        self._changed, self._turn = threading.Condition(), threading.Lock()
-
-    @contextmanager
-    def taken(self, count: int) -> Iterator[list[str]]:
-        """Hold `count` devices. Raises ValueError where there are never that many."""
-        if count > self._all:
-            raise ValueError(f"{count} of {self._all} devices are wanted")
-        with self._turn, self._changed:  # one waits at a time, in the order in which they came
-            self._changed.wait_for(lambda: len(self._free) >= count)
-            mine, self._free = self._free[:count], self._free[count:]
-        try:
-            yield mine
-        finally:
-            with self._changed:
-                self._free = sorted([*self._free, *mine])
-                self._changed.notify_all()
 
 
 def free(cfg: RunConfig) -> list[str]:
@@ -85,9 +60,8 @@ def near_cores(gpu: str) -> list[int]:
     except (OSError, ValueError):
         return []
     own = set(own_cores())  # taskset or a batch system may have given this process fewer
-    return [core for part in words.split(",") if part for core in _range(part) if core in own]
-
-
-def _range(part: str) -> Iterator[int]:
-    low, _, high = part.partition("-")
-    return iter(range(int(low), int(high or low) + 1))
+    near = []
+    for part in filter(None, words.split(",")):
+        low, _, high = part.partition("-")
+        near += [core for core in range(int(low), int(high or low) + 1) if core in own]
+    return near

@@ -8,36 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.point import Point, from_json
 from selfspec_cli.stages.launch import joblib, ray, submitit
-from selfspec_cli.stages.launch.supervise import Ended
-from selfspec_cli.stages.launch.units import Unit, cut, rest
+from selfspec_cli.stages.launch.units import Ended, Unit, cut, rest
 from selfspec_cli.stages.plan import Plan, Planned
-
-
-class Launcher(Protocol):
-    """A module of this folder that runs units."""
-
-    def workers(self, cfg: RunConfig) -> int:
-        """How many units it can measure at once."""
-
-    def launch(
-        self, units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Unit], str]
-    ) -> Generator[tuple[Unit, str | Ended]]:
-        """Measure units -> points as JSON as they come, and an `Ended` for each unit."""
-
 
 TRIES = 2
 """Workers that may die on one point before it has failed."""
-LAUNCHERS: dict[str, Launcher] = {"joblib": joblib, "ray": ray, "submitit": submitit}
+LAUNCHERS: dict[str, ModuleType] = {"joblib": joblib, "ray": ray, "submitit": submitit}
 
 
 def run(
@@ -66,6 +52,19 @@ def run(
     units = cut(plan.families, launcher.workers(cfg), ends)
     finished: set[str] = set()
     deaths: Counter[str] = Counter()
+
+    def died(unit: Unit, victim: Planned, ended: Ended) -> None:
+        """Count a dead worker against the point that it had in hand; after TRIES the point has failed, and with a
+        baseline all that would be compared with it."""
+        deaths[victim.key] += 1
+        if deaths[victim.key] < TRIES:
+            return
+        for one in unit.points:
+            lost = one.key == victim.key or (victim.is_baseline and one.baseline == victim.key)
+            if lost and one.key not in finished:
+                fail(one, RuntimeError(str(ended)))
+                finished.add(one.key)
+
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for number in range(len(plan.points) * TRIES + 1):
@@ -78,22 +77,26 @@ def run(
         with closing(launcher.launch(units, cfg, run_id, lambda unit: str(logs / f"{run_id}-{unit.name}.log"))) as came:
             for unit, item in came:
                 interrupts.check()
+                points = waiting[unit.name]
                 if not isinstance(item, Ended):
                     point = from_json(item)
                     save(point)
-                    finished |= _taken_off(waiting[unit.name], point)
-                    for following in waiting[unit.name][:1]:
+                    # By its settings, because the worker's machine may give it another key.
+                    for planned in [one for one in points if to_plain(one.cfg) == point.config][:1]:
+                        points.remove(planned)
+                        finished.add(planned.key)
+                    for following in points[:1]:
                         progress.measuring(following)
                 elif item.code:
-                    for victim in waiting[unit.name][:1]:
-                        _died(unit, victim, item, deaths, TRIES, finished, fail)
+                    for victim in points[:1]:
+                        died(unit, victim, item)
                     again = rest(unit, finished, f"{unit.name}r{number}")
                     left += [again] if again is not None else []
         units = left
     return sum(planned.key not in finished for planned in plan.points)
 
 
-def _launcher(plan: Plan, cfg: RunConfig) -> Launcher:
+def _launcher(plan: Plan, cfg: RunConfig) -> ModuleType:
     if plan.reused:
         raise ConfigError(
             f"--reuse-baseline with launcher={cfg.launcher.kind}: a point is compared with a baseline of the same GPU, "
@@ -107,34 +110,3 @@ def _launcher(plan: Plan, cfg: RunConfig) -> Launcher:
     for one in {planned.cfg.model.tensor_parallel_size: planned.cfg for planned in plan.points}.values():
         launcher.workers(one)  # raises for a model that is divided among more GPUs than there are
     return launcher
-
-
-def _taken_off(waiting: list[Planned], point: Point) -> set[str]:
-    """Take the point that has come off those that a worker was given; its key in the plan. By its settings, because
-    the worker's machine may give it another key."""
-    came = next((one for one in waiting if to_plain(one.cfg) == point.config), None)
-    if came is None:
-        return set()
-    waiting.remove(came)
-    return {came.key}
-
-
-def _died(
-    unit: Unit,
-    victim: Planned,
-    ended: Ended,
-    deaths: Counter[str],
-    tries: int,
-    finished: set[str],
-    fail: Callable[[Planned, Exception], None],
-) -> None:
-    """Count a dead worker against the point that it had in hand; after `tries` of them the point has failed, and with a
-    baseline all that would be compared with it."""
-    deaths[victim.key] += 1
-    if deaths[victim.key] < tries:
-        return
-    lost = [victim, *(one for one in unit.points if victim.is_baseline and one.baseline == victim.key)]
-    for one in {one.key: one for one in lost}.values():
-        if one.key not in finished:
-            fail(one, RuntimeError(str(ended)))
-            finished.add(one.key)

@@ -2,15 +2,14 @@
 
 import queue
 from collections.abc import Callable, Generator, Sequence
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from selfspec_cli import interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.stages.launch import devices
-from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
-from selfspec_cli.stages.launch.units import Unit, description
+from selfspec_cli.stages.launch.units import Ended, Sent, Unit, description, points_of
 
 
 def workers(cfg: RunConfig) -> int:
@@ -36,21 +35,25 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     """
     from joblib import Parallel, delayed
 
-    pool = devices.Devices(devices.free(cfg))
     sent: queue.Queue[Sent] = queue.Queue()
-    stop = Event()
+    free: queue.Queue[str] = queue.Queue()
+    for name in devices.free(cfg):
+        free.put(name)
+    stop, turn = Event(), Lock()
 
     def one(unit: Unit) -> None:
+        with turn:  # one waits at a time, so that a unit of many GPUs is not passed by
+            mine = [free.get() for _ in range(unit.devices)]
         try:
-            with pool.taken(unit.devices) as mine:
-                if stop.is_set():
-                    return
-                # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
-                environment, document = devices.environment(cfg, mine), description(unit, f"{run_id}{unit.name}")
-                for item in points_of(document, environment, log(unit), stop.is_set):
-                    sent.put((unit, item))
+            # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
+            environment, document = devices.environment(cfg, mine), description(unit, f"{run_id}{unit.name}")
+            for item in points_of(document, environment, log(unit), stop.is_set):
+                sent.put((unit, item))
         except Exception as error:  # of the supervisor itself, such as a full disk
             sent.put((unit, Ended(1, f"{type(error).__name__}: {error}")))
+        finally:
+            for name in mine:
+                free.put(name)
 
     running = Thread(
         target=lambda: Parallel(n_jobs=workers(cfg), backend="threading")(delayed(one)(unit) for unit in units),

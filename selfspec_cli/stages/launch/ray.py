@@ -12,8 +12,7 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.stages.launch import devices, joblib
-from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
-from selfspec_cli.stages.launch.units import Unit, description
+from selfspec_cli.stages.launch.units import Ended, Sent, Unit, description, points_of
 
 
 def running() -> str | None:

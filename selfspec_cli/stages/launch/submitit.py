@@ -16,8 +16,7 @@ from selfspec_cli.extras import install
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import from_json
 from selfspec_cli.stages.launch import devices, joblib
-from selfspec_cli.stages.launch.supervise import Ended, Sent, points_of
-from selfspec_cli.stages.launch.units import Unit, description
+from selfspec_cli.stages.launch.units import Ended, Sent, Unit, description, points_of
 from selfspec_cli.whole import atomic_write
 
 POLL = 0.5  # seconds

@@ -1,13 +1,22 @@
-"""A plan, cut into units that different workers can measure.
+"""A plan, cut into units that different workers can measure, and the worker process of a unit.
 
 A unit is some engines of one family with all their points, and the family's baselines. The baselines are measured again
 in each unit, because a candidate is only compared with a baseline that ran on the same GPU. So a family is cut into no
 more units than there are workers for it.
 """
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config import machine
@@ -15,9 +24,12 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.stages.plan import Family, Planned
+from selfspec_cli.terminal import last_lines
 
 ENDS = ".point.json"
 """Ends the name of a file in which a worker leaves a point."""
+POLL = 0.1  # seconds between two looks at the spool
+SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 
 @dataclass(frozen=True)
@@ -100,3 +112,67 @@ def rest(unit: Unit, finished: set[str], name: str) -> Unit | None:
     baselines = [planned for planned in unit.points if planned.is_baseline]
     points = [planned for planned in baselines if planned.key in needed or planned.key not in finished]
     return replace(unit, name=name, points=(*points, *candidates)) if points or candidates else None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a worker ended: its exit code, negative for a signal, and its last lines where it failed."""
+
+    code: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with {self.code}"
+        return f"its worker {how}" + (f": {self.why}" if self.why else "")
+
+
+Sent = tuple[Unit, str | Ended]
+"""What a launcher hands on: a unit, and one of its points as JSON or how its worker ended."""
+
+
+def points_of(
+    document: dict[str, Any],
+    environment: Mapping[str, str],
+    log: str | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[str | Ended]:
+    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last.
+
+    The worker has a process group of its own, which is killed when the iterator is closed or an exception ends it.
+
+    Args:
+        document: `description` of a unit. environment: variables on top of this process's own.
+        log: file to which the worker's output is appended; a temporary one if None.
+        stopped: asked while the worker runs; once it says yes, the worker is killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
+        spool = Path(place)
+        file, output = spool / "unit.json", Path(log) if log else spool / "log"
+        file.write_text(json.dumps(document), encoding="utf-8")
+        with output.open("ab") as written:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "selfspec_cli.stages.launch.worker", str(file), place],
+                env=os.environ | dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=written,
+                start_new_session=True,
+            )
+        try:
+            while process.poll() is None and not stopped():
+                yield from _taken(spool)
+                time.sleep(POLL)
+            yield from _taken(spool)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # engines that it left, too
+            process.wait()
+        last = "" if process.returncode == 0 else " / ".join(map(str.strip, last_lines(output, SHOWN)))
+        yield Ended(process.returncode, last)
+
+
+def _taken(spool: Path) -> Iterator[str]:
+    for file in sorted(spool.glob(f"*{ENDS}")):
+        text = file.read_text(encoding="utf-8")
+        file.unlink()
+        yield text

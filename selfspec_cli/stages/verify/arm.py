@@ -16,7 +16,7 @@ from selfspec_cli.engine.arguments import head_path
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Answer, Request
 from selfspec_cli.stages.verify import cases, greedy, sampling
-from selfspec_cli.stages.verify.cases import Case, Facts, GateSetting, Size
+from selfspec_cli.stages.verify.cases import Case, Facts, Gate, Size
 from selfspec_cli.stages.verify.greedy import Observed
 from selfspec_cli.stages.verify.sampling import Drawn
 from selfspec_cli.texts import library
@@ -62,14 +62,14 @@ class Arm:
     proof: list[Answer] = field(default_factory=list)
     biased: Drawn | None = None
     drawn: dict[str, Drawn] = field(default_factory=dict)
-    alone: VerifyCounts | None = None
+    alone: VerifyCounts | None = None  # counters of the requests of `mixed`, one at a time
     drafted: int = 0  # tokens; on CUDA places verified may hold none
     claimed: float | None = None  # agreement of the head where it was fitted, where its file says so
 
     @property
     def mixed(self) -> Case:
         """The case that is always run."""
-        return next(case for case in self.cases if case.name == "mixed")
+        return self.cases[0]
 
     @property
     def prompt(self) -> list[int]:
@@ -123,18 +123,16 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
     arm.drafted = _drafted(engine) - before
     if early:
         _probe_cache(engine, arm)
-        arm.alone = _alone(engine, arm)
-    ended = None
+        arm.alone = greedy.perform(engine, replace(arm.mixed, batch=1), drafting=True).counts
     for number, name in enumerate(wanted.settings):
         try:
-            arm.drawn[name] = draw(engine, arm, wanted, name, number) if ended is None else Drawn(None, ended=ended)
+            arm.drawn[name] = draw(engine, arm, wanted, name, number)
         except ConfigError:
             raise
         except Exception as error:  # vLLM's own methods end over some requests; what came before can still be judged
-            ended = on_one_line(error)[:200]
-            arm.drawn[name] = Drawn(None, ended=ended)
-    if ended is not None:
-        return arm
+            ended = Drawn(None, ended=on_one_line(error)[:200])
+            arm.drawn |= dict.fromkeys(wanted.settings[number:], ended)
+            return arm
     engine.call("early_exit_mend")
     _restore(engine, cfg)
     return arm
@@ -153,7 +151,7 @@ def _restore(engine: Engine, cfg: RunConfig) -> None:
         engine.set_draft_length(int(cfg.k or 0))
 
 
-def _gates(engine: Engine, requests: list[Request]) -> tuple[GateSetting, ...]:
+def _gates(engine: Engine, requests: list[Request]) -> tuple[Gate, ...]:
     """Every gate that this device has, at a threshold that ends about half of this arm's drafts: the median of its
     statistic over drafts that were logged."""
     with engine.recording() as read:
@@ -162,9 +160,7 @@ def _gates(engine: Engine, requests: list[Request]) -> tuple[GateSetting, ...]:
     if not len(log.drafted):
         return ()
     medians = {name: float(log.feature(name)[log.was_drafted].nanmedian()) for name in device_features()}
-    return tuple(
-        GateSetting(name, min(max(value, GATES[name].low), GATES[name].high)) for name, value in medians.items()
-    )
+    return tuple((name, min(max(value, GATES[name].low), GATES[name].high)) for name, value in medians.items())
 
 
 def _claimed(cfg: RunConfig) -> float | None:
@@ -177,9 +173,8 @@ def _claimed(cfg: RunConfig) -> float | None:
 def _chosen(found: list[Case], cfg: RunConfig, wanted: Wanted) -> list[Case]:
     """The cases that were asked for; with a gate in force one without it, to tell whose fault a difference is."""
     if cfg.method is Method.layer_skip and cfg.gate.kind != "none":
-        few = next(case for case in found if case.name == "preempted")
-        none = (GateSetting("none", None),)
-        found.append(replace(few, name="gate none", about="without the gate", meanwhile="nothing", gates=none))
+        few = next(case for case in found if case.name == "preempted").requests
+        found.append(Case("gate none", "without the gate", few, found[0].batch, gates=(("none", None),)))
     return [case for case in found if not wanted.only or case.group in ("mixed", *wanted.only)]
 
 
@@ -207,9 +202,3 @@ def _probe_cache(engine: Engine, arm: Arm) -> None:
     arm.observed["cache"] = greedy.perform(engine, case, drafting=True)
     arm.cases.append(case)
     engine.set_draft_length(int(engine.cfg.k or 0))
-
-
-def _alone(engine: Engine, arm: Arm) -> VerifyCounts | None:
-    """Counters of the requests of the case `mixed`, one at a time."""
-    mixed = arm.mixed
-    return greedy.perform(engine, replace(mixed, batch=1), drafting=True).counts

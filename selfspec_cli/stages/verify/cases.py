@@ -7,9 +7,8 @@ text, and cost a second or so each on a small model.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from selfspec_cli.engine.requests import Request
 
@@ -28,9 +27,8 @@ GROUPS = (
 )
 """What `--cases` takes. Some need a tokenizer, or an arm with gates."""
 
-Meanwhile = Literal["nothing", "preempt", "change"]
-"""What happens between two steps: everything is preempted at some of them, or the arm's gate, threshold and draft
-length change at each."""
+Gate = tuple[str, float | None]
+"""A gate and its threshold, as a live engine takes them."""
 
 STOP_TOKENS = 120  # vLLM's V2 model runner takes 128 of a request with a least length, end-of-text tokens included
 SCHEMA = {
@@ -42,28 +40,21 @@ SCHEMA = {
 
 
 @dataclass(frozen=True)
-class GateSetting:
-    """A gate as a live engine takes it."""
-
-    kind: str
-    threshold: float | None
-
-
-@dataclass(frozen=True)
 class Case:
     """Requests and how they run.
 
-    batch: in flight at once. gates: one to set, or those that alternate where they change;
-    none leaves the arm's
-    own. fresh: with an empty prefix cache. waves: see `requests.answers`.
+    batch: in flight at once. meanwhile: between steps, "nothing"; "preempt": all running requests are preempted at some
+    of them; "change": the arm's gate, threshold and draft length change at each. gates: one to set, or those that
+    alternate where they change; with none the arm keeps its own. fresh: with an empty prefix cache. waves: see
+    `requests.answers`.
     """
 
     name: str
     about: str
     requests: list[Request]
     batch: int
-    meanwhile: Meanwhile = "nothing"
-    gates: tuple[GateSetting, ...] = ()
+    meanwhile: str = "nothing"
+    gates: tuple[Gate, ...] = ()
     fresh: bool = True
     waves: bool = False
 
@@ -100,28 +91,26 @@ class Facts:
     budget: int
     text: bool
     windows: list[list[int]]  # stretches of text, each as long as the longest prompt
-    gates: tuple[GateSetting, ...] = ()  # that end some drafts of this arm; none for an arm without gates
-
-
-def prompts(facts: Facts, count: int, seed: int) -> list[list[int]]:
-    """Prompts of mixed lengths, from one token on; two in three begin like others do, so that the prefix cache is used,
-    and every sixth is longer than one step of the engine where the context allows it."""
-    draw, longest = random.Random(seed), len(facts.windows[0])
-    shared = facts.windows[0][: min(140, longest // 2)]
-    made = []
-    for number in range(count):
-        own = facts.windows[1 + number % (len(facts.windows) - 1)]
-        if number % 6 == 5:
-            made.append(own[: min(longest, facts.budget + 40)])
-        else:
-            made.append(shared[: draw.choice([0, 48, len(shared)])] + own[: draw.randrange(1, 64)])
-    return made
+    gates: tuple[Gate, ...] = ()  # that end some drafts of this arm; none for an arm without gates
 
 
 def requests(facts: Facts, size: Size, seed: int = 0) -> list[Request]:
-    """The requests of the case `mixed`, from which others are made too."""
-    given = prompts(facts, size.requests, seed)
-    return [Request(prompt, size.tokens[number % len(size.tokens)]) for number, prompt in enumerate(given)]
+    """The requests of the case `mixed`, from which others are made too.
+
+    Prompts have one token and more. Two in three begin like others do, so that the prefix cache is used, and every
+    sixth is longer than one step of the engine where the context allows it.
+    """
+    draw, longest = random.Random(seed), len(facts.windows[0])
+    shared = facts.windows[0][: min(140, longest // 2)]
+    made = []
+    for number in range(size.requests):
+        own = facts.windows[1 + number % (len(facts.windows) - 1)]
+        if number % 6 == 5:
+            prompt = own[: min(longest, facts.budget + 40)]
+        else:
+            prompt = shared[: draw.choice([0, 48, len(shared)])] + own[: draw.randrange(1, 64)]
+        made.append(Request(prompt, size.tokens[number % len(size.tokens)]))
+    return made
 
 
 def all_cases(facts: Facts, size: Size) -> list[Case]:
@@ -134,7 +123,7 @@ def all_cases(facts: Facts, size: Size) -> list[Case]:
         Case("preempted", "all running requests are preempted at some steps", few, batch, meanwhile="preempt"),
         _stops(facts, few, batch),
         _full(facts, batch),
-        Case("logprobs", "half of the requests ask for log-probabilities", _with_logprobs(few), batch),
+        Case("logprobs", "half of the requests ask for log-probabilities", _with(few, [{"logprobs": 2}, {}]), batch),
         _company(facts, size),
     ]
     if facts.text:
@@ -142,10 +131,9 @@ def all_cases(facts: Facts, size: Size) -> list[Case]:
     cases += _crowds(facts)
     if facts.gates:
         about = "the gate ends drafts early"
-        cases += [Case(f"gate {gate.kind}", about, few, batch, gates=(gate,)) for gate in facts.gates[: size.gates]]
+        cases += [Case(f"gate {gate[0]}", about, few, batch, gates=(gate,)) for gate in facts.gates[: size.gates]]
         about = "gate, threshold and draft length change between any two steps"
-        none = GateSetting("none", None)
-        cases.append(Case("changing", about, few, batch, meanwhile="change", gates=(none, *facts.gates)))
+        cases.append(Case("changing", about, few, batch, meanwhile="change", gates=(("none", None), *facts.gates)))
     return cases
 
 
@@ -159,8 +147,13 @@ def _stops(facts: Facts, few: Sequence[Request], batch: int) -> Case:
         {"stop": strings, "detokenize": True} if facts.text else {"stop_token_ids": tokens[::5]},
         {"ignore_eos": False},
     ]
-    made = [Request(one.prompt, one.tokens, kinds[number % 3]) for number, one in enumerate(few)]
-    return Case("stop", "stop strings, stop tokens, least lengths and ends of text inside accepted drafts", made, batch)
+    about = "stop strings, stop tokens, least lengths and ends of text inside accepted drafts"
+    return Case("stop", about, _with(few, kinds), batch)
+
+
+def _with(few: Sequence[Request], kinds: Sequence[Mapping[str, object]]) -> list[Request]:
+    """The requests with the kinds of parameters in turn."""
+    return [Request(one.prompt, one.tokens, kinds[number % len(kinds)]) for number, one in enumerate(few)]
 
 
 def _full(facts: Facts, batch: int) -> Case:
@@ -171,10 +164,6 @@ def _full(facts: Facts, batch: int) -> Case:
     ]
     others = [Request(window[: 20 + number], 24) for number, window in enumerate(facts.windows[4:8])]
     return Case("full", "requests end at the model's greatest length among others that go on", [*full, *others], batch)
-
-
-def _with_logprobs(few: Sequence[Request]) -> list[Request]:
-    return [Request(one.prompt, one.tokens, {} if number % 2 else {"logprobs": 2}) for number, one in enumerate(few)]
 
 
 def _company(facts: Facts, size: Size) -> Case:
@@ -189,13 +178,9 @@ def _company(facts: Facts, size: Size) -> Case:
 
 
 def _structured(few: Sequence[Request], batch: int) -> Case:
-    kinds = [{"json": SCHEMA}, {"choice": ["yes", "perhaps", "no"]}, {"regex": r"[a-f]{3}-[0-9]{4,9}"}]
-    made = [
-        Request(one.prompt, 40, {"structured": kinds[number % 4], "ignore_eos": False, "detokenize": True})
-        if number % 4 < 3
-        else one
-        for number, one in enumerate(few)
-    ]
+    grammars = ({"json": SCHEMA}, {"choice": ["yes", "perhaps", "no"]}, {"regex": r"[a-f]{3}-[0-9]{4,9}"})
+    kinds = [{"structured": one, "ignore_eos": False, "detokenize": True} for one in grammars]
+    made = _with([replace(one, tokens=40) for one in few], [*kinds, {}])
     return Case("structured", "outputs bound by a grammar, which refuses drafts before they are verified", made, batch)
 
 
@@ -208,7 +193,7 @@ def _crowds(facts: Facts) -> list[Case]:
             f"{count} request(s) at once",
             [
                 Request(facts.windows[at % len(facts.windows)][: 4 + at % 29], 12 + at % 9)
-                for at in range(max(count, 3 if count == 1 else 0))
+                for at in range(max(count, 3))
             ],
             count,
         )

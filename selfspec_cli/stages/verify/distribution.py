@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,25 +33,12 @@ class Sample:
     scores: np.ndarray
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two samples compared. p: of the hypothesis that both are from one distribution; p_table, p_scores: of its parts.
-    distance: total variation between the tokens of both at a place, mean over places. shift: difference of the mean
-    log-probability of a token."""
+def compare(ours: Sample, theirs: Sample, seed: int = 0) -> dict[str, float]:
+    """Permutation test of two samples of equal size.
 
-    p: float
-    p_table: float
-    p_scores: float
-    distance: float
-    shift: float
-
-    def to_dict(self) -> dict[str, float]:
-        """As JSON."""
-        return {name: float(f"{value:.3g}") for name, value in asdict(self).items()}
-
-
-def compare(ours: Sample, theirs: Sample, seed: int = 0) -> Comparison:
-    """Permutation test of two samples of equal size."""
+    p: of the hypothesis that both are from one distribution; p_table, p_scores: of its parts. distance: total variation
+    between the tokens of both at a place, mean over places. shift: difference of the mean log-probability of a token.
+    """
     cells, scores = _cells(ours, theirs), np.concatenate([ours.scores, theirs.scores])
     n = len(ours.tokens)
     labels = np.concatenate([np.ones(n), -np.ones(n)])[None]
@@ -60,19 +47,22 @@ def compare(ours: Sample, theirs: Sample, seed: int = 0) -> Comparison:
     p_table, p_scores = _p_values(seen, cells, scores, DRAWS, draw)
     if min(p_table, p_scores) < 0.02:
         p_table, p_scores = _p_values(seen, cells, scores, MORE_DRAWS, draw)
-    shift = float(ours.scores.mean() - theirs.scores.mean())
-    p = min(1.0, 2 * min(p_table, p_scores))
-    return Comparison(p, p_table, p_scores, distance(ours.tokens, theirs.tokens), shift)
+    return {
+        "p": min(1.0, 2 * min(p_table, p_scores)),
+        "p_table": p_table,
+        "p_scores": p_scores,
+        "distance": distance(ours.tokens, theirs.tokens),
+        "shift": float(ours.scores.mean() - theirs.scores.mean()),
+    }
 
 
 def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Total variation between the distributions of the tokens at a place, mean over places."""
-    found = []
+    gaps = []
     for place in range(ours.shape[1]):
         one, other = Counter(ours[:, place].tolist()), Counter(theirs[:, place].tolist())
-        gaps = (abs(one[token] / len(ours) - other[token] / len(theirs)) for token in one.keys() | other.keys())
-        found.append(sum(gaps) / 2)
-    return float(np.mean(found))
+        gaps.append(sum(abs(one[token] / len(ours) - other[token] / len(theirs)) for token in one | other) / 2)
+    return float(np.mean(gaps))
 
 
 def _cells(ours: Sample, theirs: Sample) -> np.ndarray:
@@ -150,16 +140,15 @@ def detectable(first: Sample, second: Sample) -> float | None:
 
 
 def exact_p(tokens: np.ndarray, probabilities: np.ndarray, tied: np.ndarray | None = None) -> float | None:
-    """P-value (chi-square, cells of fewer than five expected together) that texts [n, m] follow probabilities [V] * m.
+    """P-value (chi-square) that texts [n, m] follow probabilities [V] * m; None for fewer than three cells.
 
-    tied: texts [V] * m of which a token is `at_the_cut`; they count together with the rare ones, because only what
-    all of them have together is known. None where fewer than three cells are populated enough.
+    Cells of fewer than five expected texts count together, and with them those that are tied ([V] * m, texts of which a
+    token is `at_the_cut`): only what all of these have together is known.
     """
     counts = np.zeros(probabilities.shape)
     np.add.at(counts, tuple(tokens[:, : probabilities.ndim].T), 1)
     tied = np.zeros(probabilities.shape, bool) if tied is None else tied
-    impossible = counts[(probabilities <= 0) & ~tied].sum()
-    if impossible:
+    if counts[(probabilities <= 0) & ~tied].any():
         return 0.0
     expected = probabilities.ravel() * len(tokens)
     enough = (expected >= 5) & ~tied.ravel()
@@ -193,9 +182,3 @@ def at_the_cut(log_probabilities: Sequence[float], probabilities: np.ndarray) ->
     given, kept = np.asarray(log_probabilities), probabilities > 0
     among = given == given[kept].min()
     return among & ~kept[among].all()
-
-
-def joint(first: np.ndarray, second: np.ndarray, third: np.ndarray | None = None) -> np.ndarray:
-    """Probabilities of texts of two or three tokens: [V], [V, V] after each token, [V, V, V] after each pair."""
-    two = first[:, None] * second
-    return two if third is None else two[:, :, None] * third

@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine import requests as asking
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Answer, Request
-from selfspec_cli.stages.verify.cases import Case, GateSetting
+from selfspec_cli.stages.verify.cases import Case
 
 TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
 """Gap (nats) up to which two tokens count as level, by the dtype of the weights: two units in the last place of logits
@@ -54,12 +54,15 @@ class Difference:
     kind: str = "fault"
     prefix: list[int] = field(default_factory=list, repr=False)
 
+    def nearly_level(self, tolerance: float) -> bool:
+        """Whether the gap is near enough to 0 for the plain engine to turn to ours when the tokens come together."""
+        return self.gap is not None and abs(self.gap) <= 4 * tolerance
+
     def judge(self, tolerance: float) -> None:
         """A near-tie: the two are level for the plain engine, or it turns to ours when the tokens come together."""
         level = self.gap is not None and abs(self.gap) <= tolerance
-        turns = self.gap is not None and abs(self.gap) <= 4 * tolerance
-        turns = turns and self.gap_together is not None and self.gap_together <= 0
-        self.kind = "near-tie" if level or turns else "fault"
+        turns = self.gap_together is not None and self.gap_together <= 0
+        self.kind = "near-tie" if level or (turns and self.nearly_level(tolerance)) else "fault"
 
     @property
     def turned(self) -> bool:
@@ -80,7 +83,7 @@ def perform(engine: Engine, case: Case, drafting: bool) -> Observed:
     if case.fresh:
         asking.forget_prefixes(engine)
     if drafting and case.gates:
-        set_gate(engine, case.gates[0])
+        engine.set_gate(*case.gates[0])
     before, start = _state(engine), time.perf_counter()
     between = _between(engine, case, drafting)
     found = asking.answers(engine, case.requests, batch=case.batch, waves=case.waves, between=between)
@@ -89,32 +92,24 @@ def perform(engine: Engine, case: Case, drafting: bool) -> Observed:
     return Observed(found, counts, after[1] - before[1], after[2] - before[2], round(seconds, 2))
 
 
-def set_gate(engine: Engine, gate: GateSetting) -> None:
-    """Change the gate of the arm."""
-    engine.set_gate(gate.kind, gate.threshold)
-
-
 def _state(engine: Engine) -> tuple[VerifyCounts | None, int, int]:
     return engine.verify_counts(), asking.metric(engine, "num_preemptions"), asking.metric(engine, "prefix_cache_hits")
 
 
 def _between(engine: Engine, case: Case, drafting: bool) -> Callable[[int], None] | None:
-    if case.meanwhile == "preempt":
+    gates, lengths = cycle(case.gates), cycle(range(int(engine.cfg.k or 0), -1, -1))
 
-        def preempt(step: int) -> None:
-            if step in PREEMPTED_AT:
-                asking.preempt_all(engine)
+    def preempt(step: int) -> None:
+        if step in PREEMPTED_AT:
+            asking.preempt_all(engine)
 
-        return preempt
-    if case.meanwhile == "change" and drafting:
-        gates, lengths = cycle(case.gates), cycle(range(int(engine.cfg.k or 0), -1, -1))
+    def change(step: int) -> None:
+        engine.set_gate(*next(gates))
+        engine.set_draft_length(next(lengths))
 
-        def change(step: int) -> None:
-            set_gate(engine, next(gates))
-            engine.set_draft_length(next(lengths))
-
-        return change
-    return None
+    if case.meanwhile == "change":
+        return change if drafting else None
+    return preempt if case.meanwhile == "preempt" else None
 
 
 def differences(case: Sequence[Request], ours: Sequence[Answer], plain: Sequence[Answer]) -> list[Difference]:
@@ -136,33 +131,34 @@ def parting(ours: Sequence[int], plain: Sequence[int]) -> int:
     return next(unequal, min(len(ours), len(plain)))
 
 
-def ask(engine: Engine, differences: Sequence[Difference], tolerance: float, most: int = 16) -> None:
-    """Ask the plain engine for the gap at some differences, and judge them; what is not asked stays a fault."""
-    for difference in differences[:most]:
-        fits = len(difference.prefix) + 2 <= engine.max_model_len
-        if difference.ours is not None and difference.plain is not None and fits:
-            ours, plain = (
-                asking.log_probability(engine, difference.prefix, token)
-                for token in (difference.ours, difference.plain)
-            )
-            difference.gap = round(plain - ours, 5)
+def ask(engine: Engine, differences: Sequence[Difference], tolerance: float) -> None:
+    """Ask the plain engine for the gap at the first differences, and judge them; what is not asked stays a fault."""
+    for difference in differences[:16]:
+        difference.gap = _gap(engine, difference, room=2)
         difference.judge(tolerance)
 
 
 def ask_together(engine: Engine, differences: Sequence[Difference], chunk: int, tolerance: float) -> None:
-    """The same of an engine that takes `chunk` tokens a step. What follows a token fills up its chunk."""
+    """The same of an engine that takes `chunk` tokens a step. The chunk that holds the last token of the prefix, whose
+    logits decide, is filled up with what follows."""
     for difference in differences:
-        fits = len(difference.prefix) + chunk + 1 <= engine.max_model_len
-        if difference.ours is None or difference.plain is None or not fits:
-            continue
-        # The chunk that holds the last token of the prefix, whose logits decide, is full.
         missing = -len(difference.prefix) % chunk
-        ours, plain = (
-            asking.log_probability(engine, difference.prefix, token, [token] * max(missing - 1, 0))
-            for token in (difference.ours, difference.plain)
-        )
-        difference.gap_together = round(plain - ours, 5)
+        difference.gap_together = _gap(engine, difference, room=chunk + 1, after=max(missing - 1, 0))
         difference.judge(tolerance)
+
+
+def _gap(engine: Engine, difference: Difference, room: int, after: int = 0) -> float | None:
+    """By how much (nats) an engine prefers the plain engine's token to the arm's; None where one of the outputs only
+    ends, or the model has no `room` for more tokens. after: tokens that follow the one that is asked for."""
+    tokens = (difference.plain, difference.ours)
+    if None in tokens or len(difference.prefix) + room > engine.max_model_len:
+        return None
+    plain, ours = (
+        asking.log_probability(engine, difference.prefix, token, [token] * after)
+        for token in tokens
+        if token is not None
+    )
+    return round(plain - ours, 5)
 
 
 def unlike_together(engine: Engine, requests: Sequence[Request], plain: Sequence[Answer]) -> dict[str, int]:

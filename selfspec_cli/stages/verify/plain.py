@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,8 @@ def tolerance_of(cfg: RunConfig, wanted: Wanted) -> float:
     """Gap in nats up to which two tokens are level."""
     if wanted.tolerance is not None:
         return wanted.tolerance
-    names = {"float": "float32", "half": "float16"}  # "auto" is what the checkpoint says, mostly bfloat16
-    return greedy.TOLERANCE[names.get(cfg.model.dtype, cfg.model.dtype if cfg.model.dtype != "auto" else "bfloat16")]
+    names = {"float": "float32", "half": "float16", "auto": "bfloat16"}  # as the checkpoint says, which is mostly this
+    return greedy.TOLERANCE[names.get(cfg.model.dtype, cfg.model.dtype)]
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,22 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
     sampled = {name: _plain_samples(engine, wanted, arm, number) for number, name in enumerate(wanted.settings)}
     proof = _prove(engine, wanted, arm, sampled, tolerance)
     plain_repeats: dict[str, int] | None = None
+    mixed: Observed | None = None
     for case in arm.cases:
         ours, plain = arm.observed[case.name], greedy.perform(engine, case, drafting=False)
         differences = greedy.differences(case.requests, ours.answers, plain.answers)
         greedy.ask(engine, differences, tolerance)
         if differences and plain_repeats is None:
-            plain_repeats = _repeat_plain(engine, arm, plain if case.name == "mixed" else None, tolerance)
+            plain_repeats = _repeat_plain(engine, arm.mixed, mixed or plain, tolerance)
+        mixed = mixed or plain  # which is the first case
         compared = sum(request.greedy for request in case.requests)
         unlike = greedy.unlike_scores(case.requests, ours.answers, plain.answers, tolerance)
         noise = plain_repeats or {"differ": 0, "near_ties": 0, "compared": 0}
         kinds = [difference.kind for difference in differences]
         judged, note = verdict.case_row(kinds, compared, unlike, noise, wanted.batch_invariant)
-        rows.append(_case_row(case, ours, plain, compared, differences, judged, note or _hollow(case, ours, plain)))
-        rows[-1]["plain_differs"] = judged == verdict.NOT_SHOWN
-        near = [
-            difference
-            for difference in differences
-            if difference.gap is not None and abs(difference.gap) <= 4 * tolerance
-        ]
-        level = differences if wanted.batch_invariant else near
+        said = {"verdict": judged, "note": note or _hollow(case, ours, plain), "compared": compared}
+        rows.append(_case_row(case, ours, plain, differences) | said | {"plain_differs": judged == verdict.NOT_SHOWN})
+        level = [one for one in differences if wanted.batch_invariant or one.nearly_level(tolerance)]
         if level:
             unsure.append(Unsure(rows[-1], compared, level, case.requests, plain.answers))
     exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
@@ -74,7 +72,10 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "cases": rows,
         "own_drafts": _own_drafts(arm, exact and not any(row["plain_differs"] for row in rows)),
         "head": verdict.head(arm.claimed, arm.alone),
-        "sampling": _judged(engine, arm, sampled),
+        "sampling": [
+            sampling.judge(name, ours, sampled[name], sampling.exact(engine, arm.prompt, name) if ours.sample else None)
+            for name, ours in arm.drawn.items()
+        ],
         "plain_repeats": plain_repeats,
         "drafted": arm.drafted,
         "accepted": sum(observed.counts.accepted for observed in arm.observed.values() if observed.counts),
@@ -107,25 +108,22 @@ def judge_together(
             document["own_drafts"] = _own_drafts(arm, exact=False)
 
 
-def _case_row(
-    case: Case,
-    ours: Observed,
-    plain: Observed,
-    compared: int,
-    found: Sequence[Difference],
-    judged: str,
-    note: str | None,
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": case.name, "about": case.about, "verdict": judged, "compared": compared}
-    row |= {"tokens": sum(len(one.tokens) for one in ours.answers), "differ": len(found)}
-    row |= {"near_ties": sum(one.kind == "near-tie" for one in found), "differences": found}
-    if ours.counts is not None:
-        row |= {"drafted": ours.counts.places, "accepted": ours.counts.accepted}
-    row |= {"preempted": ours.preempted, "cached_tokens": ours.cached}
-    ended: dict[str, int] = {}
-    for one in plain.answers:
-        ended[str(one.ended[0])] = ended.get(str(one.ended[0]), 0) + 1
-    return row | {"ended": ended, "seconds": ours.seconds, "seconds_plain": plain.seconds, "note": note}
+def _case_row(case: Case, ours: Observed, plain: Observed, found: Sequence[Difference]) -> dict[str, Any]:
+    """What happened in a case."""
+    drafts = {} if ours.counts is None else {"drafted": ours.counts.places, "accepted": ours.counts.accepted}
+    return drafts | {
+        "name": case.name,
+        "about": case.about,
+        "tokens": sum(len(one.tokens) for one in ours.answers),
+        "differ": len(found),
+        "near_ties": sum(one.kind == "near-tie" for one in found),
+        "differences": found,
+        "preempted": ours.preempted,
+        "cached_tokens": ours.cached,
+        "ended": dict(Counter(str(one.ended[0]) for one in plain.answers)),
+        "seconds": ours.seconds,
+        "seconds_plain": plain.seconds,
+    }
 
 
 def _hollow(case: Case, ours: Observed, plain: Observed) -> str | None:
@@ -156,11 +154,9 @@ def _prove(
     return proof
 
 
-def _repeat_plain(engine: Engine, arm: Arm, known: Observed | None, tolerance: float) -> dict[str, int]:
+def _repeat_plain(engine: Engine, mixed: Case, first: Observed, tolerance: float) -> dict[str, int]:
     """How many outputs of the case `mixed` the plain engine does not repeat with other neighbours: half the batch,
     and the requests in reverse order."""
-    mixed = arm.mixed
-    first = known or greedy.perform(engine, mixed, drafting=False)
     turned = replace(mixed, requests=mixed.requests[::-1], batch=max(1, mixed.batch // 2))
     again = greedy.perform(engine, turned, drafting=False)
     differences = greedy.differences(mixed.requests, again.answers[::-1], first.answers)
@@ -182,11 +178,3 @@ def _plain_samples(engine: Engine, wanted: Wanted, arm: Arm, number: int) -> lis
     if arm.drawn[name].sample is None:
         return [arm.drawn[name]] * 2
     return [draw(engine, arm, wanted, name, 100 + 2 * number + half) for half in range(2)]
-
-
-def _judged(engine: Engine, arm: Arm, sampled: dict[str, list[Drawn]]) -> list[dict[str, Any]]:
-    rows = []
-    for name, ours in arm.drawn.items():
-        known = sampling.exact(engine, arm.prompt, name) if ours.sample is not None else None
-        rows.append(sampling.judge(name, ours, sampled[name], known))
-    return rows

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         ConfigError: what `check` refuses.
     """
     check(cfg, wanted)
-    start, keys = time.perf_counter(), Keys()
-    about: dict[str, Any] = {"key": keys.run(cfg), "arm_key": keys.arm(cfg), "device": keys.device(cfg)}
-    about["arm"] = named(cfg)
+    start = time.perf_counter()
     settings = engine_config(cfg, wanted)
     arms: list[tuple[Arm, Wanted]] = []
     jobs = _jobs(cfg, wanted)
@@ -129,9 +128,8 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         here = [job for job in jobs if (job[1].plant == FOREIGN_HEAD) == foreign]
         if not here:
             continue
-        with ExitStack() as stack:
-            drafting = stack.enter_context(_foreign_head(settings)) if foreign else settings
-            engine = stack.enter_context(open_engine(drafting, worker_extension_cls=FAULTY_WORKER))
+        head = _foreign_head(settings) if foreign else nullcontext(settings)
+        with head as drafting, open_engine(drafting, worker_extension_cls=FAULTY_WORKER) as engine:
             for seed, asked in here:
                 arms.append((arm.perform(engine, drafting, asked, seed), asked))
                 progress("the arm", len(arms), len(jobs))
@@ -147,12 +145,25 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         # A budget of so many tokens, and one request: vLLM cuts no prompt that is alone by any other setting.
         with open_engine(baseline_of(settings), max_num_batched_tokens=int(cfg.k or 0) + 1, max_num_seqs=1) as engine:
             plain.judge_together(engine, settings, wanted, found)
-    about |= {"model": cfg.model.name, "layer": layer, "k": cfg.k, "config": to_plain(cfg), "time": now()}
-    about |= {"versions": machine.versions(), "planted": wanted.plant, "thorough": wanted.thorough}
-    about |= {"batch_invariant": wanted.batch_invariant, "tolerance": plain.tolerance_of(settings, wanted)}
     planted = [(asked.plant, one) for (_, asked), (_, one, _) in zip(arms, found, strict=True)]
-    document = concluded(planted, wanted) | about
-    document["seconds"] = round(time.perf_counter() - start, 1)
+    keys = Keys()
+    document = concluded(planted, wanted) | {
+        "key": keys.run(cfg),
+        "arm_key": keys.arm(cfg),
+        "device": keys.device(cfg),
+        "arm": named(cfg),
+        "model": cfg.model.name,
+        "layer": layer,
+        "k": cfg.k,
+        "config": to_plain(cfg),
+        "time": now(),
+        "versions": machine.versions(),
+        "planted": wanted.plant,
+        "thorough": wanted.thorough,
+        "batch_invariant": wanted.batch_invariant,
+        "tolerance": plain.tolerance_of(settings, wanted),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
     return save(document, Path(cfg.results_dir))
 
 
@@ -180,15 +191,10 @@ def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) ->
     document = finished([one for kind, one in found if kind is None], wanted.batch_invariant)
     faults = {}
     for kind, planted in found:
-        if kind is None:
-            continue
-        one = finished([planted], wanted.batch_invariant)
-        faults[kind] = {
-            "verdict": one["verdict"],
-            "suspect": one["suspect"],
-            "reason": one["reason"],
-            "named": one["suspect"] == kind,
-        }
+        if kind is not None:
+            one = finished([planted], wanted.batch_invariant)
+            said = {name: one[name] for name in ("verdict", "suspect", "reason")}
+            faults[kind] = said | {"named": one["suspect"] == kind}
     missed = [kind for kind, fault in faults.items() if not fault["named"]]
     if missed and document["verdict"] in verdict.PASSING:
         reason = f"planted on purpose and not named: {', '.join(missed)}"
@@ -210,12 +216,10 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
             row["differences"] = [one.to_dict() for one in row["differences"][:8]]
         document["verdict"], document["reason"] = verdict.decide(document)
         document["suspect"] = verdict.suspect(document) if document["verdict"] == FAULT else None
-    last = verdict.worst([document["verdict"] for document in found])
-    chosen = next(document for document in found if document["verdict"] == last)
-    counts = {name: sum(one["verdict"] == name for one in found) for name in {one["verdict"] for one in found}}
+    chosen = max(found, key=lambda one: verdict.BEST_FIRST.index(one["verdict"]))
     names = ("seed", "verdict", "drafted", "accepted", "plain_repeats", "own_drafts")
     each = [{name: one.get(name) for name in names} for one in found]
-    return chosen | {"runs": len(found), "verdicts": counts, "each": each}
+    return chosen | {"runs": len(found), "verdicts": Counter(one["verdict"] for one in found), "each": each}
 
 
 def save(document: dict[str, Any], results: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,9 @@ class Drawn:
 def draw(engine: Engine, prompt: list[int], name: str, count: int, tokens: int, first_seed: int) -> Drawn:
     """`count` texts of `tokens` tokens after one prompt, with seeds from first_seed on."""
     params = SETTINGS[name] | {"logprobs": 0}
-    probe = asking.refused(engine, Request(prompt, 1, SETTINGS[name]))
-    if probe is not None:
-        return Drawn(None, probe)
+    refused = asking.refused(engine, Request(prompt, 1, SETTINGS[name]))
+    if refused is not None:
+        return Drawn(None, refused)
     batch = min(BATCH, engine.cfg.engine.max_num_seqs)
     asked = [Request(prompt, tokens, params | {"seed": first_seed + number}) for number in range(count)]
     found = asking.answers(engine, asked, batch=batch, waves=True)
@@ -68,20 +69,15 @@ def exact(engine: Engine, prompt: list[int], name: str) -> tuple[np.ndarray, np.
     if engine.vocab_size > EXACT_VOCABULARY or "penalty" in " ".join(params):
         return None
     size = engine.vocab_size
-
-    def after(prefixes: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    joint, tied = np.ones(()), np.zeros((), bool)  # [V] * m after m rounds
+    for length in range(2 if size > TRIPLES else 3):
+        prefixes = [[*prompt, *text] for text in product(range(size), repeat=length)]
         given = asking.next_distribution(engine, prefixes)
         found = [distribution.processed(one, params) for one in given]
-        return np.array(found), np.array(list(map(distribution.at_the_cut, given, found)))
-
-    (first,), (tied,) = after([prompt])
-    second, tied_second = after([[*prompt, one] for one in range(size)])
-    tied = tied[:, None] | tied_second
-    if size > TRIPLES:
-        return distribution.joint(first, second), tied
-    third, tied_third = after([[*prompt, one, two] for one in range(size) for two in range(size)])
-    cube = (size, size, size)
-    return distribution.joint(first, second, third.reshape(cube)), tied[:, :, None] | tied_third.reshape(cube)
+        cut = [distribution.at_the_cut(*pair) for pair in zip(given, found, strict=True)]
+        joint = joint[..., None] * np.reshape(found, (*joint.shape, size))
+        tied = tied[..., None] | np.reshape(cut, (*tied.shape, size))
+    return joint, tied
 
 
 def judge(
@@ -100,14 +96,15 @@ def judge(
     one, other = plain[0].sample, plain[1].sample
     seen, floor = distribution.compare(ours.sample, one), distribution.compare(one, other)
     least = distribution.detectable(one, other)
-    row |= {"texts": len(one.tokens), "tokens": one.tokens.shape[1]} | seen.to_dict()
-    row |= {"p_plain": floor.to_dict()["p"], "distance_plain": floor.to_dict()["distance"], "detectable_share": least}
-    p = seen.p
+    found = seen | {"p_plain": floor["p"], "distance_plain": floor["distance"]}
+    row |= {"texts": len(one.tokens), "tokens": one.tokens.shape[1], "detectable_share": least}
+    row |= {name: float(f"{value:.3g}") for name, value in found.items()}
+    p = seen["p"]
     if known is not None:
         ps = [distribution.exact_p(sample.tokens, *known) for sample in (ours.sample, one)]
         row |= {"p_exact": ps[0], "p_exact_plain": ps[1]}
         p = min(p, 1.0 if ps[0] is None else ps[0])
-    if floor.p < ALPHA:
+    if floor["p"] < ALPHA:
         return row | {"verdict": "not shown", "note": "two samples of the plain engine differ from each other"}
     if least is None:
         if len(np.unique(np.concatenate([one.tokens, other.tokens]), axis=0)) > 1:

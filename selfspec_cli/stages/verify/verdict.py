@@ -8,7 +8,8 @@ from typing import Any
 
 from selfspec_cli.early_exit.counters import VerifyCounts
 
-LOSSLESS, NEAR_TIES, FAULT, NOT_SHOWN = "lossless", "near-ties only", "fault", "not shown"
+LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT = "lossless", "near-ties only", "not shown", "fault"
+BEST_FIRST = (LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT)
 PASSING = (LOSSLESS, NEAR_TIES)
 ENDED = "engine ended"
 """Of a way to sample: the engine that drafts ended with an error."""
@@ -95,10 +96,9 @@ def case_row(
 ) -> tuple[str, str | None]:
     """(verdict, note) of a greedy case.
 
-    kinds: of each of the `compared` requests that differs, near-tie or fault. unlike_scores: requests with other
-    log-probabilities. plain: outputs that the plain engine does not repeat itself with other neighbours (differ), how
-    many of them are near-ties (near_ties), of how many (compared). Near-ties count only where kernels are
-    batch-invariant.
+    kinds: near-tie or fault, of each of the `compared` requests that differs; in batch-invariant mode a near-tie is
+    wrong too. unlike_scores: requests with other log-probabilities. plain: of how many outputs (compared) the plain
+    engine does not repeat how many with other neighbours (differ), and how many of these are near-ties (near_ties).
     """
     wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
     plain_wrong = plain["differ"] - (0 if batch_invariant else plain["near_ties"])
@@ -168,8 +168,3 @@ def head(claimed: float | None, counts: VerifyCounts | None) -> dict[str, Any] |
     measured = counts.accepted_at[0] / counts.rounds
     verdict = FAULT if claimed >= 0.1 and measured < claimed / 3 else "same"
     return {"agreement_when_fitted": round(claimed, 4), "first_drafts_accepted": round(measured, 4), "verdict": verdict}
-
-
-def worst(verdicts: Sequence[str]) -> str:
-    """The one that counts of several runs."""
-    return max(verdicts, key=(LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT).index)

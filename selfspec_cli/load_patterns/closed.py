@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.load_patterns.base import LoadPattern, Schedule
+from selfspec_cli.load_patterns.base import LoadPattern
 
 
 @dataclass
@@ -45,10 +45,6 @@ class Closed(LoadPattern):
                 f"load.requests={load.clients} or more"
             )
         return None
-
-    def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """Return all clients from the beginning to the end."""
-        return Schedule(clients=load.clients)
 
     def values(self, load: Any) -> dict[str, Any]:
         """See `LoadPattern.values`."""

@@ -121,8 +121,7 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
     assert abs(first[0] - first[1]) < 0.5  # they waited for each other
     assert run.cpu is not None
     left = {path.name for path in (tmp_path / "closed").iterdir()}
-    assert {"samples.jsonl", "job.json", "clients.log"} <= left
-    assert not left & {"samples1.jsonl", "begin", "ready0", "ready1", "part0.json", "part1.json"}
+    assert left == {"samples.jsonl", "job.json", "clients.log"}
     job = Job(toy.url, COMPLETIONS, BODY, prompts, arrivals=[0.0, 0.1, 0.2], processes=2)
     opened = clients.run(job, tmp_path / "open", check=nothing)
     assert sorted(one.number for one in opened.good) == list(range(3))
@@ -131,13 +130,8 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
 @pytest.mark.slow
 @needs_locust
 def test_where_one_of_several_processes_cannot_run_the_others_end(toy, tmp_path, monkeypatch):
-    parts = clients._parts
-
-    def broken(job, folder):
-        first, second = parts(job, folder)
-        return [first, {name: value for name, value in second.items() if name != "body"}]
-
-    monkeypatch.setattr(clients, "_parts", broken)
+    start, environments = clients.children.start, iter([{}, {"SELFSPEC_LOAD": "{}"}])
+    monkeypatch.setattr(clients.children, "start", lambda words, out, own: start(words, out, own | next(environments)))
     job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=2, requests=4, processes=2)
     with pytest.raises(ClientsError, match="the clients failed"):
         clients.run(job, tmp_path, check=nothing)
@@ -234,13 +228,8 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path, loader):
 @needs_locust
 def test_a_point_in_which_every_request_fails_says_why(toy, tmp_path):
     with pytest.raises(ClientsError, match="no request ended well: HTTP 400"):
-        load.Loader(tmp_path / "raw")._run(
-            config(tmp_path),
-            server.Server(toy.url, "toy"),
-            Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}], clients=1, requests=2),
-            tmp_path / "x",
-            load.ignore,
-        )
+        job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}], clients=1, requests=2)
+        load._run(server.Server(toy.url, "toy"), job, tmp_path, load.ignore)
 
 
 def sample(number, sent=0.0, digest="d", error=None):

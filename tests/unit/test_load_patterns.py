@@ -12,7 +12,7 @@ from selfspec_cli import load_patterns
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import LoadConfig, RunConfig
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.load_patterns.base import LoadPattern, Schedule
+from selfspec_cli.load_patterns.base import LoadPattern
 from selfspec_cli.load_patterns.poisson import moments, poisson
 from selfspec_cli.record import tables
 
@@ -34,21 +34,13 @@ def test_bursts_keep_the_mean_rate(burst):
     assert moments == sorted(moments)
 
 
-def test_the_same_seed_has_the_same_arrivals_and_another_one_has_others():
-    assert moments(3.0, 7, requests=50) == moments(3.0, 7, requests=50)
-    assert moments(3.0, 7, requests=50) != moments(3.0, 8, requests=50)
-
-
-def test_a_schedule_ends_by_number_or_by_time():
-    assert len(moments(10.0, 0, requests=33)) == 33
-    by_time = moments(10.0, 0, seconds=20.0)
+def test_a_run_ends_by_number_or_by_time_and_its_seed_says_when_requests_arrive():
+    assert len(moments(10.0, 0, 1, 33, None)) == 33
+    by_time = moments(10.0, 0, 1, None, 20.0)
     assert by_time[-1] < 20.0
     assert 140 < len(by_time) < 260
-    assert by_time == moments(10.0, 0, requests=len(by_time))
-
-
-def test_a_short_run_has_at_least_one_burst():
-    assert len(moments(0.001, 0, seconds=0.1, burst=4)) == 4
+    assert by_time == moments(10.0, 0, 1, len(by_time), None) != moments(10.0, 1, 1, len(by_time), None)
+    assert len(moments(0.001, 0, 4, None, 0.1)) == 4  # at least one burst
 
 
 # ---- which pattern, and what its rows say ----------------------------------------------------------------------------
@@ -68,8 +60,6 @@ def test_the_settings_say_the_pattern_and_so_do_the_columns_of_its_rows(given, n
     load = LoadConfig(**given)
     assert (load.kind, load.pattern.name, load_patterns.problem(load)) == (name, name, None)
     row = tables.planned(RunConfig(method="baseline", load=load), "a key")
-    found = load_patterns.pattern_of(row)
-    assert found is not None and found.name == name
     assert load_patterns.label(row) == words
 
 
@@ -89,17 +79,6 @@ def test_what_is_asked_is_compared_and_a_rate_is_not_where_it_follows_from_a_sha
     assert load_patterns.comparable(share | {"rate": 3.1}) == load_patterns.comparable(share | {"rate": 3.2})
 
 
-def test_all_clients_ask_in_a_closed_loop():
-    load = LoadConfig(clients=8)
-    assert load.pattern.schedule(load, 1, None, 10.0) == Schedule(8)
-
-
-@pytest.mark.parametrize("given", [{}, {"clients": 2, "arrivals": (1.0,)}])
-def test_a_schedule_is_of_one_kind(given):
-    with pytest.raises(ValueError, match="a schedule has clients, or arrivals"):
-        Schedule(**given)
-
-
 @dataclass
 class RampSettings:
     """How long it takes."""
@@ -115,8 +94,8 @@ class Ramp(LoadPattern):
     def asked(self, load):
         return load.ramp is not None
 
-    def schedule(self, load, seed, requests, seconds):
-        return Schedule(arrivals=tuple(load.ramp * n / load.clients for n in range(load.clients)))
+    def arrivals(self, load, seed, requests, seconds):
+        return [load.ramp * n / load.clients for n in range(load.clients)]
 
 
 def test_a_further_pattern_needs_no_column_of_its_own(monkeypatch):
@@ -128,10 +107,10 @@ def test_a_further_pattern_needs_no_column_of_its_own(monkeypatch):
     columns = load_patterns.columns(slow)
     assert (columns["arrivals"], columns["clients"]) == ("ramp (ramp=8)", 4)
     row = replace(tables.planned(RunConfig(method="baseline", load=LoadConfig(clients=4)), "a key"), **columns)
-    assert load_patterns.pattern_of(row).name == "ramp" and load_patterns.label(row) == "ramp (ramp=8)"
+    assert load_patterns.label(row) == "ramp (ramp=8)"
     keys = [Keys().settings(replace(RunConfig(method="baseline"), load=load)) for load in (slow, quick, all_at_once)]
     assert len(set(keys)) == 3
     assert keys[2] == Keys().settings(RunConfig(method="baseline", load=LoadConfig(clients=4)))
-    assert slow.pattern.schedule(slow, 0, None, 9.0).arrivals == (0.0, 2.0, 4.0, 6.0)
+    assert slow.pattern.arrivals(slow, 0, None, 9.0) == [0.0, 2.0, 4.0, 6.0]
     both = ramped(ramp=2.0, rate=2.0)
     assert "ask for the patterns poisson and ramp: give those of one" in load_patterns.problem(both)

@@ -28,7 +28,6 @@ def tune(
     heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
     if out.dry_run:
         return out.plan(tune_stage.facts(cfgs, minutes, heads))
-    warn(tune_stage.costly_copies(cfgs))
     model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
     with on_engines(out, "tune", cfgs[0], forked=True) as stage:
         budget = tune_stage.Budget(minutes)

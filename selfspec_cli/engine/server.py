@@ -8,8 +8,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.engine.deployment import Deployment, deployment
+from selfspec_cli.engine.deployment import deployment
 from selfspec_cli.terminal import last_lines
 
 START_SECONDS = 1800.0
@@ -47,7 +47,7 @@ class Server:
     @property
     def layer(self) -> int | None:
         """The exit layer in force; None for a server that has none, or of which it is not known."""
-        return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method in (Method.layer_skip,) else None
+        return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method is Method.layer_skip else None
 
     def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate between two rounds; nothing is reloaded."""
@@ -68,20 +68,18 @@ class Server:
 
     def verify_counts(self, metrics: dict[str, dict[str, float]]) -> VerifyCounts | None:
         """vLLM's counters of speculative decoding since the server started; None for one that does not draft."""
-        name = "vllm:spec_decode_num_{}_total"
-        sums = [
-            sum(metrics.get(name.format(part), {}).values()) for part in ("drafts", "draft_tokens", "accepted_tokens")
-        ]
-        if name.format("drafts") not in metrics:
+        found = {
+            name: metrics.get(f"vllm:spec_decode_num_{name}_total", {})
+            for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+        }
+        if not found["drafts"]:
             return None
-        by_position: dict[int, float] = defaultdict(float)
-        for labels, value in metrics.get(name.format("accepted_tokens_per_pos"), {}).items():
-            position = re.search(r'position="(\d+)"', labels)
-            if position is not None:
-                by_position[int(position[1])] += value
-        at = [int(by_position[number]) for number in sorted(by_position)]
-        rounds, places, accepted = map(int, sums)
-        return VerifyCounts(rounds, places, accepted, at)
+        by_position: Counter[int] = Counter()
+        for labels, value in found.pop("accepted_tokens_per_pos").items():
+            if position := re.search(r'position="(\d+)"', labels):
+                by_position[int(position[1])] += int(value)
+        rounds, places, accepted = (int(sum(values.values())) for values in found.values())
+        return VerifyCounts(rounds, places, accepted, [by_position[number] for number in sorted(by_position)])
 
     def drafting(self) -> counters.Snapshot | None:
         """The draft loop's own counters; None for a server that was not started here, or does not draft."""
@@ -137,7 +135,9 @@ def open_server(
     """
     made = deployment(cfg, scratch)
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
-    variables = _environment(made) | dict(environment or {})
+    # vLLM's development mode lets this command read the draft loop's counters.
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = os.environ | own | made.environment | dict(environment or {})
     with started([*made.command(), cache], more, cfg, log, variables) as server:
         yield server
 
@@ -161,7 +161,7 @@ def started(
         process = children.start([*command, "--host", "127.0.0.1", "--port", str(port), *more], out, environment)
     server, patience = Server(f"http://127.0.0.1:{port}", "", cfg, process, log), GIVE_UP_SECONDS
     try:
-        _wait(server)
+        wait_for(server.url, server.check, log)
         patience = STOP_SECONDS  # until here nothing is lost, and vLLM drops a signal while it waits for its engine
         server.model = str(json.loads(ask(f"{server.url}/v1/models"))["data"][0]["id"])
         yield server
@@ -207,22 +207,21 @@ def read_metrics(text: str) -> dict[str, dict[str, float]]:
     return metrics
 
 
-def _environment(made: Deployment) -> dict[str, str]:
-    """Of the server. Its development mode lets this command read the draft loop's counters."""
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | variables | made.environment
+def wait_for(url: str, check: Callable[[], None], log: Path | None, name: str = "the server") -> None:
+    """Wait until a server answers. check: called meanwhile; what it raises ends the wait.
 
-
-def _wait(server: Server) -> None:
+    Raises:
+        ServerError: it did not answer in time.
+    """
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         interrupts.check()
-        server.check()
+        check()
         with suppress(OSError):
-            ask(f"{server.url}/health", seconds=2.0)
+            ask(f"{url}/health", seconds=2.0)
             return
         time.sleep(POLL_SECONDS)
-    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{tail(server.log)}")
+    raise ServerError(f"{name} did not answer within {START_SECONDS / 60:.0f} minutes{tail(log)}")
 
 
 def tail(log: Path | None) -> str:

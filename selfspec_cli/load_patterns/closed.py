@@ -24,8 +24,6 @@ class ClosedSettings:
 
 
 class Closed(LoadPattern):
-    """All clients all the time."""
-
     name = "closed"
     help = "each client asks again when its request has ended (load.clients)"
     settings = ClosedSettings
@@ -34,7 +32,6 @@ class Closed(LoadPattern):
     in_every_key = True
 
     def asked(self, load: Any) -> bool:
-        """Whether clients are given."""
         return load.clients is not None
 
     def problem(self, load: Any) -> str | None:
@@ -47,7 +44,6 @@ class Closed(LoadPattern):
         return None
 
     def values(self, load: Any) -> dict[str, Any]:
-        """See `LoadPattern.values`."""
         return {"arrivals": self.name, "clients": load.clients}
 
     def label(self, row: Any) -> str:

@@ -95,11 +95,9 @@ class Poisson(LoadPattern):
         return moments(load.rate, seed, load.burst, requests, seconds)
 
     def at_once(self, load: Any) -> int:
-        """Return the size of a burst."""
         return load.clients or load.burst
 
     def values(self, load: Any) -> dict[str, Any]:
-        """See `LoadPattern.values`."""
         return {
             "arrivals": BURSTY if load.burst > 1 else self.name,
             "rate": load.rate,
@@ -108,7 +106,6 @@ class Poisson(LoadPattern):
         }
 
     def matches(self, row: Any) -> bool:
-        """See `values`."""
         return row.arrivals in (self.name, BURSTY)
 
     def label(self, row: Any) -> str:

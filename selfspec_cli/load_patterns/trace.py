@@ -127,7 +127,6 @@ class Trace(LoadPattern):
         return load.trace is not None and load.clients is None
 
     def problem(self, load: Any) -> str | None:
-        """Refuse what contradicts the trace's own times."""
         if load.share is None and load.burst == 1:
             return None
         given = f"share={load.share:g}" if load.share is not None else f"burst={load.burst}"
@@ -141,7 +140,6 @@ class Trace(LoadPattern):
         return [request.at for request in asked_requests(load)]
 
     def values(self, load: Any) -> dict[str, Any]:
-        """See `LoadPattern.values`."""
         return {"arrivals": f"{self.name} {Path(load.trace).name}", "rate": load.rate}
 
     def label(self, row: Any) -> str:

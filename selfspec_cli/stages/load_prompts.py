@@ -34,26 +34,20 @@ def of_model(cfg: RunConfig) -> Prompts:
     Raises:
         ConfigError: as `workload_prompts`.
     """
-    engine = ModelTokens(cfg)
-    if cfg.load.trace is not None:
-        check_length(cfg, engine)
-        requests = asked_requests(cfg.load)
-        prompts = of_requests(requests, engine.encode, cfg.seed, cfg.workload.input_len)
-        return _of_trace(cfg, requests, [{"prompt": ids} for ids in prompts])
-    tokens = workload_prompts(cfg, engine)
-    bodies = [{"prompt": one} for one in tokens]
-    return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
-
-
-def _of_trace(cfg: RunConfig, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> Prompts:
-    """Prompts whose answers have the trace's lengths."""
-    work = cfg.workload
-    limited = [
-        body | {"max_tokens": min(request.output_len, work.output_len)}
-        for request, body in zip(requests, bodies, strict=True)
+    engine, work = ModelTokens(cfg), cfg.workload
+    if cfg.load.trace is None:
+        tokens = workload_prompts(cfg, engine)
+        bodies = [{"prompt": one} for one in tokens]
+        return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
+    check_length(cfg, engine)
+    requests = asked_requests(cfg.load)
+    prompts = of_requests(requests, engine.encode, cfg.seed, work.input_len)
+    bodies = [
+        {"prompt": ids, "max_tokens": min(request.output_len, work.output_len)}
+        for ids, request in zip(prompts, requests, strict=True)
     ]
     cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
-    return Prompts(_seeded(cfg, limited), [], False, cut)
+    return Prompts(_seeded(cfg, bodies), [], False, cut)
 
 
 def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -77,7 +77,6 @@ class Plan:
 
     @property
     def points(self) -> list[Planned]:
-        """Every point that will be measured."""
         return [planned for group in self.engines for planned in group]
 
 
@@ -105,7 +104,7 @@ def plan(
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()
     families: dict[str, Family] = {}
-    seen: dict[str, set[str]] = {}
+    seen: set[str] = set()
     groups: dict[str, list[Planned]] = {}
     result = Plan([])
     for cfg in cfgs:
@@ -116,13 +115,12 @@ def plan(
             continue
         if retry_failed and planned.key not in failed:
             continue
-        name = keys.engine(base)
-        family = families.setdefault(name, Family([], []))
+        family = families.setdefault(keys.engine(base), Family([], []))
         earlier = measured.get(base_key) if reuse_baseline and not planned.is_baseline else None
         if earlier is not None and earlier.seconds is not None:  # else its repeats were not kept
             result.reused[base_key] = earlier
-        elif base_key not in seen.setdefault(name, set()):
-            seen[name].add(base_key)
+        elif base_key not in seen:
+            seen.add(base_key)
             family.baselines.append(
                 Planned(base, base_key, base_key, keys.digests(base), planned.device, keys.arm(base))
             )
@@ -140,21 +138,19 @@ def plan(
 def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point]) -> float | None:
     """Seconds that points on these engines may take: for each the median of the comparable points that are known, and
     for each engine the median of their engines' starts. None where a point has no comparable one."""
-    times: dict[tuple[Any, ...], list[Point]] = {}
+    times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:
-            times.setdefault(_comparable(point.arm, point.device), []).append(point)
+            took = (point.seconds, point.start_seconds)
+            times.setdefault(_comparable(point.arm, point.device), []).append(took)
+    medians = {name: [*map(statistics.median, zip(*some, strict=True))] for name, some in times.items()}
     total = 0.0
-    medians = {
-        name: [statistics.median(getattr(point, field) for point in some) for field in ("seconds", "start_seconds")]
-        for name, some in times.items()
-    }
     for group in engines:
         for number, planned in enumerate(group):
             median = medians.get(_comparable(tables.identity(planned.cfg), planned.device))
             if median is None:
                 return None
-            total += median[0] + (median[1] if number == 0 else 0.0)
+            total += sum(median if number == 0 else median[:1])
     return total
 
 

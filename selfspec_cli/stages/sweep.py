@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config import machine
@@ -23,14 +23,6 @@ from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, p
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages.launch import driver, submitit
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
-
-
-class Engine(Protocol):
-    """What a sweep needs of a live engine."""
-
-    def set_gate(self, kind: str, threshold: float | None) -> None:
-        """Change the gate without a reload."""
-
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 Bench = Callable[[RunConfig, Any, Progress], Measurement]
@@ -49,7 +41,6 @@ class SweepResult:
 
     @property
     def rows(self) -> list[Record]:
-        """The points as rows."""
         return [tables.row(point) for point in self.points]
 
     @property
@@ -100,7 +91,6 @@ class _Run:
             self.result.warnings.append(f"{what}: {on_one_line(error)}")
 
     def fail(self, planned: Planned, error: Exception, prefix: str = "", started: float | None = None) -> None:
-        """Write down that a point could not be measured, and why."""
         interrupts.check()  # an engine whose processes got the interrupt too fails, and that says nothing of the point
         self.errors[planned.key] = error
         self.result.bad_input += isinstance(error, ConfigError)
@@ -222,7 +212,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             context.or_warn("closing an engine", stack.close)
 
 
-def _measure(context: _Run, planned: Planned, engine: Engine, started: float) -> bool:
+def _measure(context: _Run, planned: Planned, engine: Any, started: float) -> bool:
     """Measure one point and save it; False when the engine can no longer be trusted."""
     cfg = planned.cfg
     context.progress.measuring(planned)

@@ -11,18 +11,16 @@ Logs and costs are kept under results/tune/<key>/. The same command goes on from
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.artifacts import head_files, tuned
-from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.replay import Setting
@@ -44,26 +42,22 @@ FINALISTS, REPEATS = 5, 5  # of each exit: settings, and repeats of each
 LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, these parts of them are tried as well as the default
 
 
-@dataclass
 class Budget:
-    """How long tuning may begin something new, from the moment this is made. clock: seconds, never going back."""
+    """The seconds after which tuning begins nothing new, from the moment this is made. clock: seconds, never going
+    back."""
 
-    minutes: float
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock, self._began = 60 * minutes, clock, clock()
 
     @property
     def spent(self) -> float:
-        """Seconds."""
-        return self.clock() - self.started
+        """Seconds so far."""
+        return self._clock() - self._began
 
     @property
     def left(self) -> float:
         """Seconds, may be negative."""
-        return self.minutes * 60 - self.spent
+        return self.seconds - self.spent
 
 
 @dataclass
@@ -95,8 +89,10 @@ class TuneResult:
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
+        if not self.untried:
+            return [*self.failed]
         late = f"there was no time for {', '.join(self.untried)}; with more --minutes the same command tries them too"
-        return [*self.failed, *([late] if self.untried else [])]
+        return [*self.failed, late]
 
 
 def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
@@ -108,7 +104,7 @@ def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig]
         "layers": [cfg.layer for cfg in plan],
         "exits": [exits.name_of(cfg) for cfg in plan],
         "also": list(more),  # tried at the exits that look promising
-        "gates": list(_gates(features())),
+        "gates": ["none", *features()],
         "k": f"1 to {LONGEST}",
         "minutes": minutes,
         "recorded": max(RECORDED, plan[0].workload.batch),  # requests whose drafts are logged at each exit
@@ -160,7 +156,6 @@ def run(
 
 
 def document(result: TuneResult) -> dict[str, Any]:
-    """The result as JSON."""
     finalists = [
         {"E": finalist.cfg.layer, "head": exits.exit_name(finalist.cfg), **finalist.measured}
         for finalist in result.finalists
@@ -176,17 +171,6 @@ def document(result: TuneResult) -> dict[str, Any]:
         "untried": list(result.untried),
         "warnings": result.warnings,
     }
-
-
-def costly_copies(cfgs: Sequence[RunConfig]) -> list[str]:
-    """What to know of copies on the CPU, for people; empty where no exit asks for them."""
-    kinds = dict.fromkeys(cfg.draft_weights for cfg in cfgs if DRAFT_WEIGHTS[cfg.draft_weights].copies)
-    if not kinds or device_of(cfgs[0]) != "cpu":
-        return []
-    return [
-        f"draft_weights={','.join(kinds)}: the CPU dequantises copies, so drafts take as long on them as on the "
-        "model's own weights; what is accepted is the same on every device, speeds are not"
-    ]
 
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
@@ -220,7 +204,7 @@ def survey(
         file = folder / f"drafts-{exits.name_of(cfg)}-{exits.draft_key(cfg)}.pt"
         if worse.get(view, 0) >= 2:
             pass
-        elif surveyed and budget.spent > budget.minutes * 30 and not file.is_file():
+        elif surveyed and budget.left < budget.seconds / 2 and not file.is_file():
             late.append(cfg)
         else:
             try:
@@ -255,15 +239,10 @@ def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Pro
     else:
         exit_ = exits.survey(cfg, open_engine, RECORDED, progress)
         exits.save(exit_, file)
-    settings = replay.settings_for(exit_.log, _gates(exit_.log.features), range(1, LONGEST + 1))
+    settings = replay.settings_for(exit_.log, ("none", *exit_.log.features), range(1, LONGEST + 1))
     outcomes = (replay.replay(exit_.log, setting, exit_.costs) for setting in settings)
     ranked = tuple(sorted(outcomes, key=lambda outcome: -outcome.speedup))
     return replace(exit_, outcomes=ranked)
-
-
-def _gates(logged: Sequence[str]) -> tuple[str, ...]:
-    """Gates that tuning considers: none, and each of the statistics that are logged."""
-    return ("none", *logged)
 
 
 def _raced(surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress) -> list[Finalist]:

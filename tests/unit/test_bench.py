@@ -1,7 +1,9 @@
 """Measuring one arm: bench and the closed loop of `Engine.generate`, on stand-ins for vLLM."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
@@ -200,6 +202,36 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
     cfg = RunConfig(workload=WORK)
     assert bench.as_itself(engine, cfg, later, output_digests([[1], [2], [0]])) == 3
     assert engine.asked == [[[3], [1], [2]]]
+
+
+# ---- how the processes of engines on a GPU start ---------------------------------------------------------------------
+
+
+PROGRAM = """
+import os, sys
+import torch
+from selfspec_cli.config.schema import EngineConfig, RunConfig
+from selfspec_cli.engine.live import fork_engines, how_they_start
+
+torch.rand(2**20).sort()  # in parallel
+fork_engines(RunConfig(engine=EngineConfig(device=sys.argv[1])))
+print(how_they_start(), flush=True)
+if how_they_start() == "fork":
+    engine = os.fork()
+    if not engine:
+        torch.rand(2**20).sort()  # hangs in a fork of a process that has run it in parallel
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize(("device", "how"), [("cuda", "fork"), ("cpu", "spawn")])
+def test_engines_are_forked_where_pytorch_is_kept_to_one_thread_and_do_not_hang(device, how):
+    threads = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, device], env=threads, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.split()) == (0, [how]), done.stderr
 
 
 # ---- latencies of requests ------------------------------------------------------------------------------------------

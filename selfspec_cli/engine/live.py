@@ -25,7 +25,7 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import llm_arguments
+from selfspec_cli.engine.arguments import RUNNER, llm_arguments, runner_variables
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.texts.prompts import Turn
 from selfspec_cli.texts.tokens import Tokens
@@ -263,7 +263,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     llm = None
     try:
-        with interrupts.at_once(), TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
+        with interrupts.at_once(), TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg):
             from vllm import LLM
 
             leave_worker_classes()
@@ -289,18 +289,16 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
 
 
 @contextmanager
-def _model_runner(runner: Runner) -> Iterator[None]:
+def _model_runner(cfg: RunConfig) -> Iterator[None]:
     """While an engine starts: vLLM reads which model runner to use from its environment, and workers inherit it."""
-    name = "VLLM_USE_V2_MODEL_RUNNER"
-    before = os.environ.get(name)
-    if runner is not Runner.auto:
-        os.environ[name] = "1" if runner is Runner.v2 else "0"
+    before = os.environ.get(RUNNER)
+    os.environ.update(runner_variables(cfg))
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        os.environ.pop(RUNNER, None)
         if before is not None:
-            os.environ[name] = before
+            os.environ[RUNNER] = before
 
 
 def fork_engines(cfg: RunConfig) -> None:

@@ -29,7 +29,7 @@ from locust.exception import StopUser
 PART: dict[str, Any] = json.loads(os.environ["SELFSPEC_LOAD"])
 OUT, FIRST, STEP = Path(PART["out"]), PART["first"], PART["step"]
 JOB: dict[str, Any] = json.loads(OUT.with_name("job.json").read_text(encoding="utf-8"))
-NAME = JOB["path"]
+PATH, TIMEOUT = "/v1/completions", 600.0  # seconds that a client waits for a part of an answer
 SERVER = urlsplit(JOB["url"]).netloc
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 BODIES = [json.dumps(JOB["body"] | prompt).encode() for prompt in JOB["prompts"]]
@@ -81,9 +81,9 @@ class Run:
         sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late)}
         sent, error = time.monotonic(), None
         parts: list[Part] = []
-        connection = http.client.HTTPConnection(SERVER, timeout=JOB["timeout"])
+        connection = http.client.HTTPConnection(SERVER, timeout=TIMEOUT)
         try:
-            connection.request("POST", NAME, BODIES[number % len(BODIES)], HEADERS)
+            connection.request("POST", PATH, BODIES[number % len(BODIES)], HEADERS)
             response = connection.getresponse()
             if response.status == 200:
                 _receive(response, parts)

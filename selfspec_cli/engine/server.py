@@ -20,6 +20,7 @@ from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.engine import cores
 from selfspec_cli.engine.deployment import deployment
 from selfspec_cli.terminal import last_lines
 
@@ -36,25 +37,25 @@ class ServerError(RuntimeError):
 
 @dataclass
 class Server:
-    """A server that answers. model: what it calls its model. cfg, process: of one that was started here."""
+    """A server that was started here. model: what it calls its model. log: where its output goes."""
 
     url: str
     model: str
-    cfg: RunConfig | None = None
-    process: subprocess.Popen[bytes] | None = None
-    log: Path | None = None
+    cfg: RunConfig
+    process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def layer(self) -> int | None:
-        """The exit layer in force; None for a server that has none, or of which it is not known."""
-        return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method is Method.layer_skip else None
+        """The exit layer in force; None where there is none, or it is not known."""
+        return exit_layer(self.cfg) if self.cfg.method is Method.layer_skip else None
 
     def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate between two rounds; nothing is reloaded."""
         self.call("early_exit_set_gate", kind, threshold)
 
     def call(self, method: str, *args: Any) -> Any:
-        """The first worker's answer to one of `EarlyExitWorker`'s methods; of a server that was started here."""
+        """The first worker's answer to one of `EarlyExitWorker`'s methods."""
         answer = ask(f"{self.url}/collective_rpc", {"method": method, "args": list(args)})
         document = json.loads(answer) if answer else {"results": [None]}
         return document["results"][0]
@@ -82,38 +83,28 @@ class Server:
         return VerifyCounts(rounds, places, accepted, [by_position[number] for number in sorted(by_position)])
 
     def drafting(self) -> counters.Snapshot | None:
-        """The draft loop's own counters; None for a server that was not started here, or does not draft."""
-        if self.cfg is None or self.cfg.method is not Method.layer_skip:
-            return None
-        return self.call("early_exit_counters")
+        """The draft loop's own counters; None for a server that has none."""
+        return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
-    def processes(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Of a server that was started here: number and short name of each process, and the fields of its
-        /proc/N/stat from the state on (proc_pid_stat(5), where that one is the third)."""
-        if self.process is None:
-            return
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError, ValueError, IndexError):
-                head, _, tail = stat.read_text().rpartition(")")
-                fields = tail.split()
-                if int(fields[3]) == self.process.pid:  # its session, which began with the server
-                    yield int(stat.parent.name), head.partition("(")[2], fields
+    def processes(self) -> list[tuple[int, str, list[str]]]:
+        """Those of `cores.processes` that are of the server's session, which began with it."""
+        return [one for one in cores.processes() if int(one[2][3]) == self.process.pid]
 
     def resident_mib(self) -> float | None:
-        """Resident memory of the processes of a server that was started here, shared pages counted once for each."""
+        """Resident memory of the processes, shared pages counted once for each; None where /proc does not say."""
         pages = sum(int(fields[21]) for _, _, fields in self.processes())
         return pages * os.sysconf("SC_PAGE_SIZE") / MIB if pages else None
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Seconds of a processor that a server that was started here has used, by the names of its processes."""
+        """Seconds of a processor that the server has used, by the names of its processes."""
         ticks, by_process = os.sysconf("SC_CLK_TCK"), defaultdict[str, float](float)
         for _, name, fields in self.processes():
             by_process[name] += (int(fields[11]) + int(fields[12])) / ticks
         return by_process
 
     def check(self) -> None:
-        """Raises ServerError if a server that was started here has ended."""
-        if self.process is not None and (code := self.process.poll()) is not None:
+        """Raises ServerError if the server has ended."""
+        if (code := self.process.poll()) is not None:
             raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
@@ -133,32 +124,17 @@ def open_server(
         ConfigError, HeadError: what `cfg` asks for cannot be had.
         ServerError: it ended, or did not answer; the message has the end of its log.
     """
-    made = deployment(cfg, scratch)
+    made, port = deployment(cfg, scratch), str(free_port())
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
     # vLLM's development mode lets this command read the draft loop's counters.
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    variables = os.environ | own | made.environment | dict(environment or {})
-    with started([*made.command(), cache], more, cfg, log, variables) as server:
-        yield server
-
-
-@contextmanager
-def started(
-    command: Sequence[str], more: Sequence[str], cfg: RunConfig | None, log: Path, environment: Mapping[str, str]
-) -> Iterator[Server]:
-    """Start a command that serves the OpenAI API, give it when it answers, and end it.
-
-    Args:
-        command, more: its words before and behind the address that it gets here. cfg: what it serves. log: where its
-            output goes. environment: all of its variables.
-
-    Raises:
-        ServerError: it ended, or did not answer; the message has the end of its log.
-    """
-    port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
-        process = children.start([*command, "--host", "127.0.0.1", "--port", str(port), *more], out, environment)
+        process = children.start(
+            [*made.command(), cache, "--host", "127.0.0.1", "--port", port, *more],
+            out,
+            os.environ | own | made.environment | dict(environment or {}),
+        )
     server, patience = Server(f"http://127.0.0.1:{port}", "", cfg, process, log), GIVE_UP_SECONDS
     try:
         wait_for(server.url, server.check, log)
@@ -207,7 +183,7 @@ def read_metrics(text: str) -> dict[str, dict[str, float]]:
     return metrics
 
 
-def wait_for(url: str, check: Callable[[], None], log: Path | None, name: str = "the server") -> None:
+def wait_for(url: str, check: Callable[[], None], log: Path, name: str = "the server") -> None:
     """Wait until a server answers. check: called meanwhile; what it raises ends the wait.
 
     Raises:
@@ -224,10 +200,8 @@ def wait_for(url: str, check: Callable[[], None], log: Path | None, name: str = 
     raise ServerError(f"{name} did not answer within {START_SECONDS / 60:.0f} minutes{tail(log)}")
 
 
-def tail(log: Path | None) -> str:
+def tail(log: Path) -> str:
     """The lines of a log that say what went wrong, and where it is."""
-    if log is None:
-        return ""
     lines = last_lines(log, 200)
     logged = re.compile(r"\b(DEBUG|INFO|WARNING)\b")  # a warning may name an error that has not happened
     errors = [line for line in lines if re.search(r"Error|error,|error:|FATAL|refus", line) and not logged.search(line)]

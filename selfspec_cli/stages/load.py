@@ -18,22 +18,14 @@ from typing import Any
 from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
-from selfspec_cli.engine.clients import (
-    BUSY,
-    COMPLETIONS,
-    ClientsError,
-    Job,
-    Run,
-    check_installed,
-    processes_for,
-)
+from selfspec_cli.engine import cores
+from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, check_installed, processes_for
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
 from selfspec_cli.load_patterns.trace import PATTERN, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
-from selfspec_cli.stages import cores
 from selfspec_cli.stages.load_prompts import Prompts, of_model
 
 FOLDER = "load"  # of raw samples, in the results folder
@@ -156,7 +148,7 @@ def _closed(cfg: RunConfig, server: Server, prompts: Prompts, clients: int | Non
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    return Job(server.url, COMPLETIONS, body, prompts.bodies, clients=clients, requests=requests)
+    return Job(server.url, body, prompts.bodies, clients=clients, requests=requests)
 
 
 def _warm_up(cfg: RunConfig, server: Server, prompts: Prompts, place: Path) -> None:

@@ -6,6 +6,7 @@ engines: the baseline's and the candidates'.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,16 +162,13 @@ def _comparable(arm: Mapping[str, Any], device: str) -> tuple[Any, ...]:
 def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
     """By run key: the settings, as a user types them, in which a point differs from others of which a row would show
     the same label and title; empty where there are none."""
-    alike: dict[tuple[Any, ...], list[Planned]] = {}
+    alike: dict[tuple[Any, ...], list[Planned]] = defaultdict(list)
     for planned in points:
-        shown = tuple(item for item in tables.identity(planned.cfg).items() if item[0] not in NOT_SHOWN)
-        alike.setdefault(shown, []).append(planned)
-    texts = {}
-    for same in alike.values():
-        settings = [
-            {name: value for name, value in flat(to_plain(planned.cfg)) if value != {}} if len(same) > 1 else {}
-            for planned in same
-        ]
+        shown = tables.identity(planned.cfg).items()
+        alike[tuple(item for item in shown if item[0] not in NOT_SHOWN)].append(planned)
+    texts = {planned.key: "" for same in alike.values() for planned in same}
+    for same in (points for points in alike.values() if len(points) > 1):
+        settings = [{name: value for name, value in flat(to_plain(one.cfg)) if value != {}} for one in same]
         names = dict.fromkeys(name for own in settings for name in own)
         differing = [name for name in names if any(own.get(name) != settings[0].get(name) for own in settings)]
         for planned, own in zip(same, settings, strict=True):

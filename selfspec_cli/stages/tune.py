@@ -11,7 +11,7 @@ Logs and costs are kept under results/tune/<key>/. The same command goes on from
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,41 +60,6 @@ class Budget:
         return self.seconds - self.spent
 
 
-@dataclass
-class Finalist:
-    """A setting, measured alternating with others, against plain decoding on its own engine."""
-
-    cfg: RunConfig
-    measured: dict[str, Any]
-
-    @property
-    def speedup(self) -> float:
-        """Median over the repeats."""
-        return float(self.measured["speedup"])
-
-
-@dataclass
-class TuneResult:
-    """The choice, what it was chosen from, and where it is written."""
-
-    choice: Finalist
-    finalists: list[Finalist]
-    expected: list[dict[str, Any]]  # of each exit: its best setting by the cost model
-    seconds: float
-    file: str
-    overrides: list[str]
-    untried: Sequence[str] = ()  # exits for which there was no time
-    failed: Sequence[str] = ()  # exits that could not be had, each with the reason
-
-    @property
-    def warnings(self) -> list[str]:
-        """What makes the choice uncertain, for people; empty where nothing does."""
-        if not self.untried:
-            return [*self.failed]
-        late = f"there was no time for {', '.join(self.untried)}; with more --minutes the same command tries them too"
-        return [*self.failed, late]
-
-
 def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
     """What `run` would do with these, for --dry-run. minutes, heads: as `Budget` and `run` take them."""
     plan = exits.distinct(cfgs, LONGEST)
@@ -120,12 +85,15 @@ def run(
     heads: Sequence[HeadConfig] = (),
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
-) -> TuneResult:
+) -> tuple[RunConfig, dict[str, Any]]:
     """Choose among `cfgs`, which differ in exit layer or head; writes the file that `tuned=MODEL` reads.
 
     Args:
         conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
             they are fitted for a layer that looks promising.
+
+    Returns:
+        The choice, and as JSON what it was chosen from.
 
     Raises:
         ConfigError: nothing was drafted.
@@ -140,37 +108,30 @@ def run(
             found, later, refused = survey(others, folder, opened, budget, progress, found)
             late, failed = late + later, failed + refused
         finalists = _raced(found, opened, budget, progress)
-        choice = max(finalists, key=lambda finalist: finalist.speedup)
-    words = [*model_words, *tuned.overrides(choice.cfg)]
-    work = choice.cfg.workload
+    choice, measured = max(finalists, key=lambda finalist: finalist[1]["speedup"])
+    words, work = [*model_words, *tuned.overrides(choice)], choice.workload
     about = (
-        f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
+        f"{measured['speedup']:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
         f"batch {work.batch}"
     )
-    file = tuned.write(conf, first, words, about)
-    expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     untried = [exits.name_of(cfg) for cfg in late]
-    result = TuneResult(choice, finalists, expected, budget.spent, str(file), words, untried, failed)
-    atomic_write(folder / "choice.json", json.dumps(document(result), indent=2) + "\n")
-    return result
-
-
-def document(result: TuneResult) -> dict[str, Any]:
-    finalists = [
-        {"E": finalist.cfg.layer, "head": exits.exit_name(finalist.cfg), **finalist.measured}
-        for finalist in result.finalists
-    ]
-    return {
-        "overrides": result.overrides,
-        "file": result.file,
-        "tuned": safe_name(result.choice.cfg.model.name),
-        "speedup": result.choice.speedup,
-        "seconds": result.seconds,
-        "finalists": finalists,
-        "expected": result.expected,
-        "untried": list(result.untried),
-        "warnings": result.warnings,
+    if untried:
+        failed.append(
+            f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too"
+        )
+    document = {
+        "overrides": words,
+        "file": str(tuned.write(conf, first, words, about)),
+        "tuned": safe_name(choice.model.name),
+        "speedup": measured["speedup"],
+        "seconds": budget.spent,
+        "finalists": [row for _, row in finalists],
+        "expected": [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)],
+        "untried": untried,  # exits for which there was no time
+        "warnings": failed,  # what makes the choice uncertain, for people
     }
+    atomic_write(folder / "choice.json", json.dumps(document, indent=2) + "\n")
+    return choice, document
 
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
@@ -245,11 +206,13 @@ def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Pro
     return replace(exit_, outcomes=ranked)
 
 
-def _raced(surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress) -> list[Finalist]:
-    """The best settings of the exits that look promising, measured: of the best one at least a repeat of each, of
-    another one only if there is time."""
+def _raced(
+    surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress
+) -> list[tuple[RunConfig, dict[str, Any]]]:
+    """The best settings of the exits that look promising, each with what was measured: of the best exit at least a
+    repeat of each, of another one only if there is time."""
     chosen = promising(surveyed)
-    finalists: list[Finalist] = []
+    finalists = []
     for number, exit_ in enumerate(chosen):
         if number and budget.left <= 0:
             break
@@ -265,8 +228,13 @@ def _raced(surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, pr
                 progress=progress,
             )
         for arm in measured:
-            row = {**arm.to_dict(plain), "plain_tok_s": plain.median}
-            finalists.append(Finalist(tuned.apply(exit_.cfg, arm.setting), row))
+            row = {
+                "E": exit_.cfg.layer,
+                "head": exits.exit_name(exit_.cfg),
+                **arm.to_dict(plain),
+                "plain_tok_s": plain.median,
+            }
+            finalists.append((tuned.apply(exit_.cfg, arm.setting), row))
     return finalists
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import pytest
 
 from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.engine import cores
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.latency import RequestTimes, end_to_end, itl, quantiles, summary, tpot, ttft
 from selfspec_cli.record.point import output_digests
-from selfspec_cli.stages import bench, cores
+from selfspec_cli.stages import bench
 
 WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)
 
@@ -232,6 +234,58 @@ def test_engines_are_forked_where_pytorch_is_kept_to_one_thread_and_do_not_hang(
         [sys.executable, "-c", PROGRAM, device], env=threads, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout.split()) == (0, [how]), done.stderr
+
+
+# ---- how much of the processor a command had, and how much others had ------------------------------------------------
+
+
+HERTZ = os.sysconf("SC_CLK_TCK")
+
+
+def machine(proc, stat, processes):
+    """A /proc. processes: number -> (parent, user, system, user and system of its children that have ended)."""
+    proc.mkdir(exist_ok=True)
+    (proc / "stat").write_text(stat)
+    for number, (parent, *ticks) in processes.items():
+        (proc / str(number)).mkdir(exist_ok=True)
+        before = "0 " * 9
+        (proc / str(number) / "stat").write_text(
+            f"{number} (a) b) R {parent} {before}{' '.join(map(str, ticks))} 20 0\n"
+        )
+
+
+def test_what_neither_this_command_nor_its_children_used_others_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2})
+    me = os.getpid()
+    family = {me: (1, 5, 5, 0, 0), me + 1: (me, 10, 0, 0, 0), me + 2: (me + 1, 20, 0, 0, 0), me + 3: (1, 1000, 0, 0, 0)}
+    stat = "cpu 9\ncpu0 10 0 10 70 10 0 0 0 7 7\ncpu1 9 9 9 9 9 9 9 9\ncpu2 100 0 0 0 0 0 0 0\nintr 5\n"
+    machine(tmp_path, stat, family)
+    before = cores.now()
+    assert before == cores.Moment(200, 80, 40)
+    # A child ends, and what it used is its parent's. One core has work for 50 ticks, the other for a second.
+    shutil.rmtree(tmp_path / str(me + 2))
+    stat = f"cpu0 60 0 10 {70 + HERTZ - 50} 10 0 0 0\ncpu1 0\ncpu2 {100 + HERTZ - 30} 0 0 0 0 0 0 30\n"
+    machine(tmp_path, stat, {me + 1: (me, 60, 0, 15, 15)})
+    own, others = 60, 50 + HERTZ - 60
+    expected = {"cpu_own": own / (2 * HERTZ), "cpu_others": others / (2 * HERTZ)}
+    assert cores.shares(before, cores.now()) == pytest.approx(expected, abs=0.001)
+
+
+def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    assert cores.now() is None
+    some = cores.Moment(0, 0, 0)
+    assert cores.shares(None, some) == cores.shares(some, None) == {}
+    assert cores.shares(some, cores.Moment(HERTZ // 4, 0, 0)) == {}  # too short
+    assert cores.shares(some, cores.Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
+
+
+def test_work_of_a_process_that_was_started_is_this_commands_own():
+    before = cores.now()
+    assert before is not None
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert cores.now().own - before.own >= 0.4 * HERTZ
 
 
 # ---- latencies of requests ------------------------------------------------------------------------------------------

@@ -182,7 +182,6 @@ def _sweep(
             bench=partial(bench, **more),
             progress=shown,
             tracker=tracker,
-            go_on=lambda: ends is None or time.time() < ends,
             ends=ends,
             run_id=run_id,
             **options.plan,

@@ -67,8 +67,9 @@ class Server:
         except (OSError, ValueError):
             return {}
 
-    def verify_counts(self, metrics: dict[str, dict[str, float]]) -> VerifyCounts | None:
+    def verify_counts(self) -> VerifyCounts | None:
         """vLLM's counters of speculative decoding since the server started; None for one that does not draft."""
+        metrics = self.metrics()
         found = {
             name: metrics.get(f"vllm:spec_decode_num_{name}_total", {})
             for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")

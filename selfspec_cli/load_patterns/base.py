@@ -40,10 +40,6 @@ class LoadPattern:
         """
         return None
 
-    def at_once(self, load: Any) -> int:
-        """Return how many requests may begin together; the warm-up of a server uses this number."""
-        return load.clients or 1
-
     def values(self, load: Any) -> dict[str, Any]:
         """Return the columns of its rows: `arrivals`, `columns`, and columns of a pattern on which it builds."""
         settings = ", ".join(f"{item.name}={getattr(load, item.name):g}" for item in fields(self.settings))

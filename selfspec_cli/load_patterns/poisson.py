@@ -94,9 +94,6 @@ class Poisson(LoadPattern):
         """Return the arrivals at `load.rate`, into which a share has been turned before."""
         return moments(load.rate, seed, load.burst, requests, seconds)
 
-    def at_once(self, load: Any) -> int:
-        return load.clients or load.burst
-
     def values(self, load: Any) -> dict[str, Any]:
         return {
             "arrivals": BURSTY if load.burst > 1 else self.name,

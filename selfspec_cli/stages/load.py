@@ -85,14 +85,14 @@ class Loader:
         repeats: list[Repeat] = []
         for number in range(cfg.load.repeats):
             job, used = job_of(cfg, server, prompts, number), server.cpu_seconds()
-            counts, own = server.verify_counts(server.metrics()), server.drafting()
+            counts, own = server.verify_counts(), server.drafting()
             if cfg.load.kind == PATTERN.name and job.arrivals and job.arrivals[-1] > 0:
                 facts["rate"] = (len(job.arrivals) - 1) / job.arrivals[-1]
             run = _run(server, job, place / f"repeat-{number + 1}", progress)
             facts |= {"interrupted": True} if run.interrupted else {}
             if run.good:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
-                after = server.verify_counts(server.metrics())
+                after = server.verify_counts()
                 verified = None if counts is None or after is None else after.since(counts)
                 repeats.append(Repeat(run.seconds, run.times(), verified, counters.since(server.drafting(), own)))
                 runs.append(run)
@@ -154,7 +154,7 @@ def _closed(cfg: RunConfig, server: Server, prompts: Prompts, clients: int | Non
 def _warm_up(cfg: RunConfig, server: Server, prompts: Prompts, place: Path) -> None:
     """Each client asks once, as many of them as the load may have at once; nothing of it is counted."""
     load = cfg.load
-    clients = load.clients or max(load.pattern.at_once(load), min(FEW, cfg.engine.max_num_seqs))
+    clients = load.clients or max(load.burst, min(FEW, cfg.engine.max_num_seqs))
     _uninterrupted(_run(server, _closed(cfg, server, prompts, clients, clients), place, ignore))
 
 
@@ -227,9 +227,8 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
                 for run in runs
             ]
         )
-    if not prompts.exact:
-        prompt_lengths = [request.prompt_tokens for request in samples if request.prompt_tokens is not None]
-        facts["input_len"] = round(median(prompt_lengths)) if prompt_lengths else None
+    if lengths := [request.prompt_tokens for request in samples if request.prompt_tokens is not None]:
+        facts["input_len"] = round(median(lengths))
     return facts
 
 

@@ -18,13 +18,11 @@ BLOCK = 512  # tokens of a block of Mooncake's traces
 
 @dataclass(frozen=True)
 class Prompts:
-    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
-    exact: every prompt has exactly `workload.input_len` tokens. cut: requests of a trace that are longer than
-    `workload.input_len` or `workload.output_len`."""
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none. cut:
+    requests of a trace that are longer than `workload.input_len` or `workload.output_len`."""
 
     bodies: list[dict[str, Any]]
     categories: list[str]
-    exact: bool
     cut: int = 0
 
 
@@ -36,9 +34,8 @@ def of_model(cfg: RunConfig) -> Prompts:
     """
     engine, work = ModelTokens(cfg), cfg.workload
     if cfg.load.trace is None:
-        tokens = workload_prompts(cfg, engine)
-        bodies = [{"prompt": one} for one in tokens]
-        return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
+        bodies = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]
+        return Prompts(_seeded(cfg, bodies), _categories(cfg))
     check_length(cfg, engine)
     requests = asked_requests(cfg.load)
     prompts = of_requests(requests, engine.encode, cfg.seed, work.input_len)
@@ -47,7 +44,7 @@ def of_model(cfg: RunConfig) -> Prompts:
         for ids, request in zip(prompts, requests, strict=True)
     ]
     cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
-    return Prompts(_seeded(cfg, bodies), [], False, cut)
+    return Prompts(_seeded(cfg, bodies), [], cut)
 
 
 def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
-from selfspec_cli.engine.deployment import Deployment, shell_line
+from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, free_port, tail, wait_for
 from selfspec_cli.stages.launch import devices
 
@@ -49,10 +49,6 @@ class Program:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
-
-    def line(self) -> str:
-        """The command for a shell, with the environment before it."""
-        return shell_line(self.command, self.environment)
 
     @property
     def dead(self) -> bool:

@@ -67,9 +67,13 @@ class _Run:
     result: SweepResult
     folder: Path
     baselines: dict[str, tuple[Point, bool]]
-    go_on: Callable[[], bool]
+    ends: float | None
     keep: Callable[[Point], Any] | None = None  # takes points in place of the folder
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
+
+    def has_time(self) -> bool:
+        """Whether another point may begin."""
+        return self.ends is None or time.time() < self.ends
 
     def save(self, point: Point) -> None:
         """Write a point, measured or failed; a later run skips it only if it was measured."""
@@ -107,7 +111,6 @@ def run(
     again: bool = False,
     reuse_baseline: bool = False,
     retry_failed: bool = False,
-    go_on: Callable[[], bool] = lambda: True,
     ends: float | None = None,
     run_id: str | None = None,
 ) -> SweepResult:
@@ -122,8 +125,7 @@ def run(
         again: measure finished points too.
         reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
         retry_failed: only points that an earlier command could not measure.
-        go_on: asked before each point; once it says no, no other point is begun, and the result says how many are left.
-        ends: when that will be, in seconds since 1970, for workers of a launcher, which cannot ask.
+        ends: no point is begun after this (seconds since 1970), and the result says how many are left.
 
     Raises:
         ConfigError: the results folder is in use, or cannot be written.
@@ -138,7 +140,7 @@ def run(
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
         baselines = {point.key: (point, True) for point in reused}
-        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, go_on)
+        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, ends)
         if cfgs and cfgs[0].launcher.kind != "local":
             result.left = driver.run(
                 todo, cfgs[0], result.run_id, folder, save=context.save, fail=context.fail, progress=progress, ends=ends
@@ -158,11 +160,11 @@ def run_unit(
     open_engine: OpenEngine,
     bench: Bench,
     keep: Callable[[Point], Any],
-    go_on: Callable[[], bool],
+    ends: float | None,
 ) -> None:
     """Measure configs and their baselines, and give each point to `keep` in place of a results folder.
 
-    keys: by the key that this machine gives a point, the one that it is recorded under. go_on: as `run` takes it.
+    keys: by the key that this machine gives a point, the one that it is recorded under. ends: as `run` takes it.
     """
 
     def renamed(points: list[Planned]) -> list[Planned]:
@@ -171,7 +173,7 @@ def run_unit(
             for one in points
         ]
 
-    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, go_on, keep)
+    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, ends, keep)
     with interrupts.deferred():
         for family in plan(cfgs).families:
             _family(context, Family(renamed(family.baselines), [renamed(group) for group in family.groups]))
@@ -193,7 +195,7 @@ def _family(context: _Run, family: Family) -> None:
 def _on_one_engine(context: _Run, points: list[Planned]) -> None:
     """Measure points on one live engine. A failure that may have broken the engine costs a fresh one for the rest."""
     waiting = list(points)
-    while waiting and context.go_on():
+    while waiting and context.has_time():
         stack = ExitStack()
         began = time.perf_counter()
         try:
@@ -204,7 +206,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             return
         started = getattr(engine, "start_seconds", time.perf_counter() - began)
         try:
-            while waiting and context.go_on():
+            while waiting and context.has_time():
                 interrupts.check()
                 if not _measure(context, waiting.pop(0), engine, started):
                     break

@@ -10,6 +10,7 @@ Logs and costs are kept under results/tune/<key>/. The same command goes on from
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -156,32 +157,32 @@ def survey(
     than the best before. Where the first exit of all cannot be had, the others are not tried.
     """
     surveyed: list[Exit] = list(earlier)
-    worse: dict[tuple[DraftView, str], int] = {}
+    worse: Counter[tuple[DraftView, str]] = Counter()
     late: list[RunConfig] = []
     failed: list[str] = []
     total = len(earlier) + len(cfgs)
     for cfg in cfgs:
-        view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
-        file = folder / f"drafts-{exits.name_of(cfg)}-{exits.draft_key(cfg)}.pt"
-        if worse.get(view, 0) >= 2:
-            pass
-        elif surveyed and budget.left < budget.seconds / 2 and not file.is_file():
+        name, view = exits.name_of(cfg), (replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method)
+        file = folder / f"drafts-{name}-{exits.draft_key(cfg)}.pt"
+        if worse[view] >= 2:
+            continue
+        if surveyed and budget.left < budget.seconds / 2 and not file.is_file():
             late.append(cfg)
-        else:
-            try:
-                exit_ = _surveyed(cfg, file, open_engine, progress)
-            except Exception as error:
-                interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
-                if not surveyed:
-                    raise
-                reason = on_one_line(error)[:300]
-                failed.append(f"{exits.name_of(cfg)} was left out: {reason}")
-                progress.failed(exits.name_of(cfg), reason)
-                continue
-            best = max((other.best.speedup for other in surveyed), default=0.0)
-            surveyed.append(exit_)
-            worse[view] = worse.get(view, 0) + 1 if exit_.best.speedup < best else 0
-            progress("exits", len(surveyed), total)
+            continue
+        try:
+            exit_ = _surveyed(cfg, file, open_engine, progress)
+        except Exception as error:
+            interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
+            if not surveyed:
+                raise
+            reason = on_one_line(error)[:300]
+            failed.append(f"{name} was left out: {reason}")
+            progress.failed(name, reason)
+            continue
+        best = max((other.best.speedup for other in surveyed), default=0.0)
+        surveyed.append(exit_)
+        worse[view] = worse[view] + 1 if exit_.best.speedup < best else 0
+        progress("exits", len(surveyed), total)
     progress.ended("exits", len(surveyed), total)
     return surveyed, late, failed
 

@@ -71,7 +71,7 @@ def text(server, prompt, **more):
 
 
 def drafted(server):
-    return server.verify_counts(server.metrics())
+    return server.verify_counts()
 
 
 def test_drafts_are_accepted_and_completions_are_the_models_own(server):

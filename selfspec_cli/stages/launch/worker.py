@@ -58,7 +58,7 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
         open_engine=open_engine,
         bench=bench.run,
         keep=keep,
-        go_on=lambda: document["ends"] is None or time.time() < document["ends"],
+        ends=document["ends"],
     )
 
 

@@ -76,10 +76,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
 
 def shallow_model(cfg: RunConfig, folder: Path) -> Path:
     """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit.
-
-    Raises:
-        ConfigError: the model is on the Hub, and its config cannot be had.
-    """
+    Raises ConfigError if the model's config cannot be had."""
     layer = cfg.layer or DraftView().default_layer(needed(cfg, "layers"))
     file = config_file(cfg.model, fetch=True)
     assert file is not None  # fetched, or refused

@@ -123,14 +123,11 @@ def processes_for(clients: int) -> int:
 def run(
     job: Job, folder: Path, *, check: Callable[[], None], progress: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
-    """Run a job to its end. Leaves job.json, samples.jsonl and clients.log in `folder`, which is new.
+    """Run a job to its end; raises ClientsError if locust failed. Leaves job.json, samples.jsonl and clients.log in
+    `folder`, which is new.
 
-    Args:
-        check: called while the clients work; what it raises ends them. progress: called with the
-            requests ended and the seconds gone so far.
-
-    Raises:
-        ClientsError: locust failed.
+    check: called while the clients work; what it raises ends them. progress: called with the requests ended and the
+    seconds gone so far.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, whole = folder / "clients.log", folder / "samples.jsonl"

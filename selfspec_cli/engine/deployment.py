@@ -76,12 +76,7 @@ class Deployment:
 
     def replace_process(self, more: list[str]) -> None:
         """Become the server: the process keeps its id, so signals reach vLLM itself. more: further options of vLLM's.
-
-        Does not return.
-
-        Raises:
-            OSError: the command cannot be run.
-        """
+        Does not return; raises OSError if the command cannot be run."""
         command = [*self.command(), *more]
         os.execvpe(command[0], command, {**os.environ, **self.environment})
 

@@ -248,8 +248,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
 
     Raises:
-        ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
-            shut down again.
+        ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine.
     """
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.

@@ -53,10 +53,8 @@ def answers(
 ) -> list[Answer]:
     """Run requests with `batch` of them in flight; answers in the order of the requests.
 
-    Args:
-        waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens
-            that are generated.
-        between: called before each step of the engine with the number of steps so far.
+    waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens that
+    are generated. between: called before each step of the engine with the number of steps so far.
     """
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)
     numbers: dict[str, int] = {}

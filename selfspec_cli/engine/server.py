@@ -165,11 +165,7 @@ def listening_error(host: str, port: int) -> OSError | None:
 
 
 def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
-    """The text of an answer; body: posted as JSON.
-
-    Raises:
-        OSError: nobody answers, or with an error.
-    """
+    """The text of an answer; raises OSError for an error and where nobody answers. body: posted as JSON."""
     headers = {"Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as answer:
@@ -185,11 +181,8 @@ def read_metrics(text: str) -> dict[str, dict[str, float]]:
 
 
 def wait_for(url: str, check: Callable[[], None], log: Path, name: str = "the server") -> None:
-    """Wait until a server answers. check: called meanwhile; what it raises ends the wait.
-
-    Raises:
-        ServerError: it did not answer in time.
-    """
+    """Wait until a server answers; raises ServerError if it does not in time. check: called meanwhile; what it raises
+    ends the wait."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         interrupts.check()

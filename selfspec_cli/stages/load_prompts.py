@@ -27,11 +27,7 @@ class Prompts:
 
 
 def of_model(cfg: RunConfig) -> Prompts:
-    """The prompts that every other command would give to the model of `cfg`, as token ids.
-
-    Raises:
-        ConfigError: as `workload_prompts`.
-    """
+    """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
     engine, work = ModelTokens(cfg), cfg.workload
     if cfg.load.trace is None:
         bodies = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]

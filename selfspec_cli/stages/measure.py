@@ -100,10 +100,8 @@ def run(
     One arm has all prompts at once, `cfg.workload.batch` of them in flight. Several take turns chunk by chunk, a batch
     each, and the order turns around from chunk to chunk. An interrupt ends it between two chunks, if not sooner.
 
-    Args:
-        settings: what each arm drafts by; AS_FOUND leaves the engine as it is.
-        timed: called once, when warming up is over.
-        another: whether to go on after a repeat that is not the last one, given the seconds that it took.
+    settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called once, when warming up is over.
+    another: whether to go on after a repeat that is not the last one, given the seconds that it took.
     """
     arms = [Arm(setting) for setting in settings]
     size = cfg.workload.batch if len(arms) > 1 else len(prompts)

@@ -89,14 +89,11 @@ def plan(
     reuse_baseline: bool = False,
     retry_failed: bool = False,
 ) -> Plan:
-    """Group points by the engine they can share.
-
-    A point is resumed whole: of one that was interrupted nothing is kept. Points that are left are compared with a
-    baseline that is measured again, unless `reuse_baseline`.
+    """Group points by the engine they can share. Points that are left are compared with a baseline that is measured
+    again, unless `reuse_baseline`.
 
     Args:
-        known: points of the folder. Those that are measured are skipped; their
-            comparable ones say how long the others may take.
+        known: points of the folder. Those that are measured are skipped; comparable ones say how long others may take.
         again: measure finished points too.
         reuse_baseline: take the newest measured baseline with the right key, where there is one.
         retry_failed: only points that an earlier command could not measure, and none has since.

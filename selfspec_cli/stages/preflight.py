@@ -49,7 +49,7 @@ TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.ti
 
 
 def check_all(cfgs: Iterable[RunConfig]) -> None:
-    """Refuse a command if one of its points could not run; raises as `check`."""
+    """`check` every point of a command."""
     for cfg in cfgs:
         check(cfg)
 
@@ -77,11 +77,7 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
 
 
 def check_model(cfg: RunConfig) -> None:
-    """Refuse a model that is not there, and an exit layer or a draft vocabulary that it has not.
-
-    Raises:
-        ConfigError: naming which.
-    """
+    """Refuse a model that is not there, and an exit layer or a draft vocabulary that it has not; raises ConfigError."""
     facts, name = model_facts(cfg), cfg.model.name
     if cfg.method is Method.vllm:
         speculative.check(cfg)

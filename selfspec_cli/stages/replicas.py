@@ -60,11 +60,7 @@ class Program:
 
 
 def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
-    """What a command says of replicas: how many, the router that is named, and all other words.
-
-    Raises:
-        ConfigError: no number of replicas, or one of the two words is misspelt.
-    """
+    """What a command says of replicas: how many, the router that is named, and all other words; raises ConfigError."""
     own: dict[str, str] = {}
     others = []
     for word in words:
@@ -183,9 +179,7 @@ def _front(
 
 
 def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
-    """Start all, say when they answer, start again what dies, and end all at an interrupt.
-
-    folder: for their logs.
+    """Start all, say when they answer, start again what dies, and end all at an interrupt. folder: for their logs.
 
     Raises:
         ServerError: a replica ended before it ever answered, none is left, or the router ended.

@@ -51,11 +51,7 @@ class Limit:
 
 
 def parse(words: Sequence[str]) -> list[Limit]:
-    """Read limits such as ttft_p99=200 (milliseconds).
-
-    Raises:
-        ConfigError: naming the word and what is allowed.
-    """
+    """Read limits such as ttft_p99=200 (milliseconds); raises ConfigError."""
     limits = []
     for word in words:
         key, _, text = word.partition("=")

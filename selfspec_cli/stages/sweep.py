@@ -116,12 +116,10 @@ def run(
 ) -> SweepResult:
     """Measure every point that is not finished; each is on disk as soon as it is measured.
 
-    A point that fails is written down with the reason, and the sweep goes on. An interrupt ends it between two engine
-    steps: the points so far are on disk, and the same command goes on from there.
+    A point that fails is written down with the reason, and the sweep goes on. After an interrupt the same command
+    measures the rest.
 
     Args:
-        open_engine: starts the engine for a config; a context manager.
-        bench: measures one config on an engine.
         again: measure finished points too.
         reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
         retry_failed: only points that an earlier command could not measure.

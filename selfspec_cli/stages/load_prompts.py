@@ -30,7 +30,7 @@ def of_model(cfg: RunConfig) -> Prompts:
     """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
     engine, work = ModelTokens(cfg), cfg.workload
     if cfg.load.trace is None:
-        bodies = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]
+        bodies: list[dict[str, Any]] = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]
         return Prompts(_seeded(cfg, bodies), _categories(cfg))
     check_length(cfg, engine)
     requests = asked_requests(cfg.load)

@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
     reserve_stdout()
     try:
         from selfspec_cli.commands.app import app

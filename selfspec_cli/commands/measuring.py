@@ -182,7 +182,6 @@ def _sweep(
             bench=partial(bench, **more),
             progress=shown,
             tracker=tracker,
-            go_on=lambda: ends is None or time.time() < ends,
             ends=ends,
             run_id=run_id,
             **options.plan,
@@ -210,16 +209,16 @@ def on_engines(
 def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:
     """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does.
 
-    forked: see `engine.processes.fork_engines`.
+    forked: see `engine.live.fork_engines`.
     """
 
     @contextmanager
     def open_engine(cfg: RunConfig, **more: Any) -> Iterator[Any]:
-        from selfspec_cli.engine import live, processes
+        from selfspec_cli.engine import live
 
         progress.starting(f"{cfg.model.name}, {label(tables.planned(cfg))}")
         if forked:
-            processes.fork_engines(cfg)
+            live.fork_engines(cfg)
         with ExitStack() as stack:
             try:
                 engine = stack.enter_context(live.open_engine(cfg, **more))

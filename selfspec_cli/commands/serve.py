@@ -42,7 +42,7 @@ def serve(out: Output, overrides: Overrides = None, config: Config = None) -> No
     plan = {"dry_run": True, "speculative_config": made.speculative_config}
     if count > 1:
         servers, front = replicas.plan(made, cfg, more, count, router)
-        lines = [one.line() for one in (*servers, front)]
+        lines = [deployment.shell_line(one.command, one.environment) for one in (*servers, front)]
         if out.dry_run:
             return out.answer(plan | {"commands": lines}, lambda: say("\n".join(lines)))
         preflight.check_device(cfg)

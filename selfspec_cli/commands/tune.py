@@ -28,15 +28,15 @@ def tune(
     heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
     if out.dry_run:
         return out.plan(tune_stage.facts(cfgs, minutes, heads))
-    warn(tune_stage.costly_copies(cfgs))
     model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
     with on_engines(out, "tune", cfgs[0], forked=True) as stage:
         budget = tune_stage.Budget(minutes)
-        result = tune_stage.run(cfgs, budget=budget, conf=Path("conf"), heads=heads, model_words=model, **stage)
-    warn(result.warnings)
-    document = tune_stage.document(result)
+        choice, document = tune_stage.run(
+            cfgs, budget=budget, conf=Path("conf"), heads=heads, model_words=model, **stage
+        )
+    warn(document["warnings"])
     serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
-    deploy = deploying.chosen("tune", result.choice.cfg, result.choice.speedup, serving)
+    deploy = deploying.chosen("tune", choice, document["speedup"], serving)
     if out.as_json:
         return emit(document | {"deploy": deploy})
     _show(document, serving)

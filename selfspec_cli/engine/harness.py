@@ -12,7 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from selfspec_cli.engine import scoring
 from selfspec_cli.engine.live import Engine
-from selfspec_cli.engine.scoring import Passage, Sampling
+from selfspec_cli.engine.scoring import Passage
 from selfspec_cli.progress import Progress, ignore
 
 GENERATED = 256  # tokens at most, where a task does not say
@@ -74,19 +74,22 @@ class LiveModel(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Continuations until a stop string, end-of-text or the task's limit; of a long context the end is kept."""
-        prompts, sampling = [], []
+        from vllm import SamplingParams
+
+        prompts, params = [], []
         for number, (context, asked) in enumerate(request.args for request in requests):
             wanted = dict(normalize_gen_kwargs(asked, GENERATED))
-            tokens = min(int(wanted["max_gen_toks"]), self.engine.max_model_len - 1)
+            tokens = min(int(wanted["max_gen_toks"]), self.room)
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.engine.max_model_len - tokens) :])
-            sampling.append(
-                Sampling(
+            temperature = float(wanted.get("temperature") or 0.0)
+            params.append(
+                SamplingParams(
                     max_tokens=tokens,
-                    temperature=float(wanted.get("temperature") or 0.0),
-                    seed=self.engine.cfg.seed + number,
-                    stop=tuple(word for word in wanted["until"] if word),
-                    other={name: value for name, value in wanted.items() if name not in OWN_WORDS},
+                    temperature=temperature,
+                    seed=self.engine.cfg.seed + number if temperature else None,
+                    stop=[word for word in wanted["until"] if word] or None,
+                    **{name: value for name, value in wanted.items() if name not in OWN_WORDS},
                 )
             )
-        return scoring.complete(self.engine, prompts, sampling, self.progress)
+        return scoring.complete(self.engine, prompts, params, self.progress)

@@ -25,8 +25,7 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import llm_arguments
-from selfspec_cli.engine.processes import how_they_start
+from selfspec_cli.engine.arguments import RUNNER, llm_arguments, runner_variables
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.texts.prompts import Turn
 from selfspec_cli.texts.tokens import Tokens
@@ -96,7 +95,6 @@ class Engine(Tokens):
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of the KV cache."""
         return int(self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
     @property
@@ -106,7 +104,6 @@ class Engine(Tokens):
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's own."""
         return self.llm.get_tokenizer()
 
     def set_gate(self, kind: str, threshold: float | None) -> None:
@@ -202,7 +199,6 @@ class Engine(Tokens):
         waiting = iter(begins)
 
         def submit(number: int | None) -> None:
-            """Begin a request, or nothing where no question is left."""
             if number is None:
                 return
             name, prompt = self.new_request(), prompts[number]
@@ -252,8 +248,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
 
     Raises:
-        ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
-            shut down again.
+        ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine.
     """
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
@@ -267,7 +262,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     llm = None
     try:
-        with interrupts.at_once(), TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
+        with interrupts.at_once(), TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg):
             from vllm import LLM
 
             leave_worker_classes()
@@ -293,18 +288,37 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
 
 
 @contextmanager
-def _model_runner(runner: Runner) -> Iterator[None]:
+def _model_runner(cfg: RunConfig) -> Iterator[None]:
     """While an engine starts: vLLM reads which model runner to use from its environment, and workers inherit it."""
-    name = "VLLM_USE_V2_MODEL_RUNNER"
-    before = os.environ.get(name)
-    if runner is not Runner.auto:
-        os.environ[name] = "1" if runner is Runner.v2 else "0"
+    before = os.environ.get(RUNNER)
+    os.environ.update(runner_variables(cfg))
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        os.environ.pop(RUNNER, None)
         if before is not None:
-            os.environ[name] = before
+            os.environ[RUNNER] = before
+
+
+def fork_engines(cfg: RunConfig) -> None:
+    """Have the engines on a GPU that this process will start forked from it: each is spared importing vLLM again, which
+    takes half a minute on a slow host. For processes that leave the work to engines.
+
+    PyTorch is kept to one thread here, and in the engines, for which vLLM does so itself once they are loaded. Threads
+    that it had here before do not matter then.
+    """
+    if device_of(cfg) != "cpu":  # such an engine runs in this process, with all of its cores
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def how_they_start() -> str:
+    """vLLM's word for how an engine's process starts. A forked engine hangs in its first parallel operation once
+    PyTorch has run one here, as it does counting a draft vocabulary; with one thread it runs none."""
+    import torch
+
+    return "fork" if torch.get_num_threads() == 1 else "spawn"
 
 
 def _as_bad_input(error: Exception) -> Exception:

@@ -1,9 +1,10 @@
 """The clients of a load test, run by locust in a process of its own; `engine.clients` starts it.
 
 locust replaces Python's sockets by gevent's, so nothing of vLLM may live in this process, and this file imports nothing
-of selfspec. It reads what to ask from the file that SELFSPEC_LOAD names, and writes a line of JSON for each request:
-its number, when it was sent and when each output arrived (microseconds of the machine's monotonic clock), how many
-tokens the server counted, and a digest of the text. locust's own statistics are not used: they are in milliseconds.
+of selfspec. SELFSPEC_LOAD names the file of samples, and which requests of job.json beside it are asked here: every
+`step`th from `first` on. A sample is a line of JSON for a request: its number, when it was sent and when each output
+arrived (microseconds of the machine's monotonic clock), how many tokens the server counted, and a digest of the text.
+locust's own statistics are not used: they are in milliseconds.
 
 Each request has a connection of its own: a server closes one that was idle for some seconds, and may do so just when it
 is used again.
@@ -25,8 +26,10 @@ from locust import User, events, task
 from locust.env import Environment
 from locust.exception import StopUser
 
-JOB: dict[str, Any] = json.loads(Path(os.environ["SELFSPEC_LOAD"]).read_text(encoding="utf-8"))
-NAME = JOB["path"]
+PART: dict[str, Any] = json.loads(os.environ["SELFSPEC_LOAD"])
+OUT, FIRST, STEP = Path(PART["out"]), PART["first"], PART["step"]
+JOB: dict[str, Any] = json.loads(OUT.with_name("job.json").read_text(encoding="utf-8"))
+PATH, TIMEOUT = "/v1/completions", 600.0  # seconds that a client waits for a part of an answer
 SERVER = urlsplit(JOB["url"]).netloc
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 BODIES = [json.dumps(JOB["body"] | prompt).encode() for prompt in JOB["prompts"]]
@@ -43,26 +46,25 @@ class Run:
         self.environment: Environment | None = None
         self.taken = self.clients = 0
         self.began, self.cpu = time.monotonic(), time.process_time()
-        self.active = JOB["clients"] or 1
-        self.out = open(JOB["out"], "w", encoding="utf-8")  # noqa: SIM115 - until the last client has ended
+        self.active = len(range(FIRST, JOB["clients"] or STEP, STEP))
+        self.out = open(OUT, "w", encoding="utf-8")  # noqa: SIM115 - until the last client has ended
 
     def wait(self) -> None:
         """Until the clients of all processes are ready; then until the moment that they begin at together."""
-        if JOB.get("ready") is None:
+        if STEP == 1:
             return
-        begin = Path(JOB["begin"])
-        Path(JOB["ready"]).touch()
+        begin = OUT.with_name("begin")
         while not begin.exists():
             gevent.sleep(0.02)
         gevent.sleep(max(0.0, float(begin.read_text()) - time.monotonic()))
 
     def take(self) -> int | None:
         """The number of the next request of a closed loop; None when no more may begin."""
-        limit = JOB["requests"]
-        if (self.taken >= limit) if limit is not None else (time.monotonic() - self.began >= JOB["seconds"]):
+        number, limit = FIRST + self.taken * STEP, JOB["requests"]
+        if (number >= limit) if limit is not None else (time.monotonic() - self.began >= JOB["seconds"]):
             return None
         self.taken += 1
-        return int(JOB["first"] + (self.taken - 1) * JOB["step"])
+        return int(number)
 
     def ended(self) -> None:
         """A client has nothing more to do; the last one ends the run."""
@@ -79,9 +81,9 @@ class Run:
         sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late)}
         sent, error = time.monotonic(), None
         parts: list[Part] = []
-        connection = http.client.HTTPConnection(SERVER, timeout=JOB["timeout"])
+        connection = http.client.HTTPConnection(SERVER, timeout=TIMEOUT)
         try:
-            connection.request("POST", NAME, BODIES[number % len(BODIES)], HEADERS)
+            connection.request("POST", PATH, BODIES[number % len(BODIES)], HEADERS)
             response = connection.getresponse()
             if response.status == 200:
                 _receive(response, parts)
@@ -190,7 +192,6 @@ class Client(User):
 
     @task
     def go(self) -> None:
-        """Everything that this client asks."""
         RUN.wait()
         if JOB["arrivals"] is None:
             if RUN.clients == 0:
@@ -200,10 +201,10 @@ class Client(User):
                 RUN.ask(number)
         else:
             RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
-            for number, moment in enumerate(JOB["arrivals"]):
-                gevent.sleep(max(0.0, RUN.began + moment - time.monotonic()))
-                own = JOB["first"] + number * JOB["step"]
-                sent.append(gevent.spawn(RUN.ask, own, max(0.0, time.monotonic() - RUN.began - moment)))
+            for number in range(FIRST, len(JOB["arrivals"]), STEP):
+                moment = RUN.began + JOB["arrivals"][number]
+                gevent.sleep(max(0.0, moment - time.monotonic()))
+                sent.append(gevent.spawn(RUN.ask, number, max(0.0, time.monotonic() - moment)))
             gevent.joinall(sent)
         RUN.ended()
         raise StopUser

@@ -53,10 +53,8 @@ def answers(
 ) -> list[Answer]:
     """Run requests with `batch` of them in flight; answers in the order of the requests.
 
-    Args:
-        waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens
-            that are generated.
-        between: called before each step of the engine with the number of steps so far.
+    waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens that
+    are generated. between: called before each step of the engine with the number of steps so far.
     """
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)
     numbers: dict[str, int] = {}
@@ -84,27 +82,28 @@ def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Se
 
     after: tokens behind it, which change nothing but how many come in one step with it.
     """
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    prompt = {"prompt_token_ids": [*prefix, token, *after]}
-    (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
-    return float(output.prompt_logprobs[len(prefix)][token].logprob)
+    return float(_prompt_logprobs(engine, [*prefix, token, *after], 0)[len(prefix)][token].logprob)
 
 
 def preferred(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> float:
     """By how much at most (nats, from 0) another token is likelier than one of `tokens` at its place after `prompt`, by
     the engine alone in its batch. 0: each is the likeliest."""
+    places = _prompt_logprobs(engine, [*prompt, *tokens], 1)[len(prompt) :]
+    return float(
+        max(
+            max(one.logprob for one in place.values()) - place[token].logprob
+            for place, token in zip(places, tokens, strict=True)
+        )
+    )
+
+
+def _prompt_logprobs(engine: Engine, ids: list[int], count: int) -> list[Any]:
+    """Of each token of a prompt vLLM's log-probabilities: its own, and those of the `count` likeliest."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    whole = {"prompt_token_ids": [*prompt, *tokens]}
-    (output,) = engine.llm.generate([whole], params, use_tqdm=False)
-    gaps = [
-        max(one.logprob for one in place.values()) - place[token].logprob
-        for place, token in zip(output.prompt_logprobs[len(prompt) :], tokens, strict=True)
-    ]
-    return float(max(gaps))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=count, detokenize=False)
+    (output,) = engine.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    return list(output.prompt_logprobs)
 
 
 def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -4,8 +4,8 @@ Scores are prompt log-probabilities. An engine computes them in its own full pas
 there: for a verified arm they are the target's, for `skip` those of the truncated model with its head.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli import interrupts
@@ -34,20 +34,6 @@ class Score:
     greedy: bool
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How one request generates: until end-of-text, a stop string, or its longest output.
-
-    temperature: 0 is greedy. seed: of this request's sampling. other: further fields of vLLM's SamplingParams.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    other: dict[str, Any] = field(default_factory=dict)
-
-
 def score(engine: Engine, passages: Sequence[Passage], progress: Progress = ignore) -> list[Score]:
     """The log-likelihood of each passage under this engine's own predictive distribution.
 
@@ -67,15 +53,10 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     # Long ones first, and equal lengths together: a step then holds about as many tokens from its first request to
     # its last.
     order = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
-    scores: dict[int, Score] = {}
-
-    def take(chunk: Sequence[int]) -> None:
-        for index, output in zip(
-            chunk, _run(engine, [passages[i].ids for i in chunk], [params] * len(chunk)), strict=True
-        ):
-            scores[index] = _score(passages[index], output.prompt_logprobs)
-
-    _chunks(order, take, "scored", progress)
+    outputs = _outputs(engine, [passages[index].ids for index in order], [params] * len(order), "scored", progress)
+    scores = {
+        index: _score(passages[index], output.prompt_logprobs) for index, output in zip(order, outputs, strict=True)
+    }
     return [scores[index] for index in range(len(passages))]
 
 
@@ -87,37 +68,22 @@ def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
 
 
 def complete(
-    engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling], progress: Progress = ignore
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], progress: Progress = ignore
 ) -> list[str]:
-    """The text that each prompt is continued with, without the stop string; the engine drafts as the arm does."""
-    from vllm import SamplingParams
+    """The text that each prompt is continued with, without the stop string; the engine drafts as the arm does.
 
-    params = [
-        SamplingParams(
-            temperature=request.temperature,
-            max_tokens=request.max_tokens,
-            seed=request.seed if request.temperature > 0 else None,
-            stop=list(request.stop) or None,
-            **request.other,
-        )
-        for request in sampling
-    ]
-    texts: list[str] = []
-
-    def take(chunk: Sequence[int]) -> None:
-        for output in _run(engine, [prompts[i] for i in chunk], [params[i] for i in chunk]):
-            texts.append(str(output.outputs[0].text))
-
-    _chunks(range(len(prompts)), take, "completed", progress)
-    return texts
+    params: vLLM's SamplingParams of each request.
+    """
+    return [str(output.outputs[0].text) for output in _outputs(engine, prompts, params, "completed", progress)]
 
 
-def _run(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
-    return list(engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], list(params), use_tqdm=False))
-
-
-def _chunks(order: Sequence[int], take: Callable[[Sequence[int]], None], what: str, progress: Progress) -> None:
-    for start in range(0, len(order), CHUNK):
+def _outputs(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], what: str, progress: Progress
+) -> Iterator[Any]:
+    """What vLLM gives for each prompt, CHUNK of them at once."""
+    for start in range(0, len(prompts), CHUNK):
+        asked = [{"prompt_token_ids": ids} for ids in prompts[start : start + CHUNK]]
         with interrupts.deferred():
-            take(order[start : start + CHUNK])
-        progress(what, min(start + CHUNK, len(order)), len(order))
+            outputs = engine.llm.generate(asked, list(params[start : start + CHUNK]), use_tqdm=False)
+        yield from outputs
+        progress(what, min(start + CHUNK, len(prompts)), len(prompts))

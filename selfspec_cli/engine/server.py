@@ -8,8 +8,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.engine.deployment import Deployment, deployment
+from selfspec_cli.engine import cores
+from selfspec_cli.engine.deployment import deployment
 from selfspec_cli.terminal import last_lines
 
 START_SECONDS = 1800.0
@@ -36,25 +37,25 @@ class ServerError(RuntimeError):
 
 @dataclass
 class Server:
-    """A server that answers. model: what it calls its model. cfg, process: of one that was started here."""
+    """A server that was started here. model: what it calls its model. log: where its output goes."""
 
     url: str
     model: str
-    cfg: RunConfig | None = None
-    process: subprocess.Popen[bytes] | None = None
-    log: Path | None = None
+    cfg: RunConfig
+    process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def layer(self) -> int | None:
-        """The exit layer in force; None for a server that has none, or of which it is not known."""
-        return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method in (Method.layer_skip,) else None
+        """The exit layer in force; None where there is none, or it is not known."""
+        return exit_layer(self.cfg) if self.cfg.method is Method.layer_skip else None
 
     def set_gate(self, kind: str, threshold: float | None) -> None:
         """Change the gate between two rounds; nothing is reloaded."""
         self.call("early_exit_set_gate", kind, threshold)
 
     def call(self, method: str, *args: Any) -> Any:
-        """The first worker's answer to one of `EarlyExitWorker`'s methods; of a server that was started here."""
+        """The first worker's answer to one of `EarlyExitWorker`'s methods."""
         answer = ask(f"{self.url}/collective_rpc", {"method": method, "args": list(args)})
         document = json.loads(answer) if answer else {"results": [None]}
         return document["results"][0]
@@ -66,56 +67,45 @@ class Server:
         except (OSError, ValueError):
             return {}
 
-    def verify_counts(self, metrics: dict[str, dict[str, float]]) -> VerifyCounts | None:
+    def verify_counts(self) -> VerifyCounts | None:
         """vLLM's counters of speculative decoding since the server started; None for one that does not draft."""
-        name = "vllm:spec_decode_num_{}_total"
-        sums = [
-            sum(metrics.get(name.format(part), {}).values()) for part in ("drafts", "draft_tokens", "accepted_tokens")
-        ]
-        if name.format("drafts") not in metrics:
+        metrics = self.metrics()
+        found = {
+            name: metrics.get(f"vllm:spec_decode_num_{name}_total", {})
+            for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+        }
+        if not found["drafts"]:
             return None
-        by_position: dict[int, float] = defaultdict(float)
-        for labels, value in metrics.get(name.format("accepted_tokens_per_pos"), {}).items():
-            position = re.search(r'position="(\d+)"', labels)
-            if position is not None:
-                by_position[int(position[1])] += value
-        at = [int(by_position[number]) for number in sorted(by_position)]
-        rounds, places, accepted = map(int, sums)
-        return VerifyCounts(rounds, places, accepted, at)
+        by_position: Counter[int] = Counter()
+        for labels, value in found.pop("accepted_tokens_per_pos").items():
+            if position := re.search(r'position="(\d+)"', labels):
+                by_position[int(position[1])] += int(value)
+        rounds, places, accepted = (int(sum(values.values())) for values in found.values())
+        return VerifyCounts(rounds, places, accepted, [by_position[number] for number in sorted(by_position)])
 
     def drafting(self) -> counters.Snapshot | None:
-        """The draft loop's own counters; None for a server that was not started here, or does not draft."""
-        if self.cfg is None or self.cfg.method is not Method.layer_skip:
-            return None
-        return self.call("early_exit_counters")
+        """The draft loop's own counters; None for a server that has none."""
+        return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
-    def processes(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Of a server that was started here: number and short name of each process, and the fields of its
-        /proc/N/stat from the state on (proc_pid_stat(5), where that one is the third)."""
-        if self.process is None:
-            return
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError, ValueError, IndexError):
-                head, _, tail = stat.read_text().rpartition(")")
-                fields = tail.split()
-                if int(fields[3]) == self.process.pid:  # its session, which began with the server
-                    yield int(stat.parent.name), head.partition("(")[2], fields
+    def processes(self) -> list[tuple[int, str, list[str]]]:
+        """Those of `cores.processes` that are of the server's session, which began with it."""
+        return [one for one in cores.processes() if int(one[2][3]) == self.process.pid]
 
     def resident_mib(self) -> float | None:
-        """Resident memory of the processes of a server that was started here, shared pages counted once for each."""
+        """Resident memory of the processes, shared pages counted once for each; None where /proc does not say."""
         pages = sum(int(fields[21]) for _, _, fields in self.processes())
         return pages * os.sysconf("SC_PAGE_SIZE") / MIB if pages else None
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Seconds of a processor that a server that was started here has used, by the names of its processes."""
+        """Seconds of a processor that the server has used, by the names of its processes."""
         ticks, by_process = os.sysconf("SC_CLK_TCK"), defaultdict[str, float](float)
         for _, name, fields in self.processes():
             by_process[name] += (int(fields[11]) + int(fields[12])) / ticks
         return by_process
 
     def check(self) -> None:
-        """Raises ServerError if a server that was started here has ended."""
-        if self.process is not None and (code := self.process.poll()) is not None:
+        """Raises ServerError if the server has ended."""
+        if (code := self.process.poll()) is not None:
             raise ServerError(f"the server ended with exit code {code}{tail(self.log)}")
 
 
@@ -135,33 +125,20 @@ def open_server(
         ConfigError, HeadError: what `cfg` asks for cannot be had.
         ServerError: it ended, or did not answer; the message has the end of its log.
     """
-    made = deployment(cfg, scratch)
+    made, port = deployment(cfg, scratch), str(free_port())
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
-    variables = _environment(made) | dict(environment or {})
-    with started([*made.command(), cache], more, cfg, log, variables) as server:
-        yield server
-
-
-@contextmanager
-def started(
-    command: Sequence[str], more: Sequence[str], cfg: RunConfig | None, log: Path, environment: Mapping[str, str]
-) -> Iterator[Server]:
-    """Start a command that serves the OpenAI API, give it when it answers, and end it.
-
-    Args:
-        command, more: its words before and behind the address that it gets here. cfg: what it serves. log: where its
-            output goes. environment: all of its variables.
-
-    Raises:
-        ServerError: it ended, or did not answer; the message has the end of its log.
-    """
-    port = free_port()
+    # vLLM's development mode lets this command read the draft loop's counters.
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
-        process = children.start([*command, "--host", "127.0.0.1", "--port", str(port), *more], out, environment)
+        process = children.start(
+            [*made.command(), cache, "--host", "127.0.0.1", "--port", port, *more],
+            out,
+            os.environ | own | made.environment | dict(environment or {}),
+        )
     server, patience = Server(f"http://127.0.0.1:{port}", "", cfg, process, log), GIVE_UP_SECONDS
     try:
-        _wait(server)
+        wait_for(server.url, server.check, log)
         patience = STOP_SECONDS  # until here nothing is lost, and vLLM drops a signal while it waits for its engine
         server.model = str(json.loads(ask(f"{server.url}/v1/models"))["data"][0]["id"])
         yield server
@@ -188,11 +165,7 @@ def listening_error(host: str, port: int) -> OSError | None:
 
 
 def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
-    """The text of an answer; body: posted as JSON.
-
-    Raises:
-        OSError: nobody answers, or with an error.
-    """
+    """The text of an answer; raises OSError for an error and where nobody answers. body: posted as JSON."""
     headers = {"Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as answer:
@@ -207,28 +180,22 @@ def read_metrics(text: str) -> dict[str, dict[str, float]]:
     return metrics
 
 
-def _environment(made: Deployment) -> dict[str, str]:
-    """Of the server. Its development mode lets this command read the draft loop's counters."""
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | variables | made.environment
-
-
-def _wait(server: Server) -> None:
+def wait_for(url: str, check: Callable[[], None], log: Path, name: str = "the server") -> None:
+    """Wait until a server answers; raises ServerError if it does not in time. check: called meanwhile; what it raises
+    ends the wait."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         interrupts.check()
-        server.check()
+        check()
         with suppress(OSError):
-            ask(f"{server.url}/health", seconds=2.0)
+            ask(f"{url}/health", seconds=2.0)
             return
         time.sleep(POLL_SECONDS)
-    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{tail(server.log)}")
+    raise ServerError(f"{name} did not answer within {START_SECONDS / 60:.0f} minutes{tail(log)}")
 
 
-def tail(log: Path | None) -> str:
+def tail(log: Path) -> str:
     """The lines of a log that say what went wrong, and where it is."""
-    if log is None:
-        return ""
     lines = last_lines(log, 200)
     logged = re.compile(r"\b(DEBUG|INFO|WARNING)\b")  # a warning may name an error that has not happened
     errors = [line for line in lines if re.search(r"Error|error,|error:|FATAL|refus", line) and not logged.search(line)]

@@ -35,33 +35,33 @@ COLUMNS = ("arrivals", *(name for one in PATTERNS.values() for name in one.colum
 """The columns of a row that describe the requests to a server; equal values mean equal loads."""
 
 
+def _asked(load: Any) -> list[LoadPattern]:
+    return [pattern for pattern in PATTERNS.values() if pattern.asked(load)]
+
+
 def chosen(load: Any) -> LoadPattern | None:
     """Return the pattern whose settings a load config gives, of several the highest in rank; None without a load."""
-    patterns = [pattern for pattern in PATTERNS.values() if pattern.asked(load)]
-    return max(patterns, key=lambda pattern: pattern.rank) if patterns else None
+    return max(_asked(load), key=lambda pattern: pattern.rank, default=None)
 
 
 def problem(load: Any) -> str | None:
     """Return why the settings of a load config contradict each other; None if they do not."""
-    patterns = [pattern for pattern in PATTERNS.values() if pattern.asked(load)]
-    reason = next((reason for pattern in patterns if (reason := pattern.problem(load)) is not None), None)
+    patterns = _asked(load)
+    for pattern in patterns:
+        if (reason := pattern.problem(load)) is not None:
+            return reason
     highest = max((pattern.rank for pattern in patterns), default=0)
     names = [pattern.name for pattern in patterns if pattern.rank == highest]
-    if reason is None and len(names) > 1:
+    if len(names) > 1:
         return f"the settings of load ask for the patterns {' and '.join(names)}: give those of one"
-    return reason
+    return None
 
 
 def unused_settings(load: Any) -> list[str]:
-    """Return the settings that a load's key leaves out: of patterns that are in every key `unused`, of others that are
-    not used all."""
-    used, names = chosen(load), list[str]()
-    for pattern in PATTERNS.values():
-        if pattern.in_every_key:
-            names += pattern.unused(load)
-        elif pattern is not used:
-            names += [item.name for item in fields(pattern.settings)]
-    return names
+    """Return the settings that a load's key leaves out: those of patterns that are not used."""
+    used = chosen(load)
+    others = (pattern for pattern in PATTERNS.values() if pattern is not used and not pattern.in_every_key)
+    return [item.name for pattern in others for item in fields(pattern.settings)]
 
 
 def columns(load: Any) -> dict[str, Any]:
@@ -71,18 +71,10 @@ def columns(load: Any) -> dict[str, Any]:
     return dict.fromkeys(COLUMNS) | pattern.values(load)
 
 
-def pattern_of(row: Any) -> LoadPattern | None:
-    """Return the pattern of a row, by its columns; None without a load test, or if the pattern is not installed."""
-    if row.arrivals is None:
-        return None
-    matching = (pattern for pattern in PATTERNS.values() if pattern.matches(row))
-    return max(matching, key=lambda pattern: pattern.rank, default=None)
-
-
 def label(row: Any) -> str:
-    """Return a row's load in words."""
-    pattern = pattern_of(row)
-    return str(row.arrivals) if pattern is None else pattern.label(row)
+    """Return a row's load in words; without a pattern that is installed, its column `arrivals`."""
+    matching = [pattern for pattern in PATTERNS.values() if pattern.matches(row)]
+    return max(matching, key=lambda pattern: pattern.rank).label(row) if matching else str(row.arrivals)
 
 
 def comparable(row: Any, *, without: tuple[str, ...] = ()) -> tuple[Any, ...]:

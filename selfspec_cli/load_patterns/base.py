@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The requests of one run. Exactly one of clients and arrivals is given.
-
-    clients: number of clients of a closed loop, each of which sends a request when its last one has ended. arrivals:
-    times of an open loop (seconds from the beginning, rising).
-    """
-
-    clients: int | None = None
-    arrivals: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.clients is None) == (self.arrivals is None):
-            raise ValueError("a schedule has clients, or arrivals")
 
 
 class LoadPattern:
@@ -28,8 +13,8 @@ class LoadPattern:
     help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`. columns: of a row,
     that hold its settings (record/tables.py); a pattern without any is written in the column `arrivals`. rank: among
     patterns whose settings are given, the highest rank is used: 0 a closed loop, 1 an open loop, 2 a variant of one of
-    these, 3 a trace. in_every_key: its settings but for `unused` are in the key of every load test, as in older
-    results; False for a new pattern.
+    these, 3 a trace. in_every_key: its settings are in the key of every load test, as in older results; False for a new
+    pattern.
     """
 
     name: str
@@ -43,24 +28,17 @@ class LoadPattern:
         """Whether a load config gives this pattern's settings."""
         raise NotImplementedError
 
-    def unused(self, load: Any) -> list[str]:
-        """Return its settings that the key of a load leaves out, where `in_every_key`."""
-        return []
-
     def problem(self, load: Any) -> str | None:
         """Return why its settings contradict each other or others, and what to do; None if they do not."""
         return None
 
-    def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """Return the schedule of a run of `requests` requests, or of `seconds`; exactly one is given.
+    def arrivals(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Sequence[float] | None:
+        """Return the times of an open loop (seconds from the beginning, rising), equal for equal seeds; None for a
+        closed loop of `load.clients`.
 
-        Equal seeds give equal schedules.
+        Exactly one of `requests` and `seconds`, which limit the run, is given.
         """
-        raise NotImplementedError
-
-    def at_once(self, load: Any) -> int:
-        """Return how many requests may begin together; the warm-up of a server uses this number."""
-        return load.clients or 1
+        return None
 
     def values(self, load: Any) -> dict[str, Any]:
         """Return the columns of its rows: `arrivals`, `columns`, and columns of a pattern on which it builds."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.load_patterns.base import LoadPattern, Schedule
+from selfspec_cli.load_patterns.base import LoadPattern
 
 
 @dataclass
@@ -24,8 +24,6 @@ class ClosedSettings:
 
 
 class Closed(LoadPattern):
-    """All clients all the time."""
-
     name = "closed"
     help = "each client asks again when its request has ended (load.clients)"
     settings = ClosedSettings
@@ -34,7 +32,6 @@ class Closed(LoadPattern):
     in_every_key = True
 
     def asked(self, load: Any) -> bool:
-        """Whether clients are given."""
         return load.clients is not None
 
     def problem(self, load: Any) -> str | None:
@@ -46,12 +43,7 @@ class Closed(LoadPattern):
             )
         return None
 
-    def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
-        """Return all clients from the beginning to the end."""
-        return Schedule(clients=load.clients)
-
     def values(self, load: Any) -> dict[str, Any]:
-        """See `LoadPattern.values`."""
         return {"arrivals": self.name, "clients": load.clients}
 
     def label(self, row: Any) -> str:

@@ -9,7 +9,7 @@ from itertools import islice, repeat, takewhile
 from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.load_patterns.base import LoadPattern, Schedule
+from selfspec_cli.load_patterns.base import LoadPattern
 
 BURSTY = "bursty"
 """What rows call arrivals of several requests at a time."""
@@ -52,20 +52,13 @@ def poisson(rate: float, seed: int, *, burst: int = 1) -> Iterator[float]:
         yield from repeat(moment, burst)
 
 
-def moments(
-    rate: float, seed: int, *, burst: int = 1, requests: int | None = None, seconds: float | None = None
-) -> list[float]:
-    """Return the arrival times of one run: the first `requests`, or all within `seconds`; at least one burst.
-
-    Exactly one of `requests` and `seconds` is given.
-    """
+def moments(rate: float, seed: int, burst: int, requests: int | None, seconds: float | None) -> list[float]:
+    """Return the arrival times of one run: the first `requests`, or all within `seconds`; at least one burst."""
     arriving = poisson(rate, seed, burst=burst)
-    if requests is not None:
+    if seconds is None:
         return list(islice(arriving, requests))
-    assert seconds is not None
-    return list(takewhile(lambda moment: moment < seconds, arriving)) or list(
-        islice(poisson(rate, seed, burst=burst), burst)
-    )
+    first = list(islice(arriving, burst))
+    return first + list(takewhile(lambda moment: moment < seconds, arriving))
 
 
 class Poisson(LoadPattern):
@@ -97,18 +90,11 @@ class Poisson(LoadPattern):
             )
         return None
 
-    def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
+    def arrivals(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> list[float]:
         """Return the arrivals at `load.rate`, into which a share has been turned before."""
-        assert load.rate is not None
-        times = moments(load.rate, seed, burst=load.burst, requests=requests, seconds=seconds)
-        return Schedule(arrivals=tuple(times))
-
-    def at_once(self, load: Any) -> int:
-        """Return the size of a burst."""
-        return load.clients or load.burst
+        return moments(load.rate, seed, load.burst, requests, seconds)
 
     def values(self, load: Any) -> dict[str, Any]:
-        """See `LoadPattern.values`."""
         return {
             "arrivals": BURSTY if load.burst > 1 else self.name,
             "rate": load.rate,
@@ -117,7 +103,6 @@ class Poisson(LoadPattern):
         }
 
     def matches(self, row: Any) -> bool:
-        """See `values`."""
         return row.arrivals in (self.name, BURSTY)
 
     def label(self, row: Any) -> str:

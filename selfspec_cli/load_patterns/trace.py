@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.load_patterns.base import LoadPattern, Schedule
+from selfspec_cli.load_patterns.base import LoadPattern
 
 MOONCAKE = ("timestamp", "input_length", "output_length")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
@@ -93,9 +93,9 @@ def _requests(path: Path) -> Iterator[Request]:
                 raise SettingsError(f"workload.prompts={path}: row {number} is earlier than the one before it")
             last = request.at - first
             yield replace(request, at=last)
+    except SettingsError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, SettingsError):
-            raise
         reason = " ".join(str(error).split())[:200]
         raise SettingsError(
             f"workload.prompts={path}: a row cannot be read as {at}, {input_len} and {output_len}: {reason}"
@@ -127,22 +127,19 @@ class Trace(LoadPattern):
         return load.trace is not None and load.clients is None
 
     def problem(self, load: Any) -> str | None:
-        """Refuse what contradicts the trace's own times."""
-        given = {"share": load.share, "burst": load.burst if load.burst > 1 else None}
-        for name, value in given.items():
-            if value is not None:
-                return (
-                    f"load.{name}={value:g} with the trace {load.trace}: it says when requests arrive; load.rate=N "
-                    "makes it faster or slower, load.clients=N asks its requests in a closed loop"
-                )
-        return None
+        if load.share is None and load.burst == 1:
+            return None
+        given = f"share={load.share:g}" if load.share is not None else f"burst={load.burst}"
+        return (
+            f"load.{given} with the trace {load.trace}: it says when requests arrive; load.rate=N makes it faster or "
+            "slower, load.clients=N asks its requests in a closed loop"
+        )
 
-    def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
+    def arrivals(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> list[float]:
         """Return the times of `asked_requests`; no part of them is random."""
-        return Schedule(arrivals=tuple(request.at for request in asked_requests(load)))
+        return [request.at for request in asked_requests(load)]
 
     def values(self, load: Any) -> dict[str, Any]:
-        """See `LoadPattern.values`."""
         return {"arrivals": f"{self.name} {Path(load.trace).name}", "rate": load.rate}
 
     def label(self, row: Any) -> str:

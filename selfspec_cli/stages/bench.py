@@ -18,7 +18,7 @@ from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import Method, RunConfig
-from selfspec_cli.engine import scoring
+from selfspec_cli.engine import cores, scoring
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.scoring import Passage
 from selfspec_cli.progress import Progress, ignore
@@ -26,7 +26,7 @@ from selfspec_cli.record import categories, point
 from selfspec_cli.record.columns import disturbed
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.record.quality import perplexity as of_scores
-from selfspec_cli.stages import cores, humaneval, measure
+from selfspec_cli.stages import humaneval, measure
 from selfspec_cli.texts import library
 from selfspec_cli.texts.prompts import Turn, workload_turns
 
@@ -51,19 +51,14 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
 
     requests, kinds = workload_turns(cfg, engine)
     (arm,) = measure.run(engine, cfg, requests, repeats=cfg.repeats, warmup=cfg.warmup, timed=timed, progress=progress)
-    used = cores.shares(start[-1], cores.now())
-    facts: dict[str, Any] = {
-        "layer": engine.layer,
-        "weights_mib": engine.weights_mib,
-        "draft_mib": engine.draft_mib,
-        "kv_blocks": engine.kv_blocks,
-        "max_model_len": engine.max_model_len,
-    }
+    used, repeats = cores.shares(start[-1], cores.now()), [part for (part,) in arm.repeats]
+    names = ("layer", "weights_mib", "draft_mib", "kv_blocks", "max_model_len")
+    facts: dict[str, Any] = {name: getattr(engine, name) for name in names}
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     if kinds:
         facts["categories"] = categories.measured(
-            [list(zip(kinds, part.requests, part.steps, strict=True)) for (part,) in arm.repeats]
+            [list(zip(kinds, part.requests, part.steps, strict=True)) for part in repeats]
         )
     if execute:
         facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
@@ -76,7 +71,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
     facts.setdefault("peak_mem_mib", peak_memory_mib())
     return Measurement(
         repeats=tuple(
-            point.Repeat(part.seconds, tuple(part.requests), part.verified, part.drafting) for (part,) in arm.repeats
+            point.Repeat(part.seconds, tuple(part.requests), part.verified, part.drafting) for part in repeats
         ),
         outputs=outputs,
         engine=facts,

@@ -7,6 +7,7 @@ arrive are the same for all of them.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,22 +18,14 @@ from typing import Any
 from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
-from selfspec_cli.engine.clients import (
-    BUSY,
-    COMPLETIONS,
-    ClientsError,
-    Job,
-    Run,
-    check_installed,
-    processes_for,
-)
+from selfspec_cli.engine import cores
+from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, check_installed, processes_for
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
 from selfspec_cli.load_patterns.trace import PATTERN, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
-from selfspec_cli.stages import cores
 from selfspec_cli.stages.load_prompts import Prompts, of_model
 
 FOLDER = "load"  # of raw samples, in the results folder
@@ -85,68 +78,32 @@ class Loader:
         prompts = of_model(cfg)
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
         for number in range(cfg.warmup):
-            self._warm_up(cfg, server, prompts, place / f"warm-up-{number + 1}")
+            _warm_up(cfg, server, prompts, place / f"warm-up-{number + 1}")
             progress("warm-up", number + 1, cfg.warmup)
         before, start = server.resident_mib(), cores.now()
-        runs: list[tuple[Run, Repeat]] = []
+        runs: list[Run] = []
+        repeats: list[Repeat] = []
         for number in range(cfg.load.repeats):
-            job, used = self.job(cfg, server, prompts, number), server.cpu_seconds()
+            job, used = job_of(cfg, server, prompts, number), server.cpu_seconds()
+            counts, own = server.verify_counts(), server.drafting()
             if cfg.load.kind == PATTERN.name and job.arrivals and job.arrivals[-1] > 0:
                 facts["rate"] = (len(job.arrivals) - 1) / job.arrivals[-1]
-            run, repeat = self._timed(cfg, server, job, place / f"repeat-{number + 1}", progress)
-            if repeat is not None:
+            run = _run(server, job, place / f"repeat-{number + 1}", progress)
+            facts |= {"interrupted": True} if run.interrupted else {}
+            if run.good:
                 facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
-                runs.append((run, repeat))
+                after = server.verify_counts()
+                verified = None if counts is None or after is None else after.since(counts)
+                repeats.append(Repeat(run.seconds, run.times(), verified, counters.since(server.drafting(), own)))
+                runs.append(run)
                 progress("repeats", number + 1, cfg.load.repeats)
-            if run.interrupted:
-                facts["interrupted"] = True
-            if run.interrupted or decided([one for one, _ in runs]):
+            if run.interrupted or decided(runs):
                 break
         if not runs:
             raise KeyboardInterrupt
-        facts |= _facts([run for run, _ in runs], prompts, before, server, place)
-        facts |= cores.shares(start, cores.now())
-        return Measurement(
-            repeats=tuple(repeat for _, repeat in runs),
-            outputs=answers(runs[-1][0], len(prompts.bodies)),
-            engine=facts,
-            seconds=time.perf_counter() - began,
-        )
-
-    def job(self, cfg: RunConfig, server: Server, prompts: Prompts, number: int) -> Job:
-        """The requests of one run. Every run of every arm sends the same prompts in the same order; each run of an arm
-        has arrivals of its own, and run n of all arms the same ones."""
-        load = cfg.load
-        base = self._job(cfg, server, prompts)
-        seconds = None if load.requests is not None else load.seconds
-        asked = load.pattern.schedule(load, 1000 * cfg.seed + number, load.requests, seconds)
-        if asked.arrivals is not None:
-            return replace(base, arrivals=asked.arrivals, processes=processes_for(cfg.engine.max_num_seqs))
-        return replace(
-            base,
-            clients=asked.clients,
-            requests=load.requests,
-            seconds=seconds,
-            processes=processes_for(asked.clients or 1),
-        )
-
-    def _job(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
-        body: dict[str, Any] = {
-            "model": server.model,
-            "max_tokens": cfg.workload.output_len,
-            "temperature": cfg.workload.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        }
-        return Job(server.url, COMPLETIONS, body, prompts.bodies)
-
-    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path) -> None:
-        """Each client asks once, as many of them as the load may have at once; nothing of it is counted."""
-        load = cfg.load
-        clients = load.clients or max(load.pattern.at_once(load), min(FEW, cfg.engine.max_num_seqs))
-        job = replace(self._job(cfg, server, prompts), clients=clients, requests=clients)
-        _uninterrupted(self._run(cfg, server, job, place, ignore))
+        facts |= _facts(runs, prompts, before, server, place) | cores.shares(start, cores.now())
+        outputs = answers(runs[-1], len(prompts.bodies))
+        return Measurement(tuple(repeats), outputs, engine=facts, seconds=time.perf_counter() - began)
 
     def _with_rate(
         self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path, progress: Progress
@@ -160,43 +117,59 @@ class Loader:
         closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
         name = digest([to_plain(baseline_of(closed)), ""])
         if name not in self.saturation:
-            self._warm_up(closed, server, prompts, place / "warm-up-saturation")
-            job = self.job(closed, server, prompts, 0)
-            found = _uninterrupted(self._run(cfg, server, job, place / "saturation", progress))
+            _warm_up(closed, server, prompts, place / "warm-up-saturation")
+            found = _uninterrupted(_run(server, job_of(closed, server, prompts), place / "saturation", progress))
             self.saturation[name] = len(found.good) / found.seconds
         full = self.saturation[name]
         facts = {"rate": load.share * full, "saturation_req_s": full, "saturation_clients": clients}
         return replace(cfg, load=replace(load, rate=load.share * full)), facts
 
-    def _timed(
-        self, cfg: RunConfig, server: Server, job: Job, place: Path, progress: Progress
-    ) -> tuple[Run, Repeat | None]:
-        """One run, with what the server counted meanwhile; no repeat for one in which nothing ended before it was
-        interrupted."""
-        counts, own = server.verify_counts(server.metrics()), server.drafting()
-        run = self._run(cfg, server, job, place, progress)
-        if not run.good and run.interrupted:
-            return run, None
-        after = server.verify_counts(server.metrics())
-        verified = None if counts is None or after is None else after.since(counts)
-        return run, Repeat(run.seconds, run.times(), verified, counters.since(server.drafting(), own))
 
-    def _run(self, cfg: RunConfig, server: Server, job: Job, place: Path, progress: Progress) -> Run:
-        total = job.requests or (len(job.arrivals) if job.arrivals is not None else 0)
+def job_of(cfg: RunConfig, server: Server, prompts: Prompts, number: int = 0) -> Job:
+    """The requests of one run. Every run of every arm sends the same prompts in the same order; each run of an arm has
+    arrivals of its own, and run n of all arms the same ones."""
+    load = cfg.load
+    seconds = None if load.requests is not None else load.seconds
+    base = _closed(cfg, server, prompts, load.clients, load.requests)
+    arrivals = load.pattern.arrivals(load, 1000 * cfg.seed + number, load.requests, seconds)
+    if arrivals is None:
+        return replace(base, seconds=seconds, processes=processes_for(load.clients or 1))
+    return replace(
+        base, clients=None, requests=None, arrivals=arrivals, processes=processes_for(cfg.engine.max_num_seqs)
+    )
 
-        def report(ended: int, gone: float) -> None:
-            if total:
-                progress("requests", min(ended, total - 1), total)
-            elif job.seconds is not None:
-                progress("seconds", min(int(gone), int(job.seconds)), int(job.seconds) + 1)
 
-        run = run_clients(job, place, check=server.check, progress=report)
-        if total or job.seconds is not None:
-            size = total or int(job.seconds or 0) + 1
-            progress("requests" if total else "seconds", size, size)
-        if not run.good and not run.interrupted:
-            raise ClientsError(f"no request ended well: {run.failed[0].error}")
-        return run
+def _closed(cfg: RunConfig, server: Server, prompts: Prompts, clients: int | None, requests: int | None) -> Job:
+    body: dict[str, Any] = {
+        "model": server.model,
+        "max_tokens": cfg.workload.output_len,
+        "temperature": cfg.workload.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    return Job(server.url, body, prompts.bodies, clients=clients, requests=requests)
+
+
+def _warm_up(cfg: RunConfig, server: Server, prompts: Prompts, place: Path) -> None:
+    """Each client asks once, as many of them as the load may have at once; nothing of it is counted."""
+    load = cfg.load
+    clients = load.clients or max(load.burst, min(FEW, cfg.engine.max_num_seqs))
+    _uninterrupted(_run(server, _closed(cfg, server, prompts, clients, clients), place, ignore))
+
+
+def _run(server: Server, job: Job, place: Path, progress: Progress) -> Run:
+    total = job.requests or len(job.arrivals or ())
+    what, size = ("requests", total) if total else ("seconds", int(job.seconds or 0) + 1)
+
+    def report(ended: int, gone: float) -> None:
+        progress(what, min(ended if total else int(gone), size - 1), size)
+
+    run = run_clients(job, place, check=server.check, progress=report)
+    progress(what, size, size)
+    if not run.good and not run.interrupted:
+        raise ClientsError(f"no request ended well: {run.failed[0].error}")
+    return run
 
 
 def _uninterrupted(run: Run) -> Run:
@@ -205,33 +178,22 @@ def _uninterrupted(run: Run) -> Run:
     return run
 
 
+def _answers(runs: Sequence[Run], prompts: int) -> list[list[str]]:
+    """Of each prompt the digests of its answers, in the order in which they were asked for."""
+    found: list[list[str]] = [[] for _ in range(prompts)]
+    for one in (request for run in runs for request in run.good):
+        found[one.number % prompts].append(one.digest)
+    return found
+
+
 def answers(run: Run, prompts: int) -> tuple[str, ...]:
     """A digest of the first answer to each prompt, "" for one that was not answered; nothing without any answer."""
-    found: dict[int, str] = {}
-    for one in run.good:
-        found.setdefault(one.number % prompts, one.digest)
-    return tuple(found.get(number, "") for number in range(prompts)) if found else ()
+    return tuple(digests[0] if digests else "" for digests in _answers([run], prompts)) if run.good else ()
 
 
 def unlike(runs: Sequence[Run], prompts: int) -> int:
     """Prompts that did not get one and the same answer each time that they were asked."""
-    found: dict[int, set[str]] = {}
-    for run in runs:
-        for one in run.good:
-            found.setdefault(one.number % prompts, set()).add(one.digest)
-    return sum(len(digests) > 1 for digests in found.values())
-
-
-def by_category(runs: Sequence[Run], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What was measured of each category; empty without categories. kinds: the category of each prompt."""
-    if not kinds:
-        return {}
-    return categories.measured(
-        [
-            [(kinds[one.number % len(kinds)], times, ()) for one, times in zip(run.good, run.times(), strict=True)]
-            for run in runs
-        ]
-    )
+    return sum(len(set(digests)) > 1 for digests in _answers(runs, prompts))
 
 
 def _shares(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:
@@ -258,22 +220,22 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "samples": str(place),
         "cut_requests": prompts.cut,
     }
-    if (kinds := by_category(runs, prompts.categories)) != {}:
-        facts["categories"] = kinds
-    if not prompts.exact:
-        prompt_lengths = [request.prompt_tokens for request in samples if request.prompt_tokens is not None]
-        facts["input_len"] = round(median(prompt_lengths)) if prompt_lengths else None
+    if kinds := prompts.categories:
+        facts["categories"] = categories.measured(
+            [
+                [(kinds[one.number % len(kinds)], times, ()) for one, times in zip(run.good, run.times(), strict=True)]
+                for run in runs
+            ]
+        )
+    if lengths := [request.prompt_tokens for request in samples if request.prompt_tokens is not None]:
+        facts["input_len"] = round(median(lengths))
     return facts
 
 
 def kv_blocks(metrics: dict[str, dict[str, float]]) -> int | None:
     """Blocks of the KV cache, as vLLM's metrics say; None where they do not."""
-    import re
-
-    for labels in metrics.get("vllm:cache_config_info", {}):
-        if found := re.search(r'num_gpu_blocks="(\d+)"', labels):
-            return int(found[1])
-    return None
+    found = re.search(r'num_gpu_blocks="(\d+)"', " ".join(metrics.get("vllm:cache_config_info", {})))
+    return int(found[1]) if found else None
 
 
 def warnings(engine: dict[str, Any]) -> list[str]:

@@ -18,39 +18,31 @@ BLOCK = 512  # tokens of a block of Mooncake's traces
 
 @dataclass(frozen=True)
 class Prompts:
-    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
-    exact: every prompt has exactly `workload.input_len` tokens. cut: requests of a trace that are longer than
-    `workload.input_len` or `workload.output_len`."""
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none. cut:
+    requests of a trace that are longer than `workload.input_len` or `workload.output_len`."""
 
     bodies: list[dict[str, Any]]
     categories: list[str]
-    exact: bool
     cut: int = 0
 
 
 def of_model(cfg: RunConfig) -> Prompts:
-    """The prompts that every other command would give to the model of `cfg`, as token ids.
-
-    Raises:
-        ConfigError: as `workload_prompts`.
-    """
+    """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
     engine, work = ModelTokens(cfg), cfg.workload
     if cfg.load.trace is None:
-        tokens = workload_prompts(cfg, engine)
+        bodies: list[dict[str, Any]] = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]
         named = file_prompts(cfg) if prompt_files.is_prompt_file(work.prompts) else []
         categories = [prompt.category for prompt in named]
-        bodies: list[dict[str, Any]] = [{"prompt": ids} for ids in tokens]
-        exact = len({len(ids) for ids in tokens}) == 1
-        return Prompts(_seeded(cfg, bodies), categories if any(categories) else [], exact)
+        return Prompts(_seeded(cfg, bodies), categories if any(categories) else [])
     check_length(cfg, engine)
     requests = asked_requests(cfg.load)
     prompts = of_requests(requests, engine.encode, cfg.seed, work.input_len)
     bodies = [
         {"prompt": ids, "max_tokens": min(request.output_len, work.output_len)}
-        for request, ids in zip(requests, prompts, strict=True)
+        for ids, request in zip(prompts, requests, strict=True)
     ]
     cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
-    return Prompts(_seeded(cfg, bodies), [], False, cut)
+    return Prompts(_seeded(cfg, bodies), [], cut)
 
 
 def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

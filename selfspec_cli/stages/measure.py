@@ -19,7 +19,6 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import tables
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.texts.prompts import Turn
 
@@ -58,17 +57,12 @@ class Arm:
         """Token ids of the last repeat, one list a prompt."""
         return [output for part in self.repeats[-1] for output in part.outputs]
 
-    def ratios(self, other: Arm) -> list[float]:
-        """Speed over another arm's in the same repeat."""
-        return [ours / theirs for ours, theirs in zip(self.tok_s, other.tok_s, strict=True)]
-
     def to_dict(self, reference: Arm) -> dict[str, Any]:
         """As JSON, with the speed over `reference`, which took turns with this arm."""
         parts = [part for repeat in self.repeats for part in repeat]
         verified = VerifyCounts.total(part.verified for part in parts)
-        rounds, accepted, places = (verified.rounds, verified.accepted, verified.places) if verified else (0, 0, 0)
+        accepted = verified.accepted if verified else 0
         drafted = sum(part.drafted for part in parts)
-        ratios = self.ratios(reference)
         low, high = speedup_interval(self.tok_s, reference.tok_s, paired=True) or (None, None)
         return {
             "gate": self.setting.gate,
@@ -79,17 +73,12 @@ class Arm:
             "speedup": self.median / reference.median,
             "speedup_low": low,
             "speedup_high": high,
-            "speedup_min": min(ratios),
-            "speedup_max": max(ratios),
             "accept_rate": accepted / drafted if drafted else None,
-            "verified_accept_rate": accepted / places if places else None,
-            "drafted_per_round": tables.drafts_per_round(drafted, verified) if verified else None,
-            "mean_accepted_len": 1 + accepted / rounds if rounds else None,
+            "mean_accepted_len": 1 + accepted / verified.rounds if verified and verified.rounds else None,
         }
 
 
 def apply(engine: Engine, setting: Setting) -> None:
-    """Make a live engine draft by `setting`."""
     engine.set_draft_length(setting.k)
     engine.set_gate(setting.gate, setting.threshold)
 
@@ -111,10 +100,8 @@ def run(
     One arm has all prompts at once, `cfg.workload.batch` of them in flight. Several take turns chunk by chunk, a batch
     each, and the order turns around from chunk to chunk. An interrupt ends it between two chunks, if not sooner.
 
-    Args:
-        settings: what each arm drafts by; AS_FOUND leaves the engine as it is.
-        timed: called once, when warming up is over.
-        another: whether to go on after a repeat that is not the last one, given the seconds that it took.
+    settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called once, when warming up is over.
+    another: whether to go on after a repeat that is not the last one, given the seconds that it took.
     """
     arms = [Arm(setting) for setting in settings]
     size = cfg.workload.batch if len(arms) > 1 else len(prompts)
@@ -124,24 +111,18 @@ def run(
             timed()
         # One chunk is enough to warm up: it has run every setting's code.
         taken = _repeat(engine, cfg, arms, chunks if number >= warmup else chunks[:1], number)
-        if number >= warmup:
-            for arm, generations in zip(arms, taken, strict=True):
-                arm.repeats.append(generations)
-        _report(progress, number + 1, warmup, repeats)
+        if number < warmup:
+            progress("warm-up", number + 1, warmup)
+            continue
+        for arm, generations in zip(arms, taken, strict=True):
+            arm.repeats.append(generations)
+        done = number + 1 - warmup
+        progress("repeats", done, repeats)
         seconds = sum(part.seconds for generations in taken for part in generations)
-        last = number + 1 == warmup + repeats
-        if number >= warmup and not last and another is not None and not another(seconds):
-            progress.ended("repeats", number + 1 - warmup, repeats)
+        if done < repeats and another is not None and not another(seconds):
+            progress.ended("repeats", done, repeats)
             break
     return arms
-
-
-def _report(progress: Progress, done: int, warmup: int, repeats: int) -> None:
-    """Say how many runs are done: those that warm up, then the repeats."""
-    if done <= warmup:
-        progress("warm-up", done, warmup)
-    else:
-        progress("repeats", done - warmup, repeats)
 
 
 def _repeat(
@@ -151,7 +132,6 @@ def _repeat(
     chunks: Sequence[Sequence[Turn]],
     number: int,
 ) -> list[Repeat]:
-    """One repeat of every arm, alternating."""
     work = cfg.workload
     taken: list[Repeat] = [[] for _ in arms]
     for place, chunk in enumerate(chunks):
@@ -177,17 +157,14 @@ def costs(plain: Arm, drafting: Sequence[Arm]) -> Costs:
         points.append((own["steps"] / own["rounds"], seconds, own.get("seconds"), float(own["rounds"])))
     parts = _typical(plain)
     # A step yields a token for each request of the batch; what one request waits for a token is the step.
-    return fit_costs(points, sum(part.seconds for part in parts) / _tokens(parts) * _in_flight(plain))
+    in_flight = statistics.mean(len(part.outputs) for repeat in plain.repeats for part in repeat)
+    return fit_costs(points, sum(part.seconds for part in parts) / _tokens(parts) * in_flight)
 
 
 def _typical(arm: Arm) -> Repeat:
     """Of every prompt chunk the repeat that took the median time (the shorter of two): a stall spoils the others."""
     chunks = zip(*arm.repeats, strict=True)
     return [sorted(chunk, key=lambda part: part.seconds)[(len(chunk) - 1) // 2] for chunk in chunks]
-
-
-def _in_flight(arm: Arm) -> float:
-    return statistics.mean(len(part.outputs) for repeat in arm.repeats for part in repeat)
 
 
 def _tokens(repeat: Sequence[Generation]) -> int:

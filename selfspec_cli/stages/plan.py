@@ -6,6 +6,7 @@ engines: the baseline's and the candidates'.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,6 @@ class Plan:
 
     @property
     def points(self) -> list[Planned]:
-        """Every point that will be measured."""
         return [planned for group in self.engines for planned in group]
 
 
@@ -89,14 +89,11 @@ def plan(
     reuse_baseline: bool = False,
     retry_failed: bool = False,
 ) -> Plan:
-    """Group points by the engine they can share.
-
-    A point is resumed whole: of one that was interrupted nothing is kept. Points that are left are compared with a
-    baseline that is measured again, unless `reuse_baseline`.
+    """Group points by the engine they can share. Points that are left are compared with a baseline that is measured
+    again, unless `reuse_baseline`.
 
     Args:
-        known: points of the folder. Those that are measured are skipped; their
-            comparable ones say how long the others may take.
+        known: points of the folder. Those that are measured are skipped; comparable ones say how long others may take.
         again: measure finished points too.
         reuse_baseline: take the newest measured baseline with the right key, where there is one.
         retry_failed: only points that an earlier command could not measure, and none has since.
@@ -105,7 +102,7 @@ def plan(
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()
     families: dict[str, Family] = {}
-    seen: dict[str, set[str]] = {}
+    seen: set[str] = set()
     groups: dict[str, list[Planned]] = {}
     result = Plan([])
     for cfg in cfgs:
@@ -116,13 +113,12 @@ def plan(
             continue
         if retry_failed and planned.key not in failed:
             continue
-        name = keys.engine(base)
-        family = families.setdefault(name, Family([], []))
+        family = families.setdefault(keys.engine(base), Family([], []))
         earlier = measured.get(base_key) if reuse_baseline and not planned.is_baseline else None
         if earlier is not None and earlier.seconds is not None:  # else its repeats were not kept
             result.reused[base_key] = earlier
-        elif base_key not in seen.setdefault(name, set()):
-            seen[name].add(base_key)
+        elif base_key not in seen:
+            seen.add(base_key)
             family.baselines.append(
                 Planned(base, base_key, base_key, keys.digests(base), planned.device, keys.arm(base))
             )
@@ -140,21 +136,19 @@ def plan(
 def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point]) -> float | None:
     """Seconds that points on these engines may take: for each the median of the comparable points that are known, and
     for each engine the median of their engines' starts. None where a point has no comparable one."""
-    times: dict[tuple[Any, ...], list[Point]] = {}
+    times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:
-            times.setdefault(_comparable(point.arm, point.device), []).append(point)
+            took = (point.seconds, point.start_seconds)
+            times.setdefault(_comparable(point.arm, point.device), []).append(took)
+    medians = {name: [*map(statistics.median, zip(*some, strict=True))] for name, some in times.items()}
     total = 0.0
-    medians = {
-        name: [statistics.median(getattr(point, field) for point in some) for field in ("seconds", "start_seconds")]
-        for name, some in times.items()
-    }
     for group in engines:
         for number, planned in enumerate(group):
             median = medians.get(_comparable(tables.identity(planned.cfg), planned.device))
             if median is None:
                 return None
-            total += median[0] + (median[1] if number == 0 else 0.0)
+            total += sum(median if number == 0 else median[:1])
     return total
 
 
@@ -165,16 +159,13 @@ def _comparable(arm: Mapping[str, Any], device: str) -> tuple[Any, ...]:
 def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
     """By run key: the settings, as a user types them, in which a point differs from others of which a row would show
     the same label and title; empty where there are none."""
-    alike: dict[tuple[Any, ...], list[Planned]] = {}
+    alike: dict[tuple[Any, ...], list[Planned]] = defaultdict(list)
     for planned in points:
-        shown = tuple(item for item in tables.identity(planned.cfg).items() if item[0] not in NOT_SHOWN)
-        alike.setdefault(shown, []).append(planned)
-    texts = {}
-    for same in alike.values():
-        settings = [
-            {name: value for name, value in flat(to_plain(planned.cfg)) if value != {}} if len(same) > 1 else {}
-            for planned in same
-        ]
+        shown = tables.identity(planned.cfg).items()
+        alike[tuple(item for item in shown if item[0] not in NOT_SHOWN)].append(planned)
+    texts = {planned.key: "" for same in alike.values() for planned in same}
+    for same in (points for points in alike.values() if len(points) > 1):
+        settings = [{name: value for name, value in flat(to_plain(one.cfg)) if value != {}} for one in same]
         names = dict.fromkeys(name for own in settings for name in own)
         differing = [name for name in names if any(own.get(name) != settings[0].get(name) for own in settings)]
         for planned, own in zip(same, settings, strict=True):

@@ -48,7 +48,7 @@ TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.ti
 
 
 def check_all(cfgs: Iterable[RunConfig]) -> None:
-    """Refuse a command if one of its points could not run; raises as `check`."""
+    """`check` every point of a command."""
     for cfg in cfgs:
         check(cfg)
 
@@ -71,19 +71,12 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
     check_folder(cfg.results_dir)
     if not served:
         check_requests(cfg)
-    if cfg.method not in EARLY_EXIT:
-        return
-    layer = exit_layer(cfg)
-    if layer is not None:
+    if cfg.method in EARLY_EXIT and (layer := exit_layer(cfg)) is not None:
         head_files.check_head(cfg, layer, model_facts(cfg))
 
 
 def check_model(cfg: RunConfig) -> None:
-    """Refuse a model that is not there, and an exit layer or a draft vocabulary that it has not.
-
-    Raises:
-        ConfigError: naming which.
-    """
+    """Refuse a model that is not there, and an exit layer or a draft vocabulary that it has not; raises ConfigError."""
     facts, name = model_facts(cfg), cfg.model.name
     if cfg.method is Method.vllm:
         speculative.check(cfg)
@@ -156,8 +149,10 @@ def check_requests(cfg: RunConfig) -> None:
             f"the {limit} tokens of {model.name}"
         )
     folder = _tokenizer_folder(cfg)
-    if folder is not None and work.prompts in chat.KINDS and not _has_chat_template(folder):
-        raise ConfigError(chat.no_template(model.name))
+    if folder is not None and work.prompts in chat.KINDS:
+        own = config_document(folder / "tokenizer_config.json").get("chat_template")
+        if not own and not _has(folder, ("*chat_template*",)):
+            raise ConfigError(chat.no_template(model.name))
     scored = cfg.perplexity_tokens if not cfg.load.kind else 0  # a load test scores no text
     if model.load_format == "dummy" and (scored or work.prompts != "random"):
         raise ConfigError(
@@ -168,13 +163,6 @@ def check_requests(cfg: RunConfig) -> None:
 
 def _has(folder: Path, patterns: Iterable[str]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
-
-
-def _has_chat_template(folder: Path) -> bool:
-    """Whether there is one in a file of its own or in tokenizer_config.json."""
-    return _has(folder, ("*chat_template*",)) or bool(
-        config_document(folder / "tokenizer_config.json").get("chat_template")
-    )
 
 
 def check_context(cfg: RunConfig) -> None:
@@ -218,17 +206,13 @@ def check_device(cfg: RunConfig) -> None:
 
 
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
-    """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those by
-    which a measurement would not say what it seems to."""
+    """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those
+    that make a measurement say something else than it seems to."""
     cfgs = list(cfgs)
-    found: dict[tuple[object, ...], list[str]] = {}
-    for cfg in cfgs:
-        key = (id(cfg.model), cfg.gate.kind, cfg.threshold, cfg.vocab)
-        if cfg.method is Method.layer_skip and key not in found:
-            found[key] = warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)
-    gates = [warning for lines in found.values() for warning in lines]
-    gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
-    flat = [flat_head_warning(gate, file) for gate, file in gated]
+    drafting = [cfg for cfg in cfgs if cfg.method is Method.layer_skip]
+    gates = [line for cfg in drafting for line in warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)]
+    gated = dict.fromkeys(map(_gate_and_head, drafting))  # a file is read once
+    flat = [flat_head_warning(*found) for found in gated if found is not None]
     by_point = [note for cfg in cfgs for note in (speculative.warning(cfg), _early_layers_of_an_ordinary_model(cfg))]
     return list(dict.fromkeys([*gates, *filter(None, [*flat, *by_point]), *not_checked(cfgs)]))
 
@@ -257,7 +241,7 @@ def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
 def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
     """The gate and the file of the head that it reads; None where there is no gate, or no file."""
     layer = exit_layer(cfg)
-    if cfg.method is not Method.layer_skip or layer is None or cfg.gate.kind == "none":
+    if layer is None or cfg.gate.kind == "none":
         return None
     try:
         file = head_files.full_head(cfg, layer)

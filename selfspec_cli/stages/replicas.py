@@ -8,13 +8,12 @@ the gateway.
 import argparse
 import hashlib
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,15 +24,13 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
-from selfspec_cli.engine.server import ServerError, ask, free_port, tail
-from selfspec_cli.gateway.backends import pool
-from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.engine.server import ServerError, free_port, tail, wait_for
 from selfspec_cli.stages.launch import devices
 
 ROUTERS = ("vllm-router", "gateway")
 RESTARTS = 3
 """Deaths of one replica after which it is left alone."""
-START_SECONDS, STOP_SECONDS, LOOK_SECONDS = 1800.0, 60.0, 1.0
+STOP_SECONDS, LOOK_SECONDS = 60.0, 1.0
 HOST, PORT = "0.0.0.0", "8000"  # vLLM's own
 KEY = "VLLM_API_KEY"  # variable in which vLLM, and the gateway in front of it, find a server's key
 OF_ONE_SERVER = ("--uds", "--grpc", "--grpc-port", "--headless", "--ssl-keyfile", "--ssl-certfile")
@@ -53,33 +50,33 @@ class Program:
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
 
-    def line(self) -> str:
-        """The command for a shell, with the environment before it."""
-        return " ".join(
-            [*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.command)]
-        )
+    @property
+    def dead(self) -> bool:
+        """Whether it was started and has ended."""
+        return self.process is not None and self.process.poll() is not None
+
+    def log(self, folder: Path) -> Path:
+        return folder / f"{self.name}.log"
 
 
 def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
-    """What a command says of replicas: how many, the router that is named, and all other words.
-
-    Raises:
-        ConfigError: no number of replicas, or one of the two words is misspelt.
-    """
-    own = {
-        name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-        for name in ("replicas", "router")
-    }
-    others = [word for word in words if word.partition("=")[0] not in own]
-    for name in (word.partition("=")[0] for word in others):
-        if nearest(name, own, alike=0.8):  # the settings of a model know nothing of these two
-            raise ConfigError(closest(name, own, "key", further=" and the settings of a run"))
-    text = (own["replicas"] or ["1"])[-1]
+    """What a command says of replicas: how many, the router that is named, and all other words; raises ConfigError."""
+    own: dict[str, str] = {}
+    others = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in ("replicas", "router"):
+            own[name] = value
+        elif nearest(name, ("replicas", "router"), alike=0.8):  # the settings of a model know nothing of these two
+            raise ConfigError(closest(name, ("replicas", "router"), "key", further=" and the settings of a run"))
+        else:
+            others.append(word)
+    text, router = own.get("replicas", "1"), own.get("router")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"replicas={text}: allowed: a whole number, at least 1")
-    if own["router"] and int(text) == 1:
-        raise ConfigError(f"router={own['router'][-1]}: one server has no router; give replicas=2 or more")
-    return int(text), own["router"][-1] if own["router"] else None, others
+    if router and int(text) == 1:
+        raise ConfigError(f"router={router}: one server has no router; give replicas=2 or more")
+    return int(text), router, others
 
 
 def plan(
@@ -105,13 +102,11 @@ def plan(
         raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
     if int(port) == 0:
         port = str(free_port())
-    places = _places(cfg, count)
     replicas = []
-    for number, place in enumerate(places):
-        listen = ["--host", "127.0.0.1", "--port", str(free_port())]
-        command = [*made.command(), *options, *listen]
-        url = f"http://127.0.0.1:{listen[-1]}"
-        replicas.append(Program(f"replica{number}", command, url, made.environment | place))
+    for number, place in enumerate(_places(cfg, count)):
+        own = str(free_port())
+        command = [*made.command(), *options, "--host", "127.0.0.1", "--port", own]
+        replicas.append(Program(f"replica{number}", command, f"http://127.0.0.1:{own}", made.environment | place))
     urls = [one.url for one in replicas]
     command, environment = _front(urls, router, host, port, keys)
     return replicas, Program("router", command, f"http://{_reached(host)}:{port}", environment)
@@ -175,21 +170,16 @@ def _front(
         return [sys.executable, "-m", "selfspec_cli", "gateway", *settings], {KEY: keys[0]} if keys else {}
     if router not in ROUTERS and "/" not in router:
         raise ConfigError(closest(router, ROUTERS, "router") + "; or the path of a vllm-router")
-    backend = BackendSettings(
-        name="router",
-        kind="pool",
-        words=[*urls, f"program={router}", "--host", host, "--policy", "power_of_two"],
-    )
-    pool.check(backend)
-    command = pool.command(backend, int(port))
-    assert command is not None
-    return command, {}
+    if shutil.which(router) is None:
+        raise ConfigError(
+            f"router={router}: there is no program {router!r}: pip install vllm-router in an environment of its own, "
+            "and give the path of the program"
+        )
+    return [router, "--worker-urls", *urls, "--host", host, "--port", port, "--policy", "power_of_two"], {}
 
 
 def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
-    """Start all, say when they answer, start again what dies, and end all at an interrupt.
-
-    folder: for their logs.
+    """Start all, say when they answer, start again what dies, and end all at an interrupt. folder: for their logs.
 
     Raises:
         ServerError: a replica ended before it ever answered, none is left, or the router ended.
@@ -216,10 +206,11 @@ def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -
 
 def look(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
     """Start a replica that has died again. Raises ServerError where the router has ended, or no replica is left."""
-    if _dead(front):
-        raise ServerError(f"the router ended{tail(_log(front, folder))}")
-    for replica in filter(_dead, replicas):
-        assert replica.process is not None
+    if front.dead:
+        raise ServerError(f"the router ended{tail(front.log(folder))}")
+    for replica in replicas:
+        if replica.process is None or not replica.dead:
+            continue
         replica.deaths += 1
         again = replica.deaths <= RESTARTS
         say(
@@ -247,33 +238,16 @@ def end(programs: Sequence[Program]) -> None:
 
 
 def _start(program: Program, folder: Path, say: Say) -> None:
-    log = _log(program, folder)
-    with open(log, "ab") as out:
-        program.process = children.start(program.command, out, _variables(program.environment))
-    say(f"{program.name}: starting; its log: {log}")
-
-
-def _variables(more: Mapping[str, str]) -> dict[str, str]:
-    return {"VLLM_NO_USAGE_STATS": "1", **os.environ, **more}
-
-
-def _log(program: Program, folder: Path) -> Path:
-    return folder / f"{program.name}.log"
-
-
-def _dead(program: Program) -> bool:
-    return program.process is not None and program.process.poll() is not None
+    variables = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **program.environment}
+    with open(program.log(folder), "ab") as out:
+        program.process = children.start(program.command, out, variables)
+    say(f"{program.name}: starting; its log: {program.log(folder)}")
 
 
 def _until_it_answers(program: Program, beside: Sequence[Program], folder: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
-        for other in filter(_dead, beside):
-            raise ServerError(f"{other.name} ended before it answered{tail(_log(other, folder))}")
-        with suppress(OSError):
-            ask(f"{program.url}/health", seconds=2.0)
-            return
-        time.sleep(0.25)
-    raise ServerError(
-        f"{program.name} did not answer within {START_SECONDS / 60:.0f} minutes{tail(_log(program, folder))}"
-    )
+    def check() -> None:
+        for other in beside:
+            if other.dead:
+                raise ServerError(f"{other.name} ended before it answered{tail(other.log(folder))}")
+
+    wait_for(program.url, check, program.log(folder), program.name)

@@ -32,8 +32,7 @@ VALUES: dict[str, Callable[[RequestTimes], float | None]] = {
     "e2e": latency.end_to_end,
 }
 """What a limit can be about, in seconds of a request."""
-PERCENTILES = (50, 90, 95, 99)
-NAMES = tuple(f"{name}_p{percent}" for name in VALUES for percent in PERCENTILES)
+NAMES = tuple(f"{name}_p{percent}" for name in VALUES for percent in (50, 90, 95, 99))
 NEAR = 0.05  # of a load, how far above it the least load that breaks a limit may lie
 HALVINGS = 10  # of the first load, before it is said that no load keeps the limits
 MOST = 4096.0  # times the first load
@@ -52,11 +51,7 @@ class Limit:
 
 
 def parse(words: Sequence[str]) -> list[Limit]:
-    """Read limits such as ttft_p99=200 (milliseconds).
-
-    Raises:
-        ConfigError: naming the word and what is allowed.
-    """
+    """Read limits such as ttft_p99=200 (milliseconds); raises ConfigError."""
     limits = []
     for word in words:
         key, _, text = word.partition("=")
@@ -85,13 +80,11 @@ def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConf
                 f"--slo with load.{'clients' if cfg.load.clients is not None else 'rate'}: it finds the load itself; "
                 "leave one of them out"
             )
-        least: dict[str, Any] = {
-            f"{limit.name}_limit": limit.ms
-            for limit in sorted(limits, key=lambda limit: -limit.ms)
-            if hasattr(cfg.load, f"{limit.name}_limit")  # goodput counts by TTFT and TPOT
-        }
-        load = replace(cfg.load, **{name: ms for name, ms in least.items() if getattr(cfg.load, name) is None})
-        load = replace(load, slo=" ".join(words))
+        load = replace(cfg.load, slo=" ".join(words))
+        for name in ("ttft", "tpot"):  # by which goodput counts
+            least = min((limit.ms for limit in limits if limit.name == name), default=None)
+            if getattr(load, f"{name}_limit") is None:
+                setattr(load, f"{name}_limit", least)
         found += [replace(cfg, load=replace(load, clients=1)), replace(cfg, load=replace(load, rate=1.0))]
     return found
 
@@ -111,13 +104,10 @@ def judge(limits: Sequence[Limit], requests: Sequence[RequestTimes], failed: int
     kept, surely, broken = True, True, False
     for limit in limits:
         values = [value for one in requests if (value := VALUES[limit.name](one)) is not None]
-        within, asked, wanted = (
-            sum(1000 * value <= limit.ms for value in values),
-            len(values) + failed,
-            limit.percent / 100,
-        )
+        within, asked = sum(1000 * value <= limit.ms for value in values), len(values) + failed
         if not asked:
             continue
+        wanted = limit.percent / 100
         interval = binomtest(within, asked).proportion_ci(LEVEL)
         kept &= within / asked >= wanted
         surely &= interval.low >= wanted
@@ -160,10 +150,7 @@ class Search:
     def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
         """Search the number of clients or the rate, whichever the config has, from its value on; return what was
         measured at the greatest load that keeps the limits (at the least that was tried, where none does). A config
-        without limits is measured as it is.
-
-        Raises as `Loader`.
-        """
+        without limits is measured as it is. Raises as `Loader`."""
         if cfg.load.slo is None:
             return self.loader(cfg, server, progress)
         limits, whole = parse(cfg.load.slo.split()), cfg.load.clients is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config import machine
@@ -23,14 +23,6 @@ from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, p
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages.launch import driver, submitit
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
-
-
-class Engine(Protocol):
-    """What a sweep needs of a live engine."""
-
-    def set_gate(self, kind: str, threshold: float | None) -> None:
-        """Change the gate without a reload."""
-
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 Bench = Callable[[RunConfig, Any, Progress], Measurement]
@@ -49,7 +41,6 @@ class SweepResult:
 
     @property
     def rows(self) -> list[Record]:
-        """The points as rows."""
         return [tables.row(point) for point in self.points]
 
     @property
@@ -76,9 +67,13 @@ class _Run:
     result: SweepResult
     folder: Path
     baselines: dict[str, tuple[Point, bool]]
-    go_on: Callable[[], bool]
+    ends: float | None
     keep: Callable[[Point], Any] | None = None  # takes points in place of the folder
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
+
+    def has_time(self) -> bool:
+        """Whether another point may begin."""
+        return self.ends is None or time.time() < self.ends
 
     def save(self, point: Point) -> None:
         """Write a point, measured or failed; a later run skips it only if it was measured."""
@@ -100,7 +95,6 @@ class _Run:
             self.result.warnings.append(f"{what}: {on_one_line(error)}")
 
     def fail(self, planned: Planned, error: Exception, prefix: str = "", started: float | None = None) -> None:
-        """Write down that a point could not be measured, and why."""
         interrupts.check()  # an engine whose processes got the interrupt too fails, and that says nothing of the point
         self.errors[planned.key] = error
         self.result.bad_input += isinstance(error, ConfigError)
@@ -117,23 +111,19 @@ def run(
     again: bool = False,
     reuse_baseline: bool = False,
     retry_failed: bool = False,
-    go_on: Callable[[], bool] = lambda: True,
     ends: float | None = None,
     run_id: str | None = None,
 ) -> SweepResult:
     """Measure every point that is not finished; each is on disk as soon as it is measured.
 
-    A point that fails is written down with the reason, and the sweep goes on. An interrupt ends it between two engine
-    steps: the points so far are on disk, and the same command goes on from there.
+    A point that fails is written down with the reason, and the sweep goes on. After an interrupt the same command
+    measures the rest.
 
     Args:
-        open_engine: starts the engine for a config; a context manager.
-        bench: measures one config on an engine.
         again: measure finished points too.
         reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
         retry_failed: only points that an earlier command could not measure.
-        go_on: asked before each point; once it says no, no other point is begun, and the result says how many are left.
-        ends: when that will be, in seconds since 1970, for workers of a launcher, which cannot ask.
+        ends: no point is begun after this (seconds since 1970), and the result says how many are left.
 
     Raises:
         ConfigError: the results folder is in use, or cannot be written.
@@ -148,7 +138,7 @@ def run(
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
         baselines = {point.key: (point, True) for point in reused}
-        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, go_on)
+        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, ends)
         if cfgs and cfgs[0].launcher.kind != "local":
             result.left = driver.run(
                 todo, cfgs[0], result.run_id, folder, save=context.save, fail=context.fail, progress=progress, ends=ends
@@ -168,11 +158,11 @@ def run_unit(
     open_engine: OpenEngine,
     bench: Bench,
     keep: Callable[[Point], Any],
-    go_on: Callable[[], bool],
+    ends: float | None,
 ) -> None:
     """Measure configs and their baselines, and give each point to `keep` in place of a results folder.
 
-    keys: by the key that this machine gives a point, the one that it is recorded under. go_on: as `run` takes it.
+    keys: by the key that this machine gives a point, the one that it is recorded under. ends: as `run` takes it.
     """
 
     def renamed(points: list[Planned]) -> list[Planned]:
@@ -181,7 +171,7 @@ def run_unit(
             for one in points
         ]
 
-    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, go_on, keep)
+    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, ends, keep)
     with interrupts.deferred():
         for family in plan(cfgs).families:
             _family(context, Family(renamed(family.baselines), [renamed(group) for group in family.groups]))
@@ -203,7 +193,7 @@ def _family(context: _Run, family: Family) -> None:
 def _on_one_engine(context: _Run, points: list[Planned]) -> None:
     """Measure points on one live engine. A failure that may have broken the engine costs a fresh one for the rest."""
     waiting = list(points)
-    while waiting and context.go_on():
+    while waiting and context.has_time():
         stack = ExitStack()
         began = time.perf_counter()
         try:
@@ -214,7 +204,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             return
         started = getattr(engine, "start_seconds", time.perf_counter() - began)
         try:
-            while waiting and context.go_on():
+            while waiting and context.has_time():
                 interrupts.check()
                 if not _measure(context, waiting.pop(0), engine, started):
                     break
@@ -222,7 +212,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             context.or_warn("closing an engine", stack.close)
 
 
-def _measure(context: _Run, planned: Planned, engine: Engine, started: float) -> bool:
+def _measure(context: _Run, planned: Planned, engine: Any, started: float) -> bool:
     """Measure one point and save it; False when the engine can no longer be trusted."""
     cfg = planned.cfg
     context.progress.measuring(planned)

@@ -10,19 +10,18 @@ Logs and costs are kept under results/tune/<key>/. The same command goes on from
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.artifacts import head_files, tuned
-from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.replay import Setting
@@ -44,59 +43,22 @@ FINALISTS, REPEATS = 5, 5  # of each exit: settings, and repeats of each
 LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, these parts of them are tried as well as the default
 
 
-@dataclass
 class Budget:
-    """How long tuning may begin something new, from the moment this is made. clock: seconds, never going back."""
+    """The seconds after which tuning begins nothing new, from the moment this is made. clock: seconds, never going
+    back."""
 
-    minutes: float
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock, self._began = 60 * minutes, clock, clock()
 
     @property
     def spent(self) -> float:
-        """Seconds."""
-        return self.clock() - self.started
+        """Seconds so far."""
+        return self._clock() - self._began
 
     @property
     def left(self) -> float:
         """Seconds, may be negative."""
-        return self.minutes * 60 - self.spent
-
-
-@dataclass
-class Finalist:
-    """A setting, measured alternating with others, against plain decoding on its own engine."""
-
-    cfg: RunConfig
-    measured: dict[str, Any]
-
-    @property
-    def speedup(self) -> float:
-        """Median over the repeats."""
-        return float(self.measured["speedup"])
-
-
-@dataclass
-class TuneResult:
-    """The choice, what it was chosen from, and where it is written."""
-
-    choice: Finalist
-    finalists: list[Finalist]
-    expected: list[dict[str, Any]]  # of each exit: its best setting by the cost model
-    seconds: float
-    file: str
-    overrides: list[str]
-    untried: Sequence[str] = ()  # exits for which there was no time
-    failed: Sequence[str] = ()  # exits that could not be had, each with the reason
-
-    @property
-    def warnings(self) -> list[str]:
-        """What makes the choice uncertain, for people; empty where nothing does."""
-        late = f"there was no time for {', '.join(self.untried)}; with more --minutes the same command tries them too"
-        return [*self.failed, *([late] if self.untried else [])]
+        return self.seconds - self.spent
 
 
 def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
@@ -108,7 +70,7 @@ def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig]
         "layers": [cfg.layer for cfg in plan],
         "exits": [exits.name_of(cfg) for cfg in plan],
         "also": list(more),  # tried at the exits that look promising
-        "gates": list(_gates(features())),
+        "gates": ["none", *features()],
         "k": f"1 to {LONGEST}",
         "minutes": minutes,
         "recorded": max(RECORDED, plan[0].workload.batch),  # requests whose drafts are logged at each exit
@@ -124,12 +86,15 @@ def run(
     heads: Sequence[HeadConfig] = (),
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
-) -> TuneResult:
+) -> tuple[RunConfig, dict[str, Any]]:
     """Choose among `cfgs`, which differ in exit layer or head; writes the file that `tuned=MODEL` reads.
 
     Args:
         conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
             they are fitted for a layer that looks promising.
+
+    Returns:
+        The choice, and as JSON what it was chosen from.
 
     Raises:
         ConfigError: nothing was drafted.
@@ -144,49 +109,30 @@ def run(
             found, later, refused = survey(others, folder, opened, budget, progress, found)
             late, failed = late + later, failed + refused
         finalists = _raced(found, opened, budget, progress)
-        choice = max(finalists, key=lambda finalist: finalist.speedup)
-    words = [*model_words, *tuned.overrides(choice.cfg)]
-    work = choice.cfg.workload
+    choice, measured = max(finalists, key=lambda finalist: finalist[1]["speedup"])
+    words, work = [*model_words, *tuned.overrides(choice)], choice.workload
     about = (
-        f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
+        f"{measured['speedup']:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
         f"batch {work.batch}"
     )
-    file = tuned.write(conf, first, words, about)
-    expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     untried = [exits.name_of(cfg) for cfg in late]
-    result = TuneResult(choice, finalists, expected, budget.spent, str(file), words, untried, failed)
-    atomic_write(folder / "choice.json", json.dumps(document(result), indent=2) + "\n")
-    return result
-
-
-def document(result: TuneResult) -> dict[str, Any]:
-    """The result as JSON."""
-    finalists = [
-        {"E": finalist.cfg.layer, "head": exits.exit_name(finalist.cfg), **finalist.measured}
-        for finalist in result.finalists
-    ]
-    return {
-        "overrides": result.overrides,
-        "file": result.file,
-        "tuned": safe_name(result.choice.cfg.model.name),
-        "speedup": result.choice.speedup,
-        "seconds": result.seconds,
-        "finalists": finalists,
-        "expected": result.expected,
-        "untried": list(result.untried),
-        "warnings": result.warnings,
+    if untried:
+        failed.append(
+            f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too"
+        )
+    document = {
+        "overrides": words,
+        "file": str(tuned.write(conf, first, words, about)),
+        "tuned": safe_name(choice.model.name),
+        "speedup": measured["speedup"],
+        "seconds": budget.spent,
+        "finalists": [row for _, row in finalists],
+        "expected": [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)],
+        "untried": untried,  # exits for which there was no time
+        "warnings": failed,  # what makes the choice uncertain, for people
     }
-
-
-def costly_copies(cfgs: Sequence[RunConfig]) -> list[str]:
-    """What to know of copies on the CPU, for people; empty where no exit asks for them."""
-    kinds = dict.fromkeys(cfg.draft_weights for cfg in cfgs if DRAFT_WEIGHTS[cfg.draft_weights].copies)
-    if not kinds or device_of(cfgs[0]) != "cpu":
-        return []
-    return [
-        f"draft_weights={','.join(kinds)}: the CPU dequantises copies, so drafts take as long on them as on the "
-        "model's own weights; what is accepted is the same on every device, speeds are not"
-    ]
+    atomic_write(folder / "choice.json", json.dumps(document, indent=2) + "\n")
+    return choice, document
 
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
@@ -211,32 +157,32 @@ def survey(
     than the best before. Where the first exit of all cannot be had, the others are not tried.
     """
     surveyed: list[Exit] = list(earlier)
-    worse: dict[tuple[DraftView, str], int] = {}
+    worse: Counter[tuple[DraftView, str]] = Counter()
     late: list[RunConfig] = []
     failed: list[str] = []
     total = len(earlier) + len(cfgs)
     for cfg in cfgs:
-        view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
-        file = folder / f"drafts-{exits.name_of(cfg)}-{exits.draft_key(cfg)}.pt"
-        if worse.get(view, 0) >= 2:
-            pass
-        elif surveyed and budget.spent > budget.minutes * 30 and not file.is_file():
+        name, view = exits.name_of(cfg), (replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method)
+        file = folder / f"drafts-{name}-{exits.draft_key(cfg)}.pt"
+        if worse[view] >= 2:
+            continue
+        if surveyed and budget.left < budget.seconds / 2 and not file.is_file():
             late.append(cfg)
-        else:
-            try:
-                exit_ = _surveyed(cfg, file, open_engine, progress)
-            except Exception as error:
-                interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
-                if not surveyed:
-                    raise
-                reason = on_one_line(error)[:300]
-                failed.append(f"{exits.name_of(cfg)} was left out: {reason}")
-                progress.failed(exits.name_of(cfg), reason)
-                continue
-            best = max((other.best.speedup for other in surveyed), default=0.0)
-            surveyed.append(exit_)
-            worse[view] = worse.get(view, 0) + 1 if exit_.best.speedup < best else 0
-            progress("exits", len(surveyed), total)
+            continue
+        try:
+            exit_ = _surveyed(cfg, file, open_engine, progress)
+        except Exception as error:
+            interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
+            if not surveyed:
+                raise
+            reason = on_one_line(error)[:300]
+            failed.append(f"{name} was left out: {reason}")
+            progress.failed(name, reason)
+            continue
+        best = max((other.best.speedup for other in surveyed), default=0.0)
+        surveyed.append(exit_)
+        worse[view] = worse[view] + 1 if exit_.best.speedup < best else 0
+        progress("exits", len(surveyed), total)
     progress.ended("exits", len(surveyed), total)
     return surveyed, late, failed
 
@@ -255,22 +201,19 @@ def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Pro
     else:
         exit_ = exits.survey(cfg, open_engine, RECORDED, progress)
         exits.save(exit_, file)
-    settings = replay.settings_for(exit_.log, _gates(exit_.log.features), range(1, LONGEST + 1))
+    settings = replay.settings_for(exit_.log, ("none", *exit_.log.features), range(1, LONGEST + 1))
     outcomes = (replay.replay(exit_.log, setting, exit_.costs) for setting in settings)
     ranked = tuple(sorted(outcomes, key=lambda outcome: -outcome.speedup))
     return replace(exit_, outcomes=ranked)
 
 
-def _gates(logged: Sequence[str]) -> tuple[str, ...]:
-    """Gates that tuning considers: none, and each of the statistics that are logged."""
-    return ("none", *logged)
-
-
-def _raced(surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress) -> list[Finalist]:
-    """The best settings of the exits that look promising, measured: of the best one at least a repeat of each, of
-    another one only if there is time."""
+def _raced(
+    surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress
+) -> list[tuple[RunConfig, dict[str, Any]]]:
+    """The best settings of the exits that look promising, each with what was measured: of the best exit at least a
+    repeat of each, of another one only if there is time."""
     chosen = promising(surveyed)
-    finalists: list[Finalist] = []
+    finalists = []
     for number, exit_ in enumerate(chosen):
         if number and budget.left <= 0:
             break
@@ -286,8 +229,13 @@ def _raced(surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, pr
                 progress=progress,
             )
         for arm in measured:
-            row = {**arm.to_dict(plain), "plain_tok_s": plain.median}
-            finalists.append(Finalist(tuned.apply(exit_.cfg, arm.setting), row))
+            row = {
+                "E": exit_.cfg.layer,
+                "head": exits.exit_name(exit_.cfg),
+                **arm.to_dict(plain),
+                "plain_tok_s": plain.median,
+            }
+            finalists.append((tuned.apply(exit_.cfg, arm.setting), row))
     return finalists
 
 

@@ -14,7 +14,7 @@ from served import wait_for
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.early_exit.request_settings import K
 from selfspec_cli.engine import server as servers
-from selfspec_cli.engine.deployment import deployment
+from selfspec_cli.engine.deployment import Deployment
 
 PROGRAM = os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
 pytestmark = [
@@ -48,20 +48,15 @@ def server(tmp_path_factory):
         "k=4",
     ]
     (cfg,) = compose_runs(None, words, sweep=False)
-    made = deployment(cfg, folder)
     script = folder / "serve.py"
     script.write_text(SERVE)
-    command = [sys.executable, str(script), "serve", made.model, *made.arguments(), "--no-enable-prefix-caching"]
-    environment = {
-        **os.environ,
-        **made.environment,
-        "VLLM_USE_RUST_FRONTEND": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    with servers.started(command, (), cfg, folder / "server.log", environment) as found:
-        assert any(name == Path(PROGRAM).name[:15] for _, name, _ in found.processes())
-        yield found
+    command = [sys.executable, str(script), "serve"]
+    variables = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Deployment, "command", lambda self: [*command, self.model, *self.arguments()])
+        with servers.open_server(cfg, [], folder / "server.log", folder, variables) as found:
+            assert any(name == Path(PROGRAM).name[:15] for _, name, _ in found.processes())
+            yield found
 
 
 def ask(server, prompt, **more):
@@ -76,7 +71,7 @@ def text(server, prompt, **more):
 
 
 def drafted(server):
-    return server.verify_counts(server.metrics())
+    return server.verify_counts()
 
 
 def test_drafts_are_accepted_and_completions_are_the_models_own(server):

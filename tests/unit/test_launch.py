@@ -333,7 +333,7 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
                 open_engine=lambda cfg, engine=engine: nullcontext(engine),
                 bench=lambda *words: measured(100.0, 101.0, 99.0),
                 keep=spooled.append,
-                go_on=lambda: True,
+                ends=None,
             )
             dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
             for point in spooled[: 1 if dies else None]:

@@ -69,11 +69,6 @@ def test_a_row_of_a_load_test_says_what_was_asked_and_what_was_found():
     assert tables.row(from_json(to_json(load_point(100.0)))).clients == 8
 
 
-def test_rows_of_other_commands_have_no_columns_of_a_load_test():
-    made = tables.row(point())
-    assert (made.arrivals, made.req_s, made.goodput) == (None,) * 3
-
-
 def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
     plain, timed, closed, rate = compose_runs(None, ["method=baseline", "workload.num_prompts=8"]) + [
         compose_runs(None, ["method=baseline", "workload.num_prompts=8", *words])[0]

@@ -16,11 +16,10 @@ from commands import call, document
 
 from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
-from selfspec_cli.engine import clients, server
+from selfspec_cli.engine import clients, cores, server
 from selfspec_cli.engine.server import ServerError, open_server
 from selfspec_cli.extras import install
 from selfspec_cli.record import folder, tables
-from selfspec_cli.stages import cores
 
 pytestmark = pytest.mark.slow
 TOY = Path(__file__).with_name("openai_server.py")
@@ -50,6 +49,9 @@ def toys(monkeypatch):
     return started
 
 
+CFG = SimpleNamespace(engine=SimpleNamespace(enable_prefix_caching=False), load=LoadConfig())
+
+
 def processes(word):
     """Processes of this machine, this one left out, that have a word in their command line."""
     found = []
@@ -76,17 +78,18 @@ def test_without_locust_no_server_starts(toys, tmp_path, monkeypatch, command):
     assert not toys
 
 
-def test_only_a_server_that_has_answered_is_given_time_to_end(tmp_path, monkeypatch):
+def test_only_a_server_that_has_answered_is_given_time_to_end(toys, tmp_path, monkeypatch):
     """vLLM drops a signal while it waits for its engine, and would be waited for until its start is over."""
     given, end = [], children.end
     monkeypatch.setattr(children, "end", lambda process, wish, seconds: given.append(seconds) or end(process, wish, 0))
-    rest = [], None, tmp_path / "log", dict(os.environ)
-    with server.started([sys.executable, str(TOY)], *rest) as answering:
+    with open_server(CFG, [], tmp_path / "log", tmp_path) as answering:
         pass
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
     interrupt = Mock(side_effect=KeyboardInterrupt)  # whether this process takes SIGINT is up to who started it
     monkeypatch.setattr(server.interrupts, "check", interrupt)
-    with pytest.raises(KeyboardInterrupt), server.started([sys.executable, "-c", deaf], *rest):
+    made = SimpleNamespace(command=lambda: [sys.executable, "-c", deaf], environment={})
+    monkeypatch.setattr(server, "deployment", lambda *words: made)
+    with pytest.raises(KeyboardInterrupt), open_server(CFG, [], tmp_path / "log", tmp_path):
         pass
     assert given == [server.STOP_SECONDS, server.GIVE_UP_SECONDS] and server.GIVE_UP_SECONDS < 15
     assert answering.process.poll() is not None and not processes("time.sleep(600)")
@@ -147,8 +150,7 @@ def test_the_reason_is_what_went_wrong_and_not_an_error_that_a_warning_names(tmp
 
 
 def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):
-    cfg = SimpleNamespace(engine=SimpleNamespace(enable_prefix_caching=False), load=LoadConfig())
-    with open_server(cfg, [], tmp_path / "log", tmp_path) as found:
+    with open_server(CFG, [], tmp_path / "log", tmp_path) as found:
         found.check()
         os.kill(found.process.pid, signal.SIGKILL)
         found.process.wait()

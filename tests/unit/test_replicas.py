@@ -72,36 +72,26 @@ def test_each_replica_has_gpus_of_its_own_and_the_front_the_address_that_was_ask
     assert [word.partition("url=")[2] for word in front.command if ".url=" in word] == [one.url for one in servers]
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("0.0.0.0", "http://127.0.0.1:81"),
-        ("127.0.0.2", "http://127.0.0.2:81"),
-        ("fd00::1", "http://[fd00::1]:81"),
-    ],
-)
-def test_the_front_is_asked_at_the_address_at_which_it_listens(host, url):
-    assert replicas.plan(MADE, CPU, ["--host", host, "--port", "81"], 2, None)[1].url == url
-
-
-def test_port_0_is_a_free_one():
-    """The front is asked at its address, so the command has to know it."""
-    front = replicas.plan(MADE, CPU, ["--port", "0"], 2, "gateway")[1]
+def test_the_front_is_asked_at_the_address_at_which_it_listens():
+    for host, reached in (("0.0.0.0", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("fd00::1", "[fd00::1]")):
+        front = replicas.plan(MADE, CPU, ["--host", host, "--port", "81"], 2, None)[1]
+        assert front.url == f"http://{reached}:81"
+    front = replicas.plan(MADE, CPU, ["--port", "0"], 2, "gateway")[1]  # 0: a free one, which the command has to know
     port = front.url.rpartition(":")[2]
-    assert int(port) > 0
-    assert f"port={port}" in front.command
+    assert int(port) > 0 and f"port={port}" in front.command
 
 
-@pytest.mark.parametrize("port", ["abc", "70000", ""])
-def test_a_port_that_there_is_not_is_refused_before_anything_starts(port):
-    with pytest.raises(ConfigError, match=f"-- --port {port}: allowed: a whole number from 0 to 65535"):
-        replicas.plan(MADE, CPU, ["--port", port], 2, None)
+REFUSED = [f"-- --port {port}: allowed: a whole number from 0 to 65535" for port in ("abc", "70000", "")]
+OPTIONS = ("--uds", "--grpc-port", "--grpc", "--headless", "--ssl-keyfile", "--ssl_certfile")
+REFUSED += [f"-- {option}: 2 servers behind a router answer by plain HTTP" for option in OPTIONS]
 
 
-@pytest.mark.parametrize("option", ["--uds", "--grpc-port", "--grpc", "--headless", "--ssl-keyfile", "--ssl_certfile"])
-def test_an_option_by_which_several_servers_could_not_be_reached_is_refused(option):
-    with pytest.raises(ConfigError, match=f"-- {option}: 2 servers .* leave it out, or start one server"):
-        replicas.plan(MADE, CPU, [f"{option}=x"], 2, None)
+@pytest.mark.parametrize("said", REFUSED)
+def test_an_option_that_replicas_cannot_have_is_refused_before_anything_starts(said):
+    option = said.partition(":")[0].removeprefix("-- ")
+    words = option.split(" ") if option.startswith("--port") else [f"{option}=x"]
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        replicas.plan(MADE, CPU, words, 2, None)
 
 
 def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeypatch, tmp_path):
@@ -145,7 +135,7 @@ def test_the_router_is_the_one_that_is_installed_or_named(monkeypatch):
     monkeypatch.setattr(replicas.shutil, "which", lambda name: name)
     servers, front = replicas.plan(MADE, CPU, ["--port", "81"], 2, None)
     assert front.command[:4] == ["vllm-router", "--worker-urls", *(one.url for one in servers)]
-    assert front.command[-6:] == ["--port", "81", "--host", "0.0.0.0", "--policy", "power_of_two"]
+    assert front.command[-6:] == ["--host", "0.0.0.0", "--port", "81", "--policy", "power_of_two"]
 
 
 def program(name):

@@ -3,6 +3,7 @@ import random
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from points import measured
@@ -96,10 +97,6 @@ def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
     assert {arm.compared_with.baseline for arm in arms} == {base.id}
     assert result.exit_code == 0
     assert lab.live == 0
-
-
-def test_every_point_has_its_provenance(lab):
-    lab.run(VARH_SWEEP[:1])
     for point in lab.points():
         assert point.config["results_dir"] == str(lab.folder)
         assert point.versions["python"] and point.hardware["cores"] and point.device and point.command
@@ -345,11 +342,13 @@ def test_only_what_failed_is_tried_again(lab):
     assert [cfg.threshold for cfg in lab.measured[-1:]] == [5]
 
 
-def test_a_sweep_that_is_out_of_time_ends_between_points_and_goes_on_later(lab):
+def test_a_sweep_that_is_out_of_time_ends_between_points_and_goes_on_later(lab, monkeypatch):
+    clock = SimpleNamespace(time=lambda: len(lab.measured), perf_counter=time.perf_counter)
+    monkeypatch.setattr(sweep, "time", clock)
     asked = [RunConfig(gate=VARH, threshold=float(tau)) for tau in (4, 5, 6)]
-    found = lab.run(asked, go_on=lambda: len(lab.measured) < 2)
+    found = lab.run(asked, ends=2)
     assert (len(found.points), found.left, found.exit_code) == (2, 2, 0)
     opened = len(lab.engines)
-    assert lab.run(asked, go_on=lambda: False).left == 3 and len(lab.engines) == opened  # no engine for nothing
+    assert lab.run(asked, ends=0).left == 3 and len(lab.engines) == opened  # no engine for nothing
     again = lab.run(asked)
     assert again.left == 0 and {row.threshold for row in lab.rows() if row.arm != "baseline"} == {4, 5, 6}

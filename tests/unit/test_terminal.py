@@ -44,6 +44,19 @@ def shown_in(folder, words, columns, **more):
     return Terminal([sys.executable, *command(*words)], folder, columns, env)
 
 
+def piped(folder, words, **more):
+    """The command with these words, whose output goes into pipes."""
+    return subprocess.run(
+        [sys.executable, *command(*words)],
+        cwd=folder,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def log_of(folder):
     (log,) = (folder / "results" / "logs").glob("*.log")
     return log
@@ -71,16 +84,8 @@ def test_a_sweep_shows_its_lines_over_a_status_and_nothing_of_anybody_elses(tmp_
 
 @pytest.mark.slow
 def test_a_pipe_gets_a_line_an_arm_and_no_control_characters(tmp_path):
-    done = subprocess.run(
-        [sys.executable, *command(*SWEEP)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "noise" not in done.stdout + done.stderr
+    done = piped(tmp_path, SWEEP)
+    assert done.returncode == 0 and "noise" not in done.stdout + done.stderr
     assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout + done.stderr
     lines = done.stderr.splitlines()
     assert lines[0].startswith("4 point(s) on 2 engine(s)")
@@ -104,10 +109,7 @@ def test_a_point_that_fails_shows_the_log_so_far_and_the_sweep_goes_on(tmp_path)
 
 @pytest.mark.slow
 def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
-    words, env = command("roc", "workload.prompts=random"), environment(NOISY_FAIL="start")
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = piped(tmp_path, ["roc", "workload.prompts=random"], NOISY_FAIL="start")
     assert done.returncode == 1
     assert "  noise-child2 start" in done.stderr
     assert f"all of it: results/logs/{log_of(tmp_path).name}" in done.stderr
@@ -141,15 +143,8 @@ def test_an_interrupt_leaves_the_status_and_says_what_the_same_command_does(tmp_
 
 @pytest.mark.slow
 def test_debug_shows_everything(tmp_path):
-    done = subprocess.run(
-        [sys.executable, *command(*SWEEP), "--debug"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = piped(tmp_path, [*SWEEP, "--debug"])
+    assert done.returncode == 0
     assert {word for word in WAYS if f"noise-{word} generate" in done.stderr} == set(WAYS)
     assert not (tmp_path / "results" / "logs").exists()
     assert "noise" not in done.stdout

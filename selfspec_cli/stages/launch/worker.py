@@ -44,8 +44,7 @@ def _end_with(parent: int) -> None:
 
 def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) -> None:
     """Measure every config of a unit, the baselines first, and spool each point."""
-    from selfspec_cli.engine.live import open_engine
-    from selfspec_cli.engine.processes import fork_engines
+    from selfspec_cli.engine.live import fork_engines, open_engine
     from selfspec_cli.stages import bench, sweep
 
     def keep(point: Point) -> None:
@@ -59,7 +58,7 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
         open_engine=open_engine,
         bench=bench.run,
         keep=keep,
-        go_on=lambda: document["ends"] is None or time.time() < document["ends"],
+        ends=document["ends"],
     )
 
 

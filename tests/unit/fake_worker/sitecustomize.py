@@ -49,6 +49,10 @@ def open_engine(cfg):
 
 if "selfspec_cli.stages.launch.worker" in sys.orig_argv:
     # In place of the modules themselves, whose import of PyTorch takes longer than all that a worker does here.
-    for name, function, of_worker in (("engine.live", "open_engine", open_engine), ("stages.bench", "run", bench)):
+    of_worker = {
+        "engine.live": {"open_engine": open_engine, "fork_engines": lambda cfg: None},
+        "stages.bench": {"run": bench},
+    }
+    for name, functions in of_worker.items():
         module = sys.modules[f"selfspec_cli.{name}"] = ModuleType(f"selfspec_cli.{name}")
-        setattr(module, function, of_worker)
+        vars(module).update(functions)

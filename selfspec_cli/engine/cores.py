@@ -2,6 +2,7 @@
 say as much of its other users as of the arm."""
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +43,20 @@ def shares(before: Moment | None, after: Moment | None) -> dict[str, float]:
     return {"cpu_own": round(own / passed, 3), "cpu_others": round(max(busy - own, 0) / passed, 3)}
 
 
+def processes() -> Iterator[tuple[int, str, list[str]]]:
+    """Number and short name of each process of this machine, and the fields of its /proc/N/stat from the state on
+    (proc_pid_stat(5), where that one is the third)."""
+    for stat in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            head, _, fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")
+            yield int(stat.parent.name), head.partition("(")[2], fields.split()
+
+
 def _own() -> int:
     """Ticks of this process and of all that it has started, those that have ended included."""
     parents, used = {}, {}
-    for stat in PROC.glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):  # it has ended
-            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            number = int(stat.parent.name)
-            parents[number], used[number] = int(fields[1]), sum(map(int, fields[11:15]))
+    for number, _, fields in processes():
+        parents[number], used[number] = int(fields[1]), sum(map(int, fields[11:15]))
     family = {os.getpid()}
     while more := {number for number, parent in parents.items() if parent in family} - family:
         family |= more

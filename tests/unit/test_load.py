@@ -1,0 +1,308 @@
+"""Load tests without a server: when requests arrive, by patterns and traces, and what the command line says."""
+
+import json
+import statistics
+from collections import Counter
+from dataclasses import dataclass, make_dataclass, replace
+from itertools import islice, pairwise
+
+import pytest
+from commands import call
+from scipy.stats import kstest
+
+from selfspec_cli import load_patterns
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
+from selfspec_cli.early_exit.knobs import knob
+from selfspec_cli.load_patterns.base import LoadPattern
+from selfspec_cli.load_patterns.poisson import moments, poisson
+from selfspec_cli.load_patterns.trace import Request, asked_requests, is_trace
+from selfspec_cli.record import tables
+from selfspec_cli.record.load_words import asked as in_words
+from selfspec_cli.stages import load as stage
+from selfspec_cli.stages import load_prompts, preflight
+from selfspec_cli.stages.load_prompts import of_requests
+
+
+def test_gaps_of_a_poisson_process_are_exponential_with_its_rate():
+    moments = list(islice(poisson(4.0, seed=1), 4000))
+    gaps = [later - earlier for earlier, later in pairwise(moments)]
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.05)
+    assert kstest(gaps, "expon", args=(0, 0.25)).pvalue > 0.01
+    assert kstest(gaps, "uniform", args=(0, 0.5)).pvalue < 1e-6  # the test can tell
+
+
+@pytest.mark.parametrize("burst", [1, 8, 64])
+def test_bursts_keep_the_mean_rate(burst):
+    count = 400 * burst
+    moments = list(islice(poisson(5.0, seed=3, burst=burst), count))
+    assert set(Counter(moments).values()) == {burst}
+    assert count / moments[-1] == pytest.approx(5.0, rel=0.15)
+    assert moments == sorted(moments)
+
+
+def test_a_run_ends_by_number_or_by_time_and_its_seed_says_when_requests_arrive():
+    assert len(moments(10.0, 0, 1, 33, None)) == 33
+    by_time = moments(10.0, 0, 1, None, 20.0)
+    assert by_time[-1] < 20.0
+    assert 140 < len(by_time) < 260
+    assert by_time == moments(10.0, 0, 1, len(by_time), None) != moments(10.0, 1, 1, len(by_time), None)
+    assert len(moments(0.001, 0, 4, None, 0.1)) == 4  # at least one burst
+
+
+# ---- which pattern, and what its rows say ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "words"),
+    [
+        ({"clients": 1}, "closed", "1 client"),
+        ({"clients": 8}, "closed", "8 clients"),
+        ({"rate": 2.5}, "poisson", "2.5 requests/s"),
+        ({"share": 0.5}, "poisson", "50% of the baseline's saturation"),
+        ({"share": 0.5, "clients": 4, "burst": 8}, "poisson", "50% of the baseline's saturation in bursts of 8"),
+    ],
+)
+def test_the_settings_say_the_pattern_and_so_do_the_columns_of_its_rows(given, name, words):
+    load = LoadConfig(**given)
+    assert (load.kind, load.pattern.name, load_patterns.problem(load)) == (name, name, None)
+    row = tables.planned(RunConfig(method="baseline", load=load), "a key")
+    assert load_patterns.label(row) == words
+
+
+def test_what_is_asked_is_compared_and_a_rate_is_not_where_it_follows_from_a_share():
+    def asked(**given):
+        return load_patterns.comparable(load_patterns.columns(LoadConfig(**given)))
+
+    different = [
+        asked(clients=8),
+        asked(clients=9),
+        asked(rate=2.0),
+        asked(share=0.5),
+        asked(rate=2.0, burst=4),
+    ]
+    assert len(set(different)) == len(different)
+    share = load_patterns.columns(LoadConfig(share=0.5))
+    assert load_patterns.comparable(share | {"rate": 3.1}) == load_patterns.comparable(share | {"rate": 3.2})
+
+
+@dataclass
+class RampSettings:
+    """How long it takes."""
+
+    ramp: float | None = knob(None, help="seconds until all clients ask", unit="s", above=0, unset="at once")
+
+
+class Ramp(LoadPattern):
+    """A pattern that a package may add: no list and no column knows it."""
+
+    name, help, settings, rank = "ramp", "clients begin one after the other", RampSettings, 1
+
+    def asked(self, load):
+        return load.ramp is not None
+
+    def arrivals(self, load, seed, requests, seconds):
+        return [load.ramp * n / load.clients for n in range(load.clients)]
+
+
+def test_a_further_pattern_needs_no_column_of_its_own(monkeypatch):
+    monkeypatch.setattr(load_patterns.PATTERNS, "_loaded", ({**load_patterns.PATTERNS, "ramp": Ramp()}, {}))
+    ramped = make_dataclass("Ramped", [], bases=(LoadConfig, RampSettings))
+    monkeypatch.setattr(LoadConfig, "ramp", None, raising=False)  # as where the package is installed
+    slow, quick, all_at_once = (ramped(clients=4, **more) for more in ({"ramp": 8.0}, {"ramp": 2.0}, {}))
+    assert (slow.kind, all_at_once.kind) == ("ramp", "closed")
+    columns = load_patterns.columns(slow)
+    assert (columns["arrivals"], columns["clients"]) == ("ramp (ramp=8)", 4)
+    row = replace(tables.planned(RunConfig(method="baseline", load=LoadConfig(clients=4)), "a key"), **columns)
+    assert load_patterns.label(row) == "ramp (ramp=8)"
+    keys = [Keys().settings(replace(RunConfig(method="baseline"), load=load)) for load in (slow, quick, all_at_once)]
+    assert len(set(keys)) == 3
+    assert keys[2] == Keys().settings(RunConfig(method="baseline", load=LoadConfig(clients=4)))
+    assert slow.pattern.arrivals(slow, 0, None, 9.0) == [0.0, 2.0, 4.0, 6.0]
+    both = ramped(ramp=2.0, rate=2.0)
+    assert "ask for the patterns poisson and ramp: give those of one" in load_patterns.problem(both)
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+MOONCAKE = [
+    {"timestamp": 27000, "input_length": 700, "output_length": 4, "hash_ids": [0, 1]},
+    {"timestamp": 27000, "input_length": 1100, "output_length": 900, "hash_ids": [0, 2, 3]},
+    {"timestamp": 27100, "input_length": 20, "output_length": 6, "hash_ids": [4]},
+    {"timestamp": 57000, "input_length": 20, "output_length": 2, "hash_ids": [5]},
+]
+BURSTGPT = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+5.5,,1,ChatGPT,472,18,490,API log
+7.0,a,2,GPT-4,30,0,30,Conversation log
+9.5,a,2,GPT-4,1087,230,1317,Conversation log
+"""
+
+
+@pytest.fixture
+def mooncake(tmp_path):
+    file = tmp_path / "conversation_trace.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in MOONCAKE))
+    return str(file)
+
+
+def times(load):
+    return [round(request.at, 6) for request in asked_requests(load)]
+
+
+def test_both_forms_are_read_and_failed_requests_are_left_out(mooncake, tmp_path):
+    first, second, *_ = asked_requests(LoadConfig(trace=mooncake))
+    assert (first, second) == (Request(0.0, 700, 4, (0, 1)), Request(0.0, 1100, 900, (0, 2, 3)))
+    file = tmp_path / "BurstGPT_3.csv"
+    file.write_text(BURSTGPT)
+    assert is_trace(str(file)) and is_trace(mooncake)
+    assert asked_requests(LoadConfig(trace=str(file))) == [Request(0.0, 472, 18), Request(4.0, 1087, 230)]
+
+
+def test_a_run_is_limited_by_number_or_time_and_a_rate_keeps_the_proportions(mooncake):
+    assert times(LoadConfig(trace=mooncake)) == [0, 0, 0.1]  # of 30 s
+    assert times(LoadConfig(trace=mooncake, seconds=31.0)) == [0, 0, 0.1, 30.0]
+    assert times(LoadConfig(trace=mooncake, requests=3)) == [0, 0, 0.1]
+    assert times(LoadConfig(trace=mooncake, requests=4, rate=0.2)) == [0, 0, 0.05, 15.0]
+    assert times(LoadConfig(trace=mooncake, seconds=1.5, rate=2.0)) == [0, 0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ([MOONCAKE[2], MOONCAKE[0]], "row 2 is earlier than the one before it"),
+        ([MOONCAKE[0] | {"output_length": 0}], "no request of this trace has a prompt and an answer"),
+        ([MOONCAKE[0] | {"input_length": "many"}], "cannot be read as timestamp, input_length and output_length"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_named(tmp_path, text, said):
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in text))
+    with pytest.raises(ConfigError, match=said):
+        asked_requests(LoadConfig(trace=str(file)))
+
+
+def test_other_files_are_no_traces(tmp_path):
+    for name, text in (
+        ("a.jsonl", '{"prompt": "a"}'),
+        ("b.csv", "a,b\n1,2\n"),
+        ("c.jsonl", "no json"),
+        ("d.jsonl", ""),
+    ):
+        (tmp_path / name).write_text(text)
+        assert not is_trace(str(tmp_path / name))
+    assert not is_trace("heldout") and not is_trace(str(tmp_path / "nowhere.jsonl"))
+
+
+def test_equal_ids_are_equal_blocks_and_lengths_are_the_traces():
+    asked = [Request(0, 1300, 1, (7, 8, 9)), Request(0, 700, 1, (7, 3)), Request(0, 600, 1), Request(0, 600, 1)]
+    first, second, third, fourth = of_requests(asked, lambda text: [*map(ord, text)], seed=0, most=1200)
+    assert [len(one) for one in (first, second, third, fourth)] == [1200, 700, 600, 600]
+    assert first[:512] == second[:512] and first[512:700] != second[512:700]
+    assert len({tuple(one[:512]) for one in (first, third, fourth)}) == 3
+    assert of_requests(asked, lambda text: [*map(ord, text)], seed=0, most=1200)[0] == first
+
+
+def load_of(*words):
+    (cfg,) = compose_runs(None, ["workload=trace", "method=baseline", *words])
+    return stage.asked(cfg)
+
+
+def test_a_trace_is_a_load_of_its_own_name_and_key(mooncake):
+    plain, fast = load_of(f"workload.path={mooncake}"), load_of(f"workload.path={mooncake}", "load.rate=2")
+    closed = load_of(f"workload.path={mooncake}", "load.clients=2")
+    assert (plain.load.kind, fast.load.kind, closed.load.kind) == ("trace", "trace", "closed")
+    assert in_words(tables.planned(plain, "key")) == "trace conversation_trace.jsonl"
+    assert in_words(tables.planned(fast, "key")) == "trace conversation_trace.jsonl (2 requests/s)"
+    assert len({Keys().settings(cfg) for cfg in (plain, fast, closed)}) == 3
+    preflight.check_prompts(plain)
+    with pytest.raises(ConfigError, match="this is a trace of requests; replay it with selfspec load"):
+        preflight.check_prompts(compose_runs(None, ["workload=trace", f"workload.path={mooncake}"])[0])
+
+
+def test_prompts_are_token_ids_that_fit_the_model(mooncake, monkeypatch):
+    class Tokens:
+        max_model_len = 1000
+
+        def __init__(self, cfg):
+            pass
+
+        def encode(self, text):
+            return [*map(ord, text)]
+
+    monkeypatch.setattr(load_prompts, "ModelTokens", Tokens)
+    words = [f"workload.path={mooncake}", "workload.output_len=100"]
+    found = load_prompts.of_model(load_of(*words, "workload.input_len=900"))
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in found.bodies] == [(700, 4), (900, 100), (20, 6)]
+    assert found.cut == 1
+    with pytest.raises(ConfigError, match="together they must fit the model's 1000 tokens"):
+        load_prompts.of_model(load_of(*words, "workload.input_len=901"))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("load.share=0.5", "load.share=0.5 with the trace"),
+        ("load.burst=8", "load.burst=8 with the trace"),
+    ],
+)
+def test_settings_that_contradict_a_trace_are_named(mooncake, tmp_path, word, said):
+    words = ["workload=trace", f"workload.path={mooncake}", word, f"results_dir={tmp_path}/r"]
+    result = call("load", *words, *(["load.rate=2"] if "burst" in word else []))
+    assert result.exit_code == 2 and said in result.stderr
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+LOADS = [
+    (["load.rate=2", "load.clients=4"], "load.rate=2 and load.clients=4: give one of them"),
+    (["load.rate=2", "load.share=0.5"], "load.rate=2 and load.share=0.5: give one of them"),
+    (["load.clients=4", "load.burst=8"], "bursts arrive at a rate; give load.rate or load.share"),
+    (["load.clients=8", "load.requests=4"], "fewer requests than clients; use load.requests=8 or more"),
+    (["load.rate=0"], "load.rate=0.0: out of range; allowed: more than 0"),
+    (["load.client=4"], "did you mean 'load.clients'?"),
+    (["load.column=question"], "only the rows of a .json, .jsonl, .parquet file have columns"),
+    (["workload.prompts=nowhere.jsonl"], "workload.prompts=nowhere.jsonl: must be"),
+    (["load.tpot_limit=-1"], "load.tpot_limit=-1.0: out of range"),
+    (["--slo", "ttft_p98=200"], "did you mean 'ttft_p9"),
+    (["--slo", "ttft_p99=soon"], "the limit is a number of milliseconds above 0, such as ttft_p99=200"),
+    (["--slo", "ttft_p99=200", "load.rate=2"], "--slo with load.rate: it finds the load itself"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), LOADS)
+def test_bad_input_is_named_and_ends_with_2(words, said, tmp_path):
+    result = call("load", f"results_dir={tmp_path}/r", *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("name", ["bench", "sweep"])
+def test_other_commands_refuse_settings_of_a_load_test(name, tmp_path):
+    result = call(name, "load.seconds=5", f"results_dir={tmp_path}/r", "--dry-run")
+    assert result.exit_code == 2
+    assert f"{name} has none: selfspec load" in result.stderr
+
+
+def test_a_plan_has_every_load_on_one_server_for_each_arm(tmp_path):
+    result = call("load", "load.clients=1,8", "gate=maxp,margin", f"results_dir={tmp_path}/r", "--dry-run", "--json")
+    assert result.exit_code == 0, result.stderr
+    plan = json.loads(result.stdout.splitlines()[-1])
+    engines = plan["engines"]
+    assert [len(one) for one in engines] == [2, 4]  # two loads of the baseline, then of both gates on one server
+    assert {point["clients"] for one in engines for point in one} == {1, 8}
+
+
+def test_the_soak_is_one_command(tmp_path):
+    result = call("load", "experiment=soak", f"results_dir={tmp_path}/r", "--dry-run", "--json")
+    assert result.exit_code == 0, result.stderr
+    points = [point for one in json.loads(result.stdout.splitlines()[-1])["engines"] for point in one]
+    assert {(point["clients"], point["output_len"]) for point in points} == {(32, 128)}
+    assert [point["arm"] for point in points] == ["baseline", "layer_skip"]
+
+
+def test_nothing_said_is_a_closed_loop_of_eight(tmp_path):
+    result = call("load", f"results_dir={tmp_path}/r", "--dry-run")
+    assert "8 clients" in result.stdout

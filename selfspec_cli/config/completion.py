@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from selfspec_cli.config import choices, options
 from selfspec_cli.config.schema import GROUPS
-from selfspec_cli.config.words import option_of, other_names, type_of
+from selfspec_cli.config.words import SETTINGS, other_names
 from selfspec_cli.early_exit.knobs import Option
 
 
@@ -44,9 +44,9 @@ def values(key: str) -> Iterable[str]:
         return sorted(choices.experiment_files())
     if key == choices.TUNED:
         return choices.tuned_models()
-    option = option_of(key)
+    option = SETTINGS.get(key)
     return _words(option) if option is not None else ()
 
 
 def _words(option: Option) -> Iterable[str]:
-    return option.knob.words() or (("true", "false") if type_of(option.key) in (bool, bool | None) else ())
+    return option.knob.words() or (("true", "false") if option.type in (bool, bool | None) else ())

@@ -71,7 +71,6 @@ def test_a_rank_of_ones_own(monkeypatch, model):
         (("fit", "head=lsq", "layer=2", "vocab=65"), "larger than the vocabulary; must be in 1..64"),
         (("fit", "head=lsq", "layer=2", "vocab=gone.txt"), "a file of token ids"),
         (("fit", "head=lsq_r3", "layer=2"), "kind lsq has no rank 3; kinds that can: translator"),
-        (("fit", "head=lsq", "head.target=argmax", "layer=2"), "use head=lsq_argmax"),
         (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
         (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
         (("bench", "head=lsq_argmax", "layer=2"), "selfspec fit head=lsq_argmax layer=2"),

@@ -9,10 +9,10 @@ import yaml
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands.app import app
-from selfspec_cli.config import compose, files, paths, words
-from selfspec_cli.config.choices import choices, experiment_files, unread_files
+from selfspec_cli.config import compose, paths
+from selfspec_cli.config.choices import NAMED_GROUPS, choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.files import load_config
+from selfspec_cli.config.dumped import load_config
 from selfspec_cli.config.keys import Keys, digest
 from selfspec_cli.config.schema import (
     GROUPS,
@@ -79,7 +79,7 @@ def test_every_choice_composes_and_is_called_by_its_name():
 
 def test_the_choices_of_gates_and_heads_are_the_registries():
     assert choices("gate") == list(GATES)
-    assert not (paths.conf_dir() / "gate").exists() and not (paths.conf_dir() / "head").exists()
+    assert not any(file.stem in NAMED_GROUPS for file in paths.conf_dir().iterdir())
     head = one("head=translator_r7_bias").head
     assert (head.kind, head.rank, head.bias) == ("translator", 7, True)
     assert "a head of kind lens has no bias" in refusal("head=lens_bias")
@@ -382,21 +382,10 @@ def test_an_experiment_of_another_shape_is_refused(elsewhere, text):
 
 
 def test_from_a_wheel_the_packaged_data_is_found(elsewhere, monkeypatch):
-    write(elsewhere, "wheel/conf/tracker/none.yaml", "kind: none\n")
+    write(elsewhere, "wheel/conf/engine.yaml", "cpu: {device: cpu}\n")
     monkeypatch.setattr(paths, "data_dir", lambda: elsewhere / "wheel")
-    assert choices("tracker") == ["none"]
-    assert refusal("tracker=wandb,none").endswith("allowed: none")
-
-
-@pytest.mark.parametrize("key", words.INSTEAD)
-def test_a_setting_that_is_gone_is_answered_with_what_says_it_now(key):
-    message = refusal(f"{key}=1")
-    assert message == f"key {key!r} is not known; use {words.INSTEAD[key]}"
-    now = words.INSTEAD[key]
-    if "." in now or now in ("k", "layer"):
-        assert one(f"{now}=2")
-    if "head=" in now:
-        assert one(now)
+    assert choices("engine") == ["cpu"]
+    assert refusal("engine=gpu,cpu").startswith("engine 'gpu' is not known; allowed: cpu")
 
 
 def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_schema():
@@ -467,9 +456,9 @@ def test_a_key_that_is_given_twice_is_refused():
 def test_ten_thousand_points_are_composed_once():
     composed, converted = [], []
     with pytest.MonkeyPatch.context() as patch:
-        compose_files, convert = files.Files._compose, compose._converted
-        patch.setattr(files, "_known_for", lambda stamp: {})
-        patch.setattr(files.Files, "_compose", lambda self, words: composed.append(words) or compose_files(self, words))
+        compose_files, convert = compose._Composed, compose._converted
+        patch.setattr(compose, "_COMPOSED", {})
+        patch.setattr(compose, "_Composed", lambda chosen: composed.append(chosen) or compose_files(chosen))
         patch.setattr(compose, "_converted", lambda word, value: converted.append(value) or convert(word, value))
         runs = compose_runs(None, ["gate=maxp", "tau=range(0,1,0.01)", "layer=range(1,11)", "k=range(1,11)"])
     assert len(runs) == 10_000
@@ -494,12 +483,14 @@ def test_what_is_not_read_in_conf_is_named(elsewhere):
     write(elsewhere, "conf/gaet/mine.yaml", "kind: maxp\n")
     write(elsewhere, "conf/gate/mine.yml", "kind: maxp\n")
     write(elsewhere, "conf/head/mine.yaml", "kind: lsq\n")
-    write(elsewhere, "conf/model.yaml", "{}\n")
+    write(elsewhere, "conf/engine.yaml", "mine: {device: cpu, max_num_seqs: 3}\n")
+    write(elsewhere, "conf/modle.yaml", "{}\n")
     gaet, mine, model = unread_files()
     assert "./conf/gaet/" in gaet and "did you mean 'gate'?" in gaet
     assert "./conf/gate/mine.yml" in mine
-    assert "./conf/model.yaml" in model
+    assert "./conf/modle.yaml" in model
     assert one("head=mine").head.kind == "lsq"
+    assert one("engine=mine").engine.max_num_seqs == 3
 
 
 def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(tmp_path):

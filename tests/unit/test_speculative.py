@@ -10,7 +10,7 @@ from selfspec_cli.commands.app import app
 from selfspec_cli.config import keys, speculative
 from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.files import load_config
+from selfspec_cli.config.dumped import load_config
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, dump
 from selfspec_cli.engine.arguments import speculative_config
 from selfspec_cli.engine.deployment import deployment

@@ -1,11 +1,17 @@
-"""Settings of earlier versions in dumped configs: by today's names, without those that asked for nothing."""
+"""Dumped configs, read back: settings of earlier versions by today's names, without those that asked for nothing."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
+
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.contexts import SETTING, own_keys
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
@@ -35,6 +41,45 @@ RETIRED: dict[str, Any] = {
 }
 """Settings that there were before, by dotted key, with the value at which they asked for nothing; ANY: whatever they
 asked for is written elsewhere in the config, or no part of what is measured."""
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read a config dumped as YAML, or that of a measured point (.json); the result equals the dumped one.
+
+    Raises:
+        ConfigError: not there, not YAML, or with a key or value that the schema refuses.
+    """
+    try:
+        if Path(path).suffix == ".json":
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            given = given.get("config") if isinstance(given, dict) else None
+        else:
+            given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
+                "point, results/runs/ID.json"
+            )
+        given = in_todays_words(given)
+        if asked := still_asked(given):
+            raise ConfigError(f"{path}: {asked[0]} asks for what there is no longer")
+        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except Exception as error:  # OmegaConf's and JSON's
+        raise ConfigError(f"{path}: {first_line(error)}") from error
+    assert isinstance(loaded, RunConfig)
+    return loaded
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def tune(
         result = tune_stage.run(cfgs, budget=budget, conf=Path("conf"), heads=heads, model_words=model, **stage)
     warn(result.warnings)
     document = tune_stage.document(result)
-    serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
+    serving = [f"tuned={document['tuned']}", *(word for word in words if word.startswith(deploying.OF_A_SERVER))]
     deploy = deploying.chosen("tune", result.choice.cfg, result.choice.speedup, serving)
     if out.as_json:
         return emit(document | {"deploy": deploy})

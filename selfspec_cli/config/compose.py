@@ -36,12 +36,13 @@ from selfspec_cli.config.choices import (
 )
 from selfspec_cli.config.dumped import first_line, load_config
 from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.options import SETTINGS
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.config.validation import refuse_names_of_other_gates, validate, validate_command
-from selfspec_cli.config.words import SETTINGS, Word, is_free_form, parse
+from selfspec_cli.config.words import Word, is_free_form, parse
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.knobs import admits, refusal
+from selfspec_cli.early_exit.knobs import Option, refusal
 
 _ROOT = "selfspec_run"
 _COMPOSED: dict[str, _Composed] = {}
@@ -148,7 +149,7 @@ def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Itera
     instead of the schema's defaults."""
     axes: dict[str, list[_Choice]] = {}
     for word in words:
-        if word.is_sweep and not sweep:
+        if len(word.values) > 1 and not sweep:
             raise ConfigError(f"{word.typed}: one point only here; `selfspec sweep` takes lists and ranges")
         axes.pop(word.key, None)
         axes[word.key] = [_choice(word, value) for value in word.values]
@@ -194,30 +195,28 @@ def _group_choice(group: str, value: Any) -> _Choice:
 
 
 def _converted(word: Word, value: Any) -> Any:
-    """A value in the type of its setting, in range.
+    """A value in the type of its setting; `validate` looks at its range.
 
     Raises:
-        ConfigError: it is of another type, or out of range.
+        ConfigError: it is of another type.
     """
     section, _, name = word.key.rpartition(".")
-    node = _types_of(section)
+    node, option = _types_of(section), SETTINGS[word.key]
     try:
         node[name] = value
         found = node[name]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{word.typed}: {_no_number(word, value) or first_line(error)}") from error
+        if option.knob.words():
+            raise ConfigError(refusal(option, value)) from error
+        raise ConfigError(f"{word.typed}: {_no_number(option, value) or first_line(error)}") from error
     if OmegaConf.is_config(found):
         raise ConfigError(f"{word.typed}: {word.key} takes one value, not a list or a mapping")
-    option = SETTINGS[word.key]
-    if not admits(option, found):
-        raise ConfigError(refusal(option, found))
     return found
 
 
-def _no_number(word: Word, value: Any) -> str:
+def _no_number(option: Option, value: Any) -> str:
     """Why a value is none for a setting of numbers, and what is one; empty for a setting of another type."""
-    option = SETTINGS.get(word.key)
-    if option is None or not option.is_number:
+    if not option.is_number:
         return ""
     kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
     allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
@@ -295,6 +294,9 @@ class _Composed:
         return RunConfig(**{column.name: getattr(found, column.name) for column in fields(RunConfig)})
 
     def _refusal(self, error: Exception) -> ConfigError:
-        cause = error.__cause__ or error
-        key = getattr(cause, "full_key", None)
-        return ConfigError(f"{key or self._chosen}: {first_line(cause)}")
+        lines = [line.strip() for line in str(error).splitlines()]
+        keys = [line.partition(" ")[2] for line in lines if line.startswith("full_key:")]
+        said = [
+            line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
+        ]
+        return ConfigError(f"{keys[0] if keys else self._chosen}: {' '.join(said)}")

@@ -11,36 +11,23 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.contexts import SETTING, own_keys
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 
 ANY = object()
 RETIRED: dict[str, Any] = {
-    "head.kl": False,
     "verification": "full",
-    "verification_from": None,
-    "model.pipeline_parallel_size": 1,
-    "engine.nvtx": False,
-    "gate.calibration": None,
     "read_first": True,
-    "model.exit_layer": ANY,
-    "model.draft_length": ANY,
-    "engine.name": ANY,
-    "tracker.project": ANY,
-    "tracker.entity": ANY,
-    **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
-    "load.e2e_limit": None,
-    "load.low_clients": None,
-    "load.period": ANY,
+    "model.pipeline_parallel_size": 1,
     "load.frontend": "python",
-    "launcher.price_hour": ANY,
     "load.category": "category",
-    "workload.path": ANY,
+    **dict.fromkeys(("model.exit_layer", "model.draft_length", "engine.name", "tracker.project", "load.period"), ANY),
+    **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
 }
-"""Settings that there were before, by dotted key, with the value at which they asked for nothing; ANY: whatever they
-asked for is written elsewhere in the config, or no part of what is measured."""
+"""Settings that there were before, by dotted key, with the value at which they asked for nothing, where that is neither
+null nor false; ANY: what they asked for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -49,21 +36,18 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: not there, not YAML, or with a key or value that the schema refuses.
     """
+    file = Path(path)
     try:
-        if Path(path).suffix == ".json":
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
-            given = given.get("config") if isinstance(given, dict) else None
-        else:
-            given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        given = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if file.suffix == ".json" and isinstance(given, dict):
+            given = given.get("config")
         if not isinstance(given, dict):
             raise ConfigError(
                 f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
                 "point, results/runs/ID.json"
             )
-        given = in_todays_words(given)
-        if asked := still_asked(given):
-            raise ConfigError(f"{path}: {asked[0]} asks for what there is no longer")
-        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))
+        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), in_todays_words(given)))
     except ConfigError:
         raise
     except OSError as error:
@@ -83,30 +67,19 @@ def first_line(error: BaseException) -> str:
 
 
 def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """A dumped config by today's names of settings, without retired ones that asked for nothing."""
+    """A dumped config by today's names of settings, without those that are gone and asked for nothing."""
     config = copy.deepcopy(dict(dumped))
-    for key, idle in RETIRED.items():
-        holder, name = _holder(config, key)
-        if name in holder and (idle is ANY or holder[name] == idle):
-            del holder[name]
     _rename(config)
+    schema = to_plain(RunConfig())
+    for section, names in [("", schema), *((name, part) for name, part in schema.items() if isinstance(part, dict))]:
+        holder = config.get(section) if section else config
+        if not names or not isinstance(holder, dict):  # a mapping of any keys
+            continue
+        for name in holder.keys() - names.keys():
+            idle = RETIRED.get(f"{section}.{name}".removeprefix("."), False)
+            if idle is ANY or holder[name] in (None, idle):
+                del holder[name]
     return config
-
-
-def still_asked(config: Mapping[str, Any]) -> list[str]:
-    """Retired settings of `in_todays_words` that asked for something, by dotted key."""
-    return [key for key in RETIRED for holder, name in [_holder(config, key)] if name in holder]
-
-
-def _holder(config: Mapping[str, Any], key: str) -> tuple[Any, str]:
-    """The part of a config that a dotted key is in, empty if there is no such part, and the key's name there."""
-    *above, name = key.split(".")
-    holder: Any = config
-    for part in above:
-        holder = holder.get(part)
-        if not isinstance(holder, dict):
-            return {}, name
-    return holder, name
 
 
 def _rename(config: dict[str, Any]) -> None:

@@ -20,13 +20,11 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.errors import HydraException
 
 from selfspec_cli.config.choices import EXPERIMENT, TUNED
-from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
+from selfspec_cli.config.options import OTHER_NAMES, SETTINGS
+from selfspec_cli.config.schema import GROUPS, ConfigError
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.early_exit.contexts import FULL, own_keys
-from selfspec_cli.early_exit.contexts import SETTING as CONTEXT
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.knobs import options
 from selfspec_cli.early_exit.rule import WIDTHS
 from selfspec_cli.early_exit.view import own_names
 
@@ -39,12 +37,6 @@ _PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.S
 
 _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
 
-SETTINGS = options(RunConfig)
-"""Every setting by its dotted key."""
-
-SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS if "." in key))
-"""Parts of the schema that hold settings, such as model."""
-
 _FREE_FORM = tuple(key for key, option in SETTINGS.items() if getattr(option.type, "__origin__", None) is dict)
 """Settings that are mappings with keys of vLLM's."""
 
@@ -56,34 +48,23 @@ class Word:
     typed: str
     key: str
     values: tuple[Any, ...]
-    is_sweep: bool
 
 
 def parse(words: Iterable[str]) -> list[Word]:
     """Read overrides.
 
     Raises:
-        ConfigError: one that cannot be read, a key that there is not, a word that is no choice of its setting.
+        ConfigError: one that cannot be read, or a key that there is not.
     """
     return [_by_its_own_name(_parse(text)) for text in _written_out(list(words))]
 
 
-_OTHER_NAMES = dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0]) | {"workload.path": "workload.prompts"}
-"""Other names of a setting whose values are the same."""
-
-
-def other_names() -> dict[str, str]:
-    """Every other name of a setting, and the setting."""
-    return _OTHER_NAMES | dict.fromkeys(own_keys(), CONTEXT)
-
-
 def _by_its_own_name(word: Word) -> Word:
     """A word of a setting by its own name."""
-    if word.key in _OTHER_NAMES:
-        return replace(word, key=_OTHER_NAMES[word.key])
+    key = OTHER_NAMES.get(word.key, word.key)
     if (kind := own_keys().get(word.key)) is None:
-        return word
-    return replace(word, key=CONTEXT, values=tuple(FULL if one is None else f"{kind}:{one}" for one in word.values))
+        return replace(word, key=key)
+    return replace(word, key=key, values=tuple(FULL if one is None else f"{kind}:{one}" for one in word.values))
 
 
 ONE_LINE = "method=selfspec"
@@ -112,18 +93,17 @@ def check_key(key: str) -> None:
     Raises:
         ConfigError: naming the nearest.
     """
-    if key in SETTINGS or key in SECTIONS or is_free_form(key):
+    if key in SETTINGS or key in GROUPS or is_free_form(key):
         return
     if leaf := next((name for name in SETTINGS if key.startswith(f"{name}.")), None):
         raise ConfigError(f"{key}: {leaf} has no keys below it")
-    section, dot, _ = key.partition(".")
-    names = [name for name in SETTINGS if dot and name.startswith(f"{section}.")]
+    names = [name for name in SETTINGS if name.startswith(f"{key.partition('.')[0]}.")]
     top = dict.fromkeys(name.partition(".")[0] for name in SETTINGS)
     homes = [name for name in SETTINGS if name.endswith(f".{key.rpartition('.')[2]}")]
     raise ConfigError(
         closest(
             key,
-            names or [*top, EXPERIMENT, TUNED, *other_names()],
+            names or [*top, EXPERIMENT, TUNED, *OTHER_NAMES],
             "key",
             meant=homes[0] if len(homes) == 1 else None,
         )
@@ -133,33 +113,25 @@ def check_key(key: str) -> None:
 def _parse(text: str) -> Word:
     key, equals, value = text.partition("=")
     if documents := _documents(key, value):
-        return Word(text, key, documents, len(documents) > 1)
+        return Word(text, key, documents)
     if equals and _takes_text(key) and not _FUNCTION.fullmatch(value):
         values = tuple(_text(key, part, text) for part in _parts(key, value))
-        return _checked(Word(text, key, values, len(values) > 1))
+        return _known(Word(text, key, values))
     override = _override(text, text)
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
     _check_sweep(override, text)
-    value, sweep = override.value(), override.is_sweep_override()
+    value = override.value()
     if isinstance(value, RangeSweep):
         values = _numbers(value)
     else:
-        values = tuple(map(_plain, override.sweep_iterator() if sweep else [value]))
-    return _checked(Word(text, override.key_or_group, values, sweep))
+        values = tuple(map(_plain, override.sweep_iterator() if override.is_sweep_override() else [value]))
+    return _known(Word(text, override.key_or_group, values))
 
 
-def _checked(word: Word) -> Word:
-    """A word whose key there is and whose values are choices of its setting; raises ConfigError for any other."""
-    if word.key in (EXPERIMENT, TUNED, *other_names()):
-        return word
-    check_key(word.key)
-    option = SETTINGS.get(word.key)
-    words = option.knob.words() if option is not None else ()
-    for value in word.values if words else ():
-        if value is not None and str(value) not in words:
-            assert option is not None
-            raise ConfigError(option.knob.wrong_word(value, word.key))
+def _known(word: Word) -> Word:
+    if word.key not in (EXPERIMENT, TUNED, *OTHER_NAMES):
+        check_key(word.key)
     return word
 
 
@@ -238,7 +210,7 @@ def _check_sweep(override: Override, typed: str) -> None:
 
 def _takes_text(key: str) -> bool:
     """Whether values are text, of which Hydra's grammar, with its ASCII and few signs, reads quotes and lists alone."""
-    option = SETTINGS.get(_OTHER_NAMES.get(key, key))
+    option = SETTINGS.get(OTHER_NAMES.get(key, key))
     if option is None:
         return key in (*GROUPS, EXPERIMENT, TUNED)
     return option.type in (str, str | None, Any) and not option.knob.words()

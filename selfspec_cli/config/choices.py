@@ -173,9 +173,7 @@ def unread_files() -> list[str]:
         elif entry.is_dir():
             names = [f"./conf/{entry.name}/{file.name}" for file in sorted(entry.iterdir()) if file.suffix != _SUFFIX]
             found += [f"{name} is not read: a choice is a file NAME{_SUFFIX}" for name in names if "/." not in name]
-        elif entry.suffix in (_SUFFIX, ".yml", ".json", ".toml") and (
-            entry.stem not in GROUPS or entry.suffix != _SUFFIX
-        ):
+        elif entry.suffix in (".yml", ".json", ".toml") or (entry.suffix == _SUFFIX and entry.stem not in GROUPS):
             found.append(f"./conf/{entry.name} is not read: a choice is NAME in ./conf/GROUP{_SUFFIX}")
     return found
 
@@ -233,12 +231,9 @@ def tuned_models() -> list[str]:
 
 def _tuned_files() -> dict[Path, str]:
     """Every file, with its model's name; the first folder that has a file of a name wins."""
-    found: dict[str, Path] = {}
-    for folder in conf_dirs():
-        for file in sorted((folder / TUNED).glob("*.yaml")):
-            found.setdefault(file.name, file)
+    files = {file.name: file for folder in reversed(conf_dirs()) for file in sorted((folder / TUNED).glob("*.yaml"))}
     pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
-    return {found[name]: match[1] for name in found if (match := pattern.fullmatch(name))}
+    return {file: match[1] for name, file in files.items() if (match := pattern.fullmatch(name))}
 
 
 def choose_tuned(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:

@@ -154,8 +154,8 @@ def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Itera
         axes.pop(word.key, None)
         axes[word.key] = [_choice(word, value) for value in word.values]
     composed: dict[str, _Composed] = {}
-    for point in itertools.product(*axes.values()):
-        point = sorted(point, key=lambda choice: choice.key not in GROUPS)  # a setting wins over its group
+    for chosen in itertools.product(*axes.values()):
+        point = sorted(chosen, key=lambda choice: choice.key not in GROUPS)  # a setting wins over its group
         files = {choice.key: choice.file for choice in point if choice.file is not None}
         if repr(files) not in composed:
             composed[repr(files)] = _composed(base, files)

@@ -121,11 +121,11 @@ def _parse(text: str) -> Word:
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
     _check_sweep(override, text)
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        values = _numbers(value)
+    found = override.value()
+    if isinstance(found, RangeSweep):
+        values = _numbers(found)
     else:
-        values = tuple(map(_plain, override.sweep_iterator() if override.is_sweep_override() else [value]))
+        values = tuple(map(_plain, override.sweep_iterator() if override.is_sweep_override() else [found]))
     return _known(Word(text, override.key_or_group, values))
 
 

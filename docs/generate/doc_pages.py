@@ -22,6 +22,8 @@ from figure_tables import (
 )
 from picture_one_line import picture
 
+from selfspec_cli.config import options
+from selfspec_cli.config.schema import GROUPS
 from selfspec_cli.record.columns import TABLES, header, meanings
 
 
@@ -40,6 +42,32 @@ def columns() -> str:
     return "\n\n".join(parts)
 
 
+def every_setting() -> str:
+    """Write the choices of registries, the settings, and those that are rarely needed."""
+    choices = table(
+        ("choice", "threshold if none is given", "what it does"),
+        ((f"`{one.key}={one.name}`", one.default, one.help) for one in options.choices()),
+    )
+    rows = options.rows(rare=True)
+    usual, rare = (
+        _settings([row for row in rows if (row.key in options.RARE) == is_rare]) for is_rare in (False, True)
+    )
+    groups = ", ".join(f"`{group}=`" for group in GROUPS)
+    return (
+        f"{choices}\n\n{groups} choose a named set of the settings below them.\n\n{usual}\n\n"
+        f"Rarely needed, and shown by `selfspec options --all`:\n\n{rare}"
+    )
+
+
+def _settings(rows: list[options.Row]) -> str:
+    lines = []
+    for row in rows:
+        kind = ", ".join(filter(None, (row.type, row.unit))) if row.allowed else row.type
+        allowed = ": ".join(filter(None, (kind, row.allowed)))
+        lines.append((f"`{row.key}`", row.help, allowed, row.default, f"`{row.spec_key}`" if row.spec_key else ""))
+    return table(("key", "what it is", "allowed", "default", "in a speculative_config"), lines)
+
+
 WRITTEN = (
     ("README.md", "one_line", one_line),
     ("README.md", "spec_bench", spec_bench),
@@ -56,6 +84,7 @@ WRITTEN = (
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
     ("docs/measurements.md", "milestones", milestones),
     ("docs/which_models.md", "first_drafts", first_drafts),
+    ("docs/reference.md", "options", every_setting),
     ("docs/reference.md", "columns", columns),
 )
 """Generated parts of pages: the page, the name of the two markers around the part, and what writes it."""

@@ -14,7 +14,7 @@ from selfspec_cli.commands.check import check
 from selfspec_cli.commands.doctor import doctor
 from selfspec_cli.commands.fit import fit_draft_weights, fit_heads, fit_lsq
 from selfspec_cli.commands.gateway import gateway
-from selfspec_cli.commands.help import Commands
+from selfspec_cli.commands.help import NamesCommands
 from selfspec_cli.commands.load import load
 from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.profile import profile
@@ -52,7 +52,7 @@ COMMANDS = (
 
 app = typer.Typer(
     name="selfspec",
-    cls=Commands,
+    cls=NamesCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

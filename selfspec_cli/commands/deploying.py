@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,6 @@ def show(found: dict[str, Any]) -> None:
     say("Start a server with either of:", "bold")
     for line in (found["selfspec"], found["command"]):
         say(line)
-
-
-def of_server(words: Iterable[str]) -> list[str]:
-    """Of the words of a command those that a server needs too."""
-    return [word for word in words if word.startswith(OF_A_SERVER)]
 
 
 DEPLOYABLE = (Method.layer_skip, Method.vllm, Method.baseline)

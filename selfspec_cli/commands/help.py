@@ -4,7 +4,7 @@ answers to words of the first sprint and to options of vLLM's that are not behin
 import itertools
 import shlex
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -23,58 +23,42 @@ PASS_ON = ("serve", "load")
 """Commands that hand what stands behind -- to vLLM's server."""
 
 
-class NamesCommands(TyperGroup):
-    """A group of commands that answers a word that is none of them with the line to type."""
-
-    meant: ClassVar[dict[str, str]] = {}
-    """Words that people type -> the commands that they mean."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As Typer does, with a ConfigError's exit code and form for an unknown command."""
-        word = args[0] if args else ""
-        if args and not word.startswith("-") and self.get_command(ctx, word) is None:
-            with guard("--json" in args, "--debug" in args):
-                raise ConfigError(self.answer(ctx, word, args))
-        return super().resolve_command(ctx, args)
-
-    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
-        """What is said of `word`, the first of `args`, which is no command."""
-        names = self.list_commands(ctx)
-        if word in self.meant:
-            line = shlex.join([*ctx.command_path.split(), *self.meant[word].split(), *args[1:]])
-            return f"command {word!r} is not known; type: {line}"
-        return closest(word, names, "command")
-
-
-class Commands(NamesCommands):
-    """`selfspec`."""
-
-    meant: ClassVar[dict[str, str]] = {
+MEANT = {
+    "selfspec": {
         "compare": "report --compare",
         "export": "runs export",
         "gate": "check",
         "heads": "fit",
         "list": "runs list",
         "views": "sweep",
-    }
-
-    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
-        """As for any group; `pull` is no word for `ppl`."""
-        if word == "pull":
-            return "selfspec pull is gone: vLLM downloads a model by itself, and so does hf download MODEL"
-        return super().answer(ctx, word, args)
+    },
+    "runs": {"ls": "list", "rm": "delete"},
+}
+"""Of a group of commands: words that people type -> the commands that they mean."""
 
 
-class RunsCommands(NamesCommands):
-    """`selfspec runs`: words such as results_dir=FOLDER or a condition are meant for its list."""
+class NamesCommands(TyperGroup):
+    """A group of commands that answers a word that is none of them with the line to type."""
 
-    meant: ClassVar[dict[str, str]] = {"ls": "list", "rm": "delete"}
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As Typer does, with a ConfigError's exit code and form for an unknown command."""
+        word = args[0] if args else ""
+        if args and not word.startswith("-") and self.get_command(ctx, word) is None:
+            with guard("--json" in args, "--debug" in args):
+                raise ConfigError(self._answer(ctx, word, args))
+        return super().resolve_command(ctx, args)
 
-    def answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
-        """As for any group; a condition or a setting in place of a command is answered with the list."""
-        if any(sign in word for sign in "=<>~"):
+    def _answer(self, ctx: Any, word: str, args: Sequence[str]) -> str:
+        """What is said of `word`, the first of `args`, which is no command."""
+        meant = MEANT.get(str(self.name), {})
+        if word in meant:
+            line = shlex.join([*ctx.command_path.split(), *meant[word].split(), *args[1:]])
+            return f"command {word!r} is not known; type: {line}"
+        if self.name == "runs" and any(sign in word for sign in "=<>~"):  # a setting or a condition
             return f"{word} is no command of selfspec runs; type: {shlex.join(['selfspec', 'runs', 'list', *args])}"
-        return super().answer(ctx, word, args)
+        if word == "pull":  # spelt almost like ppl
+            return "selfspec pull is gone: vLLM downloads a model by itself, and so does hf download MODEL"
+        return closest(word, self.list_commands(ctx), "command")
 
 
 class NamesValues(TyperCommand):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.measuring import Backend, SweepOptions, measure
+from selfspec_cli.commands.measuring import Backend, SweepOptions, begun, measure
 from selfspec_cli.commands.screen import ROWS_KEPT, Output, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
 from selfspec_cli.config.schema import RunConfig
@@ -95,11 +95,7 @@ def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, ru
         name = f"{cfg.model.name}, {label(tables.planned(cfg))}"
         shown.starting(f"{name}, as a server")
         log = folder / LOGS / f"{run_id}-server-{len(list((folder / LOGS).glob(f'{run_id}-server-*'))) + 1}.log"
-        with ExitStack() as stack:
-            try:
-                found = stack.enter_context(server.open_server(cfg, more, log, folder / "deploy"))
-            finally:
-                shown.started()
+        with begun(shown, server.open_server(cfg, more, log, folder / "deploy")) as found:
             yield found
 
     opened: Any = open_server

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,6 +28,8 @@ from selfspec_cli.report.rows import label
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import preflight
 from selfspec_cli.stages import sweep as sweep_stage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -219,14 +221,21 @@ def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[...,
         progress.starting(f"{cfg.model.name}, {label(tables.planned(cfg))}")
         if forked:
             live.fork_engines(cfg)
-        with ExitStack() as stack:
-            try:
-                engine = stack.enter_context(live.open_engine(cfg, **more))
-            finally:
-                progress.started()
+        with begun(progress, live.open_engine(cfg, **more)) as engine:
             yield engine
 
     return open_engine
+
+
+@contextmanager
+def begun(progress: Progress, opening: AbstractContextManager[T]) -> Iterator[T]:
+    """What is being opened, reported as started once it is, or could not be."""
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(opening)
+        finally:
+            progress.started()
+        yield opened
 
 
 @contextmanager

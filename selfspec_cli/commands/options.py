@@ -26,11 +26,8 @@ def show_options(
         str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="Show the settings that are rarely needed, too.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/reference.md.")] = False,
 ) -> None:
     """Settings: key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
-    if markdown:
-        return print(options.markdown(), end="")
     rows, choices = options.rows(word, rare=every or out.as_json), options.choices(word)
     if not rows and not choices:
         raise ConfigError(options.unknown(word))

@@ -24,14 +24,6 @@ class By(StrEnum):
     category = "category"
 
 
-Where = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--where", help="Only rows that meet a condition: gate=margin, speedup>1.5, status~memory; repeatable."
-    ),
-]
-
-
 @command(
     epilog="Examples: selfspec report   ·   selfspec report results_dir=results/mine --format md   ·   "
     "selfspec report --compare results/before results/after",
@@ -56,7 +48,10 @@ def report(
             "runs: what differs, and whether it is more than noise.",
         ),
     ] = None,
-    where: Where = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option("--where", help="Only rows that meet a condition: gate=margin, speedup>1.5; repeatable."),
+    ] = None,
     by: Annotated[
         By | None, typer.Option("--by", help="A table by category of prompts, in place of the report.")
     ] = None,

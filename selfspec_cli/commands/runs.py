@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.help import RunsCommands
+from selfspec_cli.commands.help import NamesCommands
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
 from selfspec_cli.commands.shared import Folder, command
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
@@ -20,7 +20,9 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import group_title, label, times
 from selfspec_cli.stages import preflight
 
-app = typer.Typer(cls=RunsCommands, no_args_is_help=True, help="List, filter, show, delete and export measured points.")
+app = typer.Typer(
+    cls=NamesCommands, no_args_is_help=True, help="List, filter, show, delete and export measured points."
+)
 
 RESULTS = "results_dir"
 OF_FOLDER: dict[str, Any] = {"settings": False, "dry_run": False}  # of a command that reads a folder
@@ -141,9 +143,7 @@ def _export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, An
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; name the one to pack: results_dir=FOLDER")
         return {"files": archive.pack(folder, packed), "archive": packed}
-    archive.expect(folder, "results_dir")
-    if not archive.is_folder(folder / results.RUNS):
-        raise ConfigError(f"{folder} holds no {results.RUNS}/: nothing was measured there")
+    _expect_points(folder)
     if out is not None:
         preflight.check_folder(str(out), "--out")
     count, warnings = results.export(folder, out)
@@ -164,17 +164,20 @@ def _ask(rows: list[Record], as_json: bool) -> None:
 
 def _place(words: list[str]) -> tuple[Path, list[str]]:
     """The results folder that the words name, and the other words."""
-    named = [word.partition("=")[2] for word in words if word.startswith(f"{RESULTS}=")]
-    if len(named) > 1:
-        raise ConfigError(f"{RESULTS} is given twice")
-    folder = Path(named[0] if named else RunConfig().results_dir)
+    named = [word for word in words if word.startswith(f"{RESULTS}=")]
+    folder = configs.results_dir(named)
+    _expect_points(folder)
+    return folder, [word for word in words if word not in named]
+
+
+def _expect_points(folder: Path) -> None:
+    """Raises ConfigError where nothing was measured in a folder or an archive."""
     archive.expect(folder, RESULTS)
     if not archive.is_folder(folder / results.RUNS):
         raise ConfigError(
-            f"{folder} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
+            f"{folder} holds no {results.RUNS}/: nothing was measured there; measure with selfspec sweep, or name "
             f"another folder: {RESULTS}=FOLDER"
         )
-    return folder, [word for word in words if not word.startswith(f"{RESULTS}=")]
 
 
 def _points(folder: Path) -> list[Point]:

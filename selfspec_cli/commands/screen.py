@@ -192,9 +192,8 @@ def plan_in_short(plan: Plan) -> str:
 def _expected(seconds: float | None) -> str:
     if seconds is None:
         return "how long it takes is not known: the folder holds no comparable point for some of them"
-    if seconds < 90:
-        return f"about {seconds:.0f} seconds, by comparable points of the folder"
-    return f"about {seconds / 60:.0f} minutes, by comparable points of the folder"
+    much = f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+    return f"about {much}, by comparable points of the folder"
 
 
 def show_plan(plan: Plan) -> None:

@@ -19,7 +19,7 @@ def complete(incomplete: str) -> list[tuple[str, str]]:
     bash takes `=` for a word of its own, so that only what follows it is completed there. A key that is alone has its
     placeholder beside it in bash and zsh, which would put a space after the only candidate.
     """
-    from selfspec_cli.config.completion import candidates
+    from selfspec_cli.config.options import candidates
 
     text, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))
     try:

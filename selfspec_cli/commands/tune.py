@@ -35,7 +35,7 @@ def tune(
             cfgs, budget=budget, conf=Path("conf"), heads=heads, model_words=model, **stage
         )
     warn(document["warnings"])
-    serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
+    serving = [f"tuned={document['tuned']}", *(word for word in words if word.startswith(deploying.OF_A_SERVER))]
     deploy = deploying.chosen("tune", choice, document["speedup"], serving)
     if out.as_json:
         return emit(document | {"deploy": deploy})

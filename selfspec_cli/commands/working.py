@@ -50,14 +50,8 @@ class Count:
 class Screen(Progress):
     """What a user sees of a command at work. plans: what its sweeps were to measure."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        log: Path | None,
-        *,
-        in_place: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, stream: TextIO, log: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """log: where everything else goes; None where it goes to the same stream, so that no status is drawn."""
         self.console = Console(file=stream)
         self.log, self.clock = log, clock
         self.plans: list[Plan] = []
@@ -71,7 +65,7 @@ class Screen(Progress):
         self._closed = threading.Event()
         self._spoke = time.monotonic()  # when the last line was said
         self._live = None
-        if self.console.is_terminal if in_place is None else in_place:
+        if self.console.is_terminal and log is not None:
             self._live = Live(
                 console=self.console,
                 auto_refresh=False,
@@ -250,7 +244,7 @@ def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Scre
     with interrupts.by_sigterm():
         if debug:
             with redirect_stdout(sys.stderr):
-                yield Screen(sys.stderr, None, in_place=False)
+                yield Screen(sys.stderr, None)
             return
         log = Path(results_dir) / LOGS / f"{folder.new_run_id()}-{command}.log"
         with terminal.kept_apart(log) as user:

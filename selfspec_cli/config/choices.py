@@ -1,27 +1,46 @@
-"""What a group can be set to: files of conf/ and ./conf, and the names of the registries; experiments and tuned files.
+"""What a group can be set to: choices of conf/ and ./conf, and names that need no file; experiments and tuned files.
 
-A user's ./conf and ./experiments add names and take the place of packaged ones.
+A choice is a file conf/GROUP/NAME.yaml, or NAME in conf/GROUP.yaml. A user's ./conf and ./experiments add names and
+take the place of packaged ones.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from selfspec_cli.config import paths
 from selfspec_cli.config.model_digest import SHORT, model_fingerprint, safe_name
-from selfspec_cli.config.schema import GROUPS, ConfigError, GateConfig, HeadConfig, ModelConfig, RunConfig, head_spec
+from selfspec_cli.config.schema import (
+    GROUPS,
+    ConfigError,
+    GateConfig,
+    HeadConfig,
+    LauncherConfig,
+    LauncherKind,
+    ModelConfig,
+    RunConfig,
+    TrackerConfig,
+    head_spec,
+)
 from selfspec_cli.early_exit.errors import SettingsError, closest, nearest
-from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.early_exit.knobs import Knob, options
 
 EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # what `selfspec tune` found, by the model's name
-REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
+_BY_KIND: dict[str, Callable[[str], Any]] = {
+    "gate": GateConfig,
+    "launcher": lambda kind: LauncherConfig(LauncherKind(kind)),
+    "tracker": TrackerConfig,
+}
+NAMED_GROUPS = ("head", *_BY_KIND)
+"""Groups whose choices are names of a registry, or words of their setting `kind`, and need no file."""
 _SUFFIX = ".yaml"
 _EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
 
@@ -33,26 +52,62 @@ def conf_dirs() -> list[Path]:
     return [user, packaged] if user.is_dir() and user.resolve() != packaged.resolve() else [packaged]
 
 
-def file_choices(group: str) -> list[str]:
-    """The names for which a group has a file."""
-    return sorted({file.stem for folder in conf_dirs() for file in (folder / group).glob(f"*{_SUFFIX}")})
+def file_choices(group: str) -> dict[str, Path]:
+    """The names for which a group has settings in a file, sorted, each with the file."""
+    found: dict[str, Path] = {}
+    for folder in reversed(conf_dirs()):
+        together = folder / f"{group}{_SUFFIX}"
+        found |= dict.fromkeys(_named_in(together), together) if together.is_file() else {}
+        found |= {file.stem: file for file in (folder / group).glob(f"*{_SUFFIX}")}
+    return dict(sorted(found.items()))
+
+
+def _named_in(file: Path) -> dict[str, Any]:
+    """The choices of a file that holds several."""
+    stat = file.stat()
+    return _read_once(file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read_once(file: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    return paths.read_yaml(file)
+
+
+def settings_of(group: str, name: str) -> dict[str, Any]:
+    """The settings of a choice that a file has.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds a key that there is not (naming the nearest).
+    """
+    file = file_choices(group)[name]
+    kind = get_type_hints(RunConfig)[group]
+    keys = [column.name for column in fields(kind)] if is_dataclass(kind) else None
+    if file.parent.name == group:
+        return paths.read_yaml(file, keys)
+    return paths.checked_mapping(_named_in(file)[name], f"{file}: {name}", keys)
 
 
 def choices(group: str) -> list[str]:
-    """The names that a group can be set to: packaged, the user's own, and for gates and heads those of the registry."""
-    known = {"gate": tuple(GATES), "head": examples()}.get(group, ())
+    """The names that a group can be set to: packaged, the user's own, and those that need no file."""
+    known = examples() if group == "head" else _kind(group).words() if group in NAMED_GROUPS else ()
     return list(dict.fromkeys([*known, *file_choices(group)]))
 
 
-def of_registry(group: str, word: str) -> Any:
-    """The setting that a word of a registry means: a gate's name, or a head's such as translator_r15.
+def _kind(group: str) -> Knob:
+    return options(RunConfig)[f"{group}.kind"].knob
+
+
+def of_name(group: str, word: str) -> Any:
+    """The settings that a name of `NAMED_GROUPS` means, such as the gate varH, or the head translator_r15.
 
     Raises:
         ConfigError: there is none of that name, naming the nearest.
     """
     try:
-        if group == "gate":
-            return GateConfig(GATES[word].name)
+        if group != "head":
+            if word not in _kind(group).words():
+                raise ConfigError(_kind(group).wrong_word(word, group))
+            return _BY_KIND[group](word)
         spec = HeadSpec.from_name(word)
     except SettingsError as error:
         files = file_choices(group)
@@ -115,11 +170,11 @@ def unread_files() -> list[str]:
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and entry.name not in groups:
             found.append(f"./conf/{entry.name}/ is not read: {closest(entry.name, groups, 'group')}")
-        elif entry.is_file() and entry.suffix in (_SUFFIX, ".yml", ".json", ".toml"):
-            found.append(f"./conf/{entry.name} is not read: a choice is a file ./conf/GROUP/NAME{_SUFFIX}")
-        elif entry.name in groups:
+        elif entry.is_dir():
             names = [f"./conf/{entry.name}/{file.name}" for file in sorted(entry.iterdir()) if file.suffix != _SUFFIX]
             found += [f"{name} is not read: a choice is a file NAME{_SUFFIX}" for name in names if "/." not in name]
+        elif entry.suffix in (".yml", ".json", ".toml") or (entry.suffix == _SUFFIX and entry.stem not in GROUPS):
+            found.append(f"./conf/{entry.name} is not read: a choice is NAME in ./conf/GROUP{_SUFFIX}")
     return found
 
 
@@ -176,12 +231,9 @@ def tuned_models() -> list[str]:
 
 def _tuned_files() -> dict[Path, str]:
     """Every file, with its model's name; the first folder that has a file of a name wins."""
-    found: dict[str, Path] = {}
-    for folder in conf_dirs():
-        for file in sorted((folder / TUNED).glob("*.yaml")):
-            found.setdefault(file.name, file)
+    files = {file.name: file for folder in reversed(conf_dirs()) for file in sorted((folder / TUNED).glob("*.yaml"))}
     pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
-    return {found[name]: match[1] for name in found if (match := pattern.fullmatch(name))}
+    return {file: match[1] for name, file in files.items() if (match := pattern.fullmatch(name))}
 
 
 def choose_tuned(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:

@@ -1,6 +1,6 @@
 """Words into configs: (experiment, overrides) -> [RunConfig].
 
-Hydra composes each distinct choice of files once, the schema's types convert each value once, and a point is a copy of
+Hydra composes each distinct choice of groups once, the schema's types convert each value once, and a point is a copy of
 the one with the others set in it: a grid of 10,000 points takes no longer to plan than to look at.
 """
 
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from omegaconf import OmegaConf
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selfspec_cli.config.choices import (
     EXPERIMENT,
-    REGISTRY_GROUPS,
+    NAMED_GROUPS,
     TUNED,
     choices,
     choose_tuned,
@@ -27,25 +31,28 @@ from selfspec_cli.config.choices import (
     file_choices,
     find_tuned,
     named_model,
-    of_registry,
+    of_name,
+    settings_of,
 )
-from selfspec_cli.config.files import Files, first_line, load_config, open_files
+from selfspec_cli.config.dumped import first_line, load_config
 from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.options import SETTINGS
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.config.validation import refuse_names_of_other_gates, validate, validate_command
-from selfspec_cli.config.words import Word, is_free_form, option_of, parse
+from selfspec_cli.config.words import Word, is_free_form, parse
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.knobs import admits, refusal
+from selfspec_cli.early_exit.knobs import Option, refusal
+
+_ROOT = "selfspec_run"
+_COMPOSED: dict[str, _Composed] = {}
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """One value of one override: what Hydra is to compose (`files`), and what is set in the result (`values`)."""
+@dataclass
+class _Root(RunConfig):
+    """The schema plus Hydra's list of the groups and the choice of each."""
 
-    key: str
-    files: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
+    defaults: list[Any] = field(default_factory=list)
 
 
 def compose_runs(
@@ -77,12 +84,11 @@ def compose_runs(
     names = [experiment] if experiment else names
     grids = [parse(grid) for name in names for grid in experiment_overrides(name)] if names else [[]]
     composed: list[RunConfig] = []
-    with open_files(base) as files:
-        for grid, name in itertools.product(grids, tuned or [""]):
-            best = _tuned_words(name, [*grid, *users], files) if name else []
-            some = list(_points([*grid, *best, *users], sweep, files))
-            refuse_names_of_other_gates(some, [*grid, *users])
-            composed += some
+    for grid, name in itertools.product(grids, tuned or [""]):
+        best = _tuned_words(name, [*grid, *users], base) if name else []
+        some = list(_points([*grid, *best, *users], sweep, base))
+        refuse_names_of_other_gates(some, [*grid, *users])
+        composed += some
     points = [*map(resolved, composed)]
     for cfg in points:
         validate(cfg)
@@ -115,7 +121,7 @@ def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:
     return names, [word for word in words if word.key != key]
 
 
-def _tuned_words(name: str, others: Sequence[Word], files: Files) -> list[Word]:
+def _tuned_words(name: str, others: Sequence[Word], base: RunConfig | None) -> list[Word]:
     """What `selfspec tune` found for the model of this command. others: the overrides that say which model it is.
 
     Raises:
@@ -125,42 +131,53 @@ def _tuned_words(name: str, others: Sequence[Word], files: Files) -> list[Word]:
     for file in find_tuned(name):
         words = [*parse(file.overrides), *others]
         model = [word for word in words if word.key in ("model", "seed") or word.key.startswith("model.")]
-        matches.append((file, list(_points(model, True, files))))
+        matches.append((file, list(_points(model, True, base))))
     return parse(choose_tuned(name, matches).overrides)
 
 
-def _points(words: Sequence[Word], sweep: bool, files: Files) -> Iterator[RunConfig]:
-    """The points that the overrides span; of two overrides of one key the later wins."""
+@dataclass(frozen=True)
+class _Choice:
+    """One value of one override: the name of a group's choice that a file has, or values by dotted key."""
+
+    key: str
+    file: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Iterator[RunConfig]:
+    """The points that the overrides span; of two overrides of one key the later wins. base: a config to start from
+    instead of the schema's defaults."""
     axes: dict[str, list[_Choice]] = {}
     for word in words:
-        if word.is_sweep and not sweep:
+        if len(word.values) > 1 and not sweep:
             raise ConfigError(f"{word.typed}: one point only here; `selfspec sweep` takes lists and ranges")
         axes.pop(word.key, None)
-        axes[word.key] = _axis(word)
-    for point in itertools.product(*axes.values()):
-        made = files.compose(tuple(itertools.chain.from_iterable(choice.files for choice in point)))
-        referred = {choice.key: choice.values[choice.key] for choice in point if choice.key in made.refers_to}
-        cfg = made.config(referred)
-        groups = [choice.values for choice in point if choice.key in GROUPS]
-        settings = [choice.values for choice in point if choice.key not in GROUPS]
-        yield _with(cfg, [*groups, *settings])
+        axes[word.key] = [_choice(word, value) for value in word.values]
+    composed: dict[str, _Composed] = {}
+    for chosen in itertools.product(*axes.values()):
+        point = sorted(chosen, key=lambda choice: choice.key not in GROUPS)  # a setting wins over its group
+        files = {choice.key: choice.file for choice in point if choice.file is not None}
+        if repr(files) not in composed:
+            composed[repr(files)] = _composed(base, files)
+        yield composed[repr(files)].point({key: value for choice in point for key, value in choice.values.items()})
 
 
-def _axis(word: Word) -> list[_Choice]:
-    """What each value of an override asks for."""
+def _choice(word: Word, value: Any) -> _Choice:
+    """What one value of an override asks for."""
     if word.key in GROUPS:
-        return [_group_choice(word.key, value) for value in word.values]
-    if word.key.startswith(f"{SPECULATIVE}."):  # below the mapping that was typed, or that of the choice
-        return [_Choice(word.key, values={word.key: value}) for value in word.values]
-    found = []
-    for value, text in zip(word.values, word.texts, strict=True):
-        if is_free_form(word.key):  # a key that is not there yet is no mistake, and a dict joins the one that is
-            found.append(_Choice(word.key, files=(f"++{word.key}={text}",)))
-        elif isinstance(value, str) and "${" in value:
-            found.append(_Choice(word.key, files=(f"{word.key}={text}",)))
-        else:
-            found.append(_Choice(word.key, values={word.key: _converted(word, value)}))
-    return found
+        return _group_choice(word.key, value)
+    if is_free_form(word.key) or _is_interpolation(value):
+        return _Choice(word.key, values={word.key: value})
+    return _Choice(word.key, values={word.key: _converted(word, value)})
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _references(text: str) -> set[str]:
+    """The last parts of the keys to which interpolations refer: batch, of ${workload.batch} and of ${.batch}."""
+    return {name.rpartition(".")[2] for name in re.findall(r"\$\{\s*\.*([\w.]+)\s*\}", text)}
 
 
 def _group_choice(group: str, value: Any) -> _Choice:
@@ -168,41 +185,38 @@ def _group_choice(group: str, value: Any) -> _Choice:
         return _Choice(group, values={group: value})
     word = str(value)
     if word in file_choices(group):
-        return _Choice(group, files=(f"+{group}={word}" if group in REGISTRY_GROUPS else f"{group}={word}",))
-    if group in REGISTRY_GROUPS:
-        return _Choice(group, values={group: of_registry(group, word)})
+        return _Choice(group, file=word)
+    if group in NAMED_GROUPS:
+        return _Choice(group, values={group: of_name(group, word)})
     if group == "model" and (model := named_model(word)) is not None:
-        return _Choice(group, files=("model=custom",), values={"model.path": model.path, "model.name": model.name})
+        return _Choice(group, file="custom", values={"model.path": model.path, "model.name": model.name})
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
     raise ConfigError(closest(word, choices(group), group, further=further))
 
 
 def _converted(word: Word, value: Any) -> Any:
-    """A value in the type of its setting, in range.
+    """A value in the type of its setting; `validate` looks at its range.
 
     Raises:
-        ConfigError: it is of another type, or out of range.
+        ConfigError: it is of another type.
     """
     section, _, name = word.key.rpartition(".")
-    node = _types_of(section)
+    node, option = _types_of(section), SETTINGS[word.key]
     try:
         node[name] = value
         found = node[name]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{word.typed}: {_no_number(word, value) or first_line(error)}") from error
+        if option.knob.words():
+            raise ConfigError(refusal(option, value)) from error
+        raise ConfigError(f"{word.typed}: {_no_number(option, value) or first_line(error)}") from error
     if OmegaConf.is_config(found):
         raise ConfigError(f"{word.typed}: {word.key} takes one value, not a list or a mapping")
-    option = option_of(word.key)
-    assert option is not None  # a group has choices, and a free-form dict was left to Hydra
-    if not admits(option, found):
-        raise ConfigError(refusal(option, found))
     return found
 
 
-def _no_number(word: Word, value: Any) -> str:
+def _no_number(option: Option, value: Any) -> str:
     """Why a value is none for a setting of numbers, and what is one; empty for a setting of another type."""
-    option = option_of(word.key)
-    if option is None or not option.is_number:
+    if not option.is_number:
         return ""
     kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
     allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
@@ -215,28 +229,74 @@ def _types_of(section: str) -> Any:
     return OmegaConf.structured(get_type_hints(RunConfig)[section] if section else RunConfig)
 
 
-def _with(cfg: RunConfig, changes: Sequence[Mapping[str, Any]]) -> RunConfig:
-    """A copy with other values by dotted key; groups that do not change are shared."""
-    made = copy.copy(cfg)
-    copied: set[str] = set()
-    for values in changes:
-        for key, value in values.items():
-            if key.startswith(f"{SPECULATIVE}."):
-                made.speculative = _put(made.speculative, key.split(".")[1:], value)
-                continue
+def _composed(base: RunConfig | None, files: Mapping[str, str]) -> _Composed:
+    """What Hydra makes of choices that files have; made once for the same choices of the same content.
+
+    base: it gives way only in the groups that are chosen anew. files: the choice of each such group.
+    """
+    if base is None:
+        files = {group: name for group, name in GROUPS.items() if group not in NAMED_GROUPS} | dict(files)
+    nodes = {group: settings_of(group, name) for group, name in files.items()}
+    content = repr((base, files, nodes))
+    if content not in _COMPOSED:
+        kept = {} if base is None else vars(base)
+        root = _Root(**{name: value for name, value in kept.items() if name not in files})
+        root.defaults = ["_self_", *({group: name} for group, name in files.items())]
+        ConfigStore.instance().store(name=_ROOT, node=root)
+        for group, name in files.items():
+            ConfigStore.instance().store(group=group, name=name, node=nodes[group])
+        _COMPOSED[content] = _Composed(" ".join(f"{group}={name}" for group, name in files.items()))
+    return _COMPOSED[content]
+
+
+class _Composed:
+    """What Hydra makes of the root config, and the configs that it is with values set in it."""
+
+    def __init__(self, chosen: str) -> None:
+        """chosen: the choices, for messages."""
+        self._chosen = chosen
+        try:
+            with initialize(config_path=None, job_name="selfspec", version_base="1.3"):
+                self._made: DictConfig = compose(config_name=_ROOT)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise self._refusal(error) from error
+        self._referred = _references(OmegaConf.to_yaml(self._made))
+        self._known: dict[str, RunConfig] = {}
+
+    def point(self, values: Mapping[str, Any]) -> RunConfig:
+        """The config with these values by dotted key; what they leave alone is shared with other points.
+
+        Raises:
+            ConfigError: an interpolation that cannot be resolved, or a key that is no mapping's.
+        """
+        own = {key for key, value in values.items() if is_free_form(key) or _is_interpolation(value)}
+        referred = self._referred | _references(repr([values[key] for key in own]))
+        late = {key: value for key, value in values.items() if key in own or key.rpartition(".")[2] in referred}
+        if repr(late) not in self._known:
+            self._known[repr(late)] = self._resolved(late)
+        found = self._known[repr(late)]
+        below: dict[str, dict[str, Any]] = {"": {}}
+        for key in values.keys() - own:
             section, _, name = key.rpartition(".")
-            if section and section not in copied:
-                setattr(made, section, copy.copy(getattr(made, section)))
-                copied.add(section)
-            setattr(getattr(made, section) if section else made, name, value)
-            copied.discard(key)
-    return made
+            below.setdefault(section, {})[name] = values[key]
+        whole = below.pop("")
+        parts = {name: replace(whole.get(name, getattr(found, name)), **changed) for name, changed in below.items()}
+        return replace(found, **(whole | parts))
 
+    def _resolved(self, values: Mapping[str, Any]) -> RunConfig:
+        made = copy.deepcopy(self._made)
+        try:
+            for key, value in values.items():
+                OmegaConf.update(made, key, value, merge=key != SPECULATIVE, force_add=True)
+            found = OmegaConf.to_object(made)
+        except OmegaConfBaseException as error:
+            raise self._refusal(error) from error
+        return RunConfig(**{column.name: getattr(found, column.name) for column in fields(RunConfig)})
 
-def _put(mapping: Mapping[str, Any], place: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy of nested mappings with another value at a place."""
-    inner = mapping.get(place[0])
-    return {
-        **mapping,
-        place[0]: _put(inner if isinstance(inner, Mapping) else {}, place[1:], value) if place[1:] else value,
-    }
+    def _refusal(self, error: Exception) -> ConfigError:
+        lines = [line.strip() for line in str(error).splitlines()]
+        keys = [line.partition(" ")[2] for line in lines if line.startswith("full_key:")]
+        said = [
+            line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
+        ]
+        return ConfigError(f"{keys[0] if keys else self._chosen}: {' '.join(said)}")

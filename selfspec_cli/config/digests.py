@@ -7,20 +7,22 @@ share a model read it once.
 from __future__ import annotations
 
 import hashlib
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
-from selfspec_cli.config.schema import EARLY_EXIT, HUMANEVAL, PROMPTS, ConfigError, RunConfig, head_spec
+from selfspec_cli.config.schema import EARLY_EXIT, HUMANEVAL, PROMPTS, RunConfig, head_spec
 from selfspec_cli.config.speculative import draft_digest
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import find_head
 from selfspec_cli.early_exit.head_spec import HeadSpec
 
+T = TypeVar("T")
 DIGITS = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
@@ -32,8 +34,8 @@ def digests(cfg: RunConfig) -> dict[str, str]:
 
     What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
     """
-    model = _model(cfg)
-    found = {"model": model, "tokenizer": _tokenizer(cfg)}
+    model = _unless_refused(model_fingerprint, cfg)
+    found = {"model": model, "tokenizer": _unless_refused(_tokenizer, cfg)}
     if cfg.workload.prompts not in PROMPTS or cfg.workload.prompts == HUMANEVAL:
         found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
@@ -54,10 +56,11 @@ def file_digest(path: Path) -> str | None:
         return None
 
 
-def _model(cfg: RunConfig) -> str | None:
+def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
+    """What is found; None where the config names something that is not here."""
     try:
-        return model_fingerprint(cfg)
-    except ConfigError:
+        return find(cfg)
+    except SettingsError:
         return None
 
 
@@ -70,17 +73,8 @@ def _head(cfg: RunConfig) -> str | None:
         return file_digest(path)
     layer = layer_in_force(cfg)
     asked = None if cfg.head.path is not None and spec == HeadSpec() else spec
-    found = None if layer is None else _head_in(str(path), _stamps(path), layer, asked)
-    return None if found is None else file_digest(Path(found))
-
-
-@lru_cache(maxsize=1024)
-def _head_in(folder: str, stamps: tuple[tuple[str, int, int], ...], layer: int, spec: HeadSpec | None) -> str | None:
-    """The head file of a folder whose files have these stamps; None where there is none, or more than one."""
-    try:
-        return str(find_head(folder, layer, spec))
-    except SettingsError:
-        return None
+    found = None if layer is None else _unless_refused(lambda _: find_head(path, layer, asked), cfg)
+    return None if found is None else file_digest(found)
 
 
 def _vocabulary(cfg: RunConfig) -> str | None:
@@ -91,33 +85,17 @@ def _vocabulary(cfg: RunConfig) -> str | None:
 
 
 def _tokenizer(cfg: RunConfig) -> str | None:
-    try:
-        folder = Path(cfg.model.tokenizer or model_path(cfg.model)).expanduser()
-    except ConfigError:
-        return None
+    folder = Path(cfg.model.tokenizer or model_path(cfg.model)).expanduser()
     found = [digest for name in TOKENIZER_FILES if (digest := file_digest(folder / name)) is not None]
-    return _text_digest(" ".join(found)) if found else None
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:DIGITS] if found else None
 
 
 def layer_in_force(cfg: RunConfig) -> int | None:
     """The exit layer of a config, half of the layers where none is given; None where nothing here says how many."""
-    try:
-        return exit_layer(cfg)
-    except ConfigError:
-        return None
-
-
-def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    with os.scandir(folder) as entries:
-        files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in files))
+    return _unless_refused(exit_layer, cfg)
 
 
 @lru_cache(maxsize=4096)
 def _content_digest(path: str, mtime_ns: int, size: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

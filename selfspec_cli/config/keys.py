@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import (
     EARLY_EXIT,
     SPECULATIVE,
-    LoadConfig,
     Method,
     RunConfig,
     Runner,
@@ -98,16 +96,14 @@ def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
     return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
 
 
-def _unused(load: LoadConfig) -> Iterator[str]:
-    """Settings that came later, where a load test does not use them: its key is what it was before there were any."""
-    yield from load_patterns.unused_settings(load)
-    if load.slo is None:
-        yield "slo"
-
-
 def _load(cfg: RunConfig) -> tuple[str, ...]:
     """The group of settings that only a load test looks at."""
     return ("load",) if cfg.load.kind else ()
+
+
+def _seed_of_weights(cfg: RunConfig) -> dict[str, int]:
+    """The seed where dummy weights are drawn with it."""
+    return {"seed": cfg.seed} if cfg.model.load_format == "dummy" else {}
 
 
 def engine_key(cfg: RunConfig) -> str:
@@ -130,7 +126,7 @@ class Keys:
         self._parts: dict[tuple[str, str], str] = {}
         self._digests: dict[str, dict[str, str]] = {}
         self._devices: dict[str, str] = {}
-        self._versions = _deciding_versions()
+        self._versions = {name: one for name, one in machine.versions().items() if name in machine.DECISIVE}
         self._baselines: dict[str, tuple[str, RunConfig]] = {}
 
     def run(self, cfg: RunConfig) -> str:
@@ -168,23 +164,16 @@ class Keys:
         digests = {name: digest for name, digest in self.digests(cfg).items() if name != "prompts"}
         facts: dict[str, Any] = {"model": self._part(cfg, "model"), "extra": cfg.engine.extra, "device": device_of(cfg)}
         facts |= {name: value for name, value in method_settings(cfg).items() if name != "head_dir"} | _gate_facts(cfg)
-        if cfg.model.load_format == "dummy":
-            facts["seed"] = cfg.seed  # the weights themselves depend on it
-        return digest(["arm", facts, digests, self.device(cfg), self._versions])
+        return digest(["arm", facts | _seed_of_weights(cfg), digests, self.device(cfg), self._versions])
 
     def engine(self, cfg: RunConfig) -> str:
         """`engine_key` of a config."""
         facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine")}
-        facts |= method_settings(cfg) | {"device": device_of(cfg)}
-        if cfg.model.load_format == "dummy":
-            facts["seed"] = cfg.seed  # the weights themselves depend on it
-        return digest(facts)
+        return digest(facts | method_settings(cfg) | {"device": device_of(cfg)} | _seed_of_weights(cfg))
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:
         """What the files that a config names hold, see `digests.digests`."""
-        named: list[Any] = [self._part(cfg, "model"), cfg.workload.prompts]
-        if cfg.model.load_format == "dummy":
-            named.append(cfg.seed)  # the weights themselves depend on it
+        named: list[Any] = [self._part(cfg, "model"), cfg.workload.prompts, _seed_of_weights(cfg)]
         if cfg.method in EARLY_EXIT:
             named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, cfg.draft_weights_path]
         if cfg.method is Method.vllm:
@@ -200,15 +189,10 @@ class Keys:
         text = (name, repr(vars(part)))
         if text not in self._parts:
             facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), NOT_IN_A_KEY.get(name, ())
-            if name == "load":
-                without = (*without, *_unused(part))
+            if name == "load":  # settings that came later, and are not used: the key is what it was before them
+                without = (*without, *load_patterns.unused_settings(part), *(["slo"] if part.slo is None else []))
             self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
         return self._parts[text]
-
-
-def _deciding_versions() -> dict[str, str]:
-    found = machine.versions()
-    return {name: found[name] for name in machine.DECISIVE if name in found}
 
 
 def digest(facts: Any) -> str:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from functools import cache
@@ -33,7 +34,7 @@ def versions() -> dict[str, str]:
 def hardware() -> dict[str, Any]:
     """CPU model, cores this process may use, memory in MiB, and every GPU of the machine."""
     return {
-        "cpu": _after_colon("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": _processor() or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
         "gpus": [name for _, name in gpus()],
@@ -109,12 +110,11 @@ def git_revision(folder: str) -> dict[str, Any] | None:
 
     A wheel that is installed somewhere inside a user's repository is not tracked by it, and has no revision.
     """
-    if not _lines(["git", "-C", folder, "ls-files", "--", "."]):
-        return None
-    revision = _lines(["git", "-C", folder, "rev-parse", "HEAD"])
+    git = ["git", "-C", folder]
+    revision = _lines([*git, "rev-parse", "HEAD"]) if _lines([*git, "ls-files", "--", "."]) else []
     if not revision:
         return None
-    return {"revision": revision[0], "dirty": bool(_lines(["git", "-C", folder, "status", "--porcelain", "--", "."]))}
+    return {"revision": revision[0], "dirty": bool(_lines([*git, "status", "--porcelain", "--", "."]))}
 
 
 def own_revision() -> dict[str, Any] | None:
@@ -136,11 +136,8 @@ def _lines(command: list[str]) -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
-def _after_colon(path: str, name: str) -> str | None:
-    try:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            if line.startswith(name):
-                return line.partition(":")[2].strip()
-    except OSError:
-        return None
-    return None
+def _processor() -> str | None:
+    """The model's name that Linux gives."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^model name.*?: *(.+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
+    return found and found[1].strip()

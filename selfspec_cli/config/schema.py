@@ -211,17 +211,8 @@ class LauncherConfig:
     bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
 
 
-MANY_WORKERS = tuple(kind for kind in LauncherKind if kind != LauncherKind.local)
-LAUNCHERS_WITH = {
-    "workers": MANY_WORKERS,
-    "bucket": (LauncherKind.sky,),
-}
+LAUNCHERS_WITH = {"workers": tuple(LauncherKind)[1:], "bucket": (LauncherKind.sky,)}
 """Which launchers use a setting of `LauncherConfig`; all use one that is not here."""
-
-
-def _default_engine() -> EngineConfig:
-    """The engine of GROUPS: on the CPU, whatever is installed."""
-    return EngineConfig(device="cpu")
 
 
 @dataclass
@@ -231,7 +222,7 @@ class RunConfig(DraftSettings):
     method: Method = knob(Method.layer_skip, help="what is measured", choices=tuple(Method))
     model: ModelConfig = field(default_factory=ModelConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    engine: EngineConfig = field(default_factory=_default_engine)
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(device="cpu"))  # as GROUPS says
     load: LoadConfig = field(default_factory=LoadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.choices import file_choices
-from selfspec_cli.config.facts import config_document, config_file, device_of
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import model_fingerprint
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig
@@ -81,29 +81,25 @@ def known_to_vllm() -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     literals: dict[str, ast.expr] = {}
     keys: list[str] = []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and _name(node.value) == "Literal":
-            literals |= {target.id: node.value.slice for target in node.targets if isinstance(target, ast.Name)}
-        if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig":
-            keys = [
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            ]
-    methods = _words(literals.get("SpeculativeMethod"), literals)
-    return tuple(dict.fromkeys(methods)), tuple(key for key in keys if key not in _SET_BY_VLLM)
-
-
-def _name(node: ast.Subscript) -> str | None:
-    return node.value.id if isinstance(node.value, ast.Name) else None
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Subscript(ast.Name("Literal"), words)):
+                literals[name] = words
+            case ast.ClassDef("SpeculativeConfig", body=columns):
+                names = [column.target for column in columns if isinstance(column, ast.AnnAssign)]
+                keys = [name.id for name in names if isinstance(name, ast.Name) and name.id not in _SET_BY_VLLM]
+    return tuple(dict.fromkeys(_words(literals.get("SpeculativeMethod"), literals))), tuple(keys)
 
 
 def _words(node: ast.expr | None, literals: Mapping[str, ast.expr]) -> list[str]:
     """The strings of a Literal, with those of the Literals that it names."""
-    if isinstance(node, ast.Tuple):
-        return [word for inner in node.elts for word in _words(inner, literals)]
-    if isinstance(node, ast.Name):
-        return _words(literals.get(node.id), literals)
-    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    match node:
+        case ast.Tuple(inner):
+            return [word for one in inner for word in _words(one, literals)]
+        case ast.Name(name):
+            return _words(literals.get(name), literals)
+        case ast.Constant(str(word)):
+            return [word]
+    return []
 
 
 def check_words(cfg: RunConfig) -> None:
@@ -162,34 +158,11 @@ def check(cfg: RunConfig) -> None:
                 f"speculative={method}: it drafts with weights of its own; name them: "
                 "speculative.model=./FOLDER, or an id of the Hub"
             )
-        if method is not None and method.endswith("mtp"):
-            _check_own_layers(cfg, method)
         return
     try:
         model_path(draft)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{KEY}.model=")) from error
-
-
-def _check_own_layers(cfg: RunConfig, method: str) -> None:
-    """Refuse MTP of a model that says nothing of layers for it; models name their number in many ways."""
-    file = config_file(cfg.model)
-    document = {} if file is None else config_document(file)
-    if document and not _counts_own_layers(document):
-        raise ConfigError(
-            f"speculative={method}: the config.json of {cfg.model.name} counts no layers for predicting "
-            "further tokens (num_nextn_predict_layers, mtp_num_hidden_layers, ...), so it has none; use "
-            "a method that needs none, such as speculative=ngram"
-        )
-
-
-def _counts_own_layers(document: Mapping[str, Any]) -> bool:
-    return any(
-        _counts_own_layers(value)
-        if isinstance(value, Mapping)
-        else isinstance(value, int) and value > 0 and ("nextn" in name or "mtp" in name)
-        for name, value in document.items()
-    )
 
 
 def warning(cfg: RunConfig) -> str | None:

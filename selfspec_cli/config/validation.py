@@ -55,9 +55,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_engine(cfg)
     _validate_method(cfg)
     _validate_view(cfg)
-    _validate_draft_sample_method(cfg)
     checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
-    _validate_runner(cfg)
     _validate_load(cfg)
     _validate_launcher(cfg.launcher)
     head_spec(cfg.head)
@@ -151,6 +149,17 @@ def _validate_method(cfg: RunConfig) -> None:
         raise ConfigError(
             f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=gpu"
         )
+    if cfg.draft_sample_method != RunConfig.draft_sample_method and cfg.method is Method.vllm:
+        given = f"draft_sample_method={cfg.draft_sample_method}"
+        raise ConfigError(
+            f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
+            f"{speculative.KEY}.{given}"
+        )
+    if cfg.runner is Runner.v1 and cfg.method is Method.layer_skip and device_of(cfg) != "cpu":
+        raise ConfigError(
+            f"runner={cfg.runner} with method={cfg.method}: early exit on CUDA is written for the other "
+            "one; use runner=v2, or runner=auto"
+        )
 
 
 def _validate_view(cfg: RunConfig) -> None:
@@ -172,25 +181,6 @@ def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
     reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known)
     if reason is not None and cfg.method is Method.layer_skip:
         raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
-
-
-def _validate_draft_sample_method(cfg: RunConfig) -> None:
-    """Of several methods, vLLM's own would take the likeliest tokens whatever was asked: refused, not passed over."""
-    if cfg.draft_sample_method != RunConfig.draft_sample_method and cfg.method is Method.vllm:
-        given = f"draft_sample_method={cfg.draft_sample_method}"
-        raise ConfigError(
-            f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
-            f"{speculative.KEY}.{given}"
-        )
-
-
-def _validate_runner(cfg: RunConfig) -> None:
-    """Early exit on CUDA is written for V2; a CPU has both runners."""
-    if cfg.runner is Runner.v1 and cfg.method is Method.layer_skip and device_of(cfg) != "cpu":
-        raise ConfigError(
-            f"runner={cfg.runner} with method={cfg.method}: early exit on CUDA is written for the other "
-            "one; use runner=v2, or runner=auto"
-        )
 
 
 def _validate_engine(cfg: RunConfig) -> None:

@@ -10,89 +10,61 @@ import math
 import random
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from selfspec_cli.config.choices import EXPERIMENT, TUNED
-from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
+from selfspec_cli.config.options import OTHER_NAMES, SETTINGS
+from selfspec_cli.config.schema import GROUPS, ConfigError
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.early_exit.contexts import FULL, own_keys
-from selfspec_cli.early_exit.contexts import SETTING as CONTEXT
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.knobs import Option, options
 from selfspec_cli.early_exit.rule import WIDTHS
 from selfspec_cli.early_exit.view import own_names
 
 _FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)\(.*\)\s*")
 _SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
+_GRAMMAR = re.compile(r"""'.*'|".*"|[\[{].*|null""", re.S | re.I)
+"""Of a text setting: a value that Hydra's grammar reads, and that is not the text itself."""
 _PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.S)
 """Of a value: an escaped sign, quoted text, the beginning of an interpolation, or any other sign."""
 
 _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
 
+_FREE_FORM = tuple(key for key, option in SETTINGS.items() if getattr(option.type, "__origin__", None) is dict)
+"""Settings that are mappings with keys of vLLM's."""
+
 
 @dataclass(frozen=True)
 class Word:
-    """One override: what was typed, its key, its values in Python, and each as Hydra reads it."""
+    """One override: what was typed, its key, and its values in Python."""
 
     typed: str
     key: str
     values: tuple[Any, ...]
-    texts: tuple[str, ...]
-    is_sweep: bool
 
 
 def parse(words: Iterable[str]) -> list[Word]:
     """Read overrides.
 
     Raises:
-        ConfigError: one that cannot be read, a key that there is not, a word that is no choice of its setting.
+        ConfigError: one that cannot be read, or a key that there is not.
     """
     return [_by_its_own_name(_parse(text)) for text in _written_out(list(words))]
 
 
-_OTHER_NAMES = dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0]) | {"workload.path": "workload.prompts"}
-"""Other names of a setting whose values are the same."""
-
-
-def other_names() -> dict[str, str]:
-    """Every other name of a setting, and the setting."""
-    return _OTHER_NAMES | dict.fromkeys(own_keys(), CONTEXT)
-
-
-INSTEAD = {
-    "engine.async_scheduling": "engine.extra.async_scheduling",
-    "engine.enable_chunked_prefill": "engine.extra.enable_chunked_prefill",
-    "head.bias": "head=translator_bias",
-    "head.rank": "head=translator_r15",
-    "head.target": "head=lsq_argmax",
-    "launcher.address": "the variable RAY_ADDRESS",
-    "launcher.minutes": "the variable SBATCH_TIMELIMIT",
-    "launcher.partition": "the variable SBATCH_PARTITION",
-    "load.frontend": "the variable VLLM_USE_RUST_FRONTEND",
-    "model.draft_length": "k",
-    "model.exit_layer": "layer",
-    "tracker.entity": "the variable WANDB_ENTITY",
-    "tracker.project": "the variable WANDB_PROJECT",
-}
-"""What says what a setting said that is gone, where the nearest key is another thing."""
-
-
 def _by_its_own_name(word: Word) -> Word:
     """A word of a setting by its own name."""
-    if word.key in _OTHER_NAMES:
-        return replace(word, key=_OTHER_NAMES[word.key])
+    key = OTHER_NAMES.get(word.key, word.key)
     if (kind := own_keys().get(word.key)) is None:
-        return word
-    values = tuple(FULL if value is None else f"{kind}:{value}" for value in word.values)
-    return replace(word, key=CONTEXT, values=values, texts=values)
+        return replace(word, key=key)
+    return replace(word, key=key, values=tuple(FULL if one is None else f"{kind}:{one}" for one in word.values))
 
 
 ONE_LINE = "method=selfspec"
@@ -110,76 +82,70 @@ def _written_out(words: list[str]) -> list[str]:
     return [*chosen, *(word for word in words if word != ONE_LINE)]
 
 
-@cache
-def type_of(key: str) -> Any:
-    """The type of the schema's field `key`, which may be a group; Any below a free-form dict.
+def is_free_form(key: str) -> bool:
+    """Whether `key` is a mapping with any keys, or one of its keys."""
+    return any(key == mapping or key.startswith(f"{mapping}.") for mapping in _FREE_FORM)
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that there is not.
 
     Raises:
-        ConfigError: there is no such key, naming the nearest.
+        ConfigError: naming the nearest.
     """
-    kind: Any = RunConfig
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if getattr(kind, "__origin__", None) is dict:
-            return Any
-        if not is_dataclass(kind):
-            raise ConfigError(f"{key}: {'.'.join(parts[:depth])} has no keys below it")
-        hints = get_type_hints(kind)
-        hints = {name: hint for name, hint in hints.items() if is_dataclass(hint) or _is_setting(kind, name)}
-        if part not in hints and key in INSTEAD:
-            raise ConfigError(f"key {key!r} is not known; use {INSTEAD[key]}")
-        if part not in hints:
-            allowed = [".".join([*parts[:depth], name]) for name in hints]
-            top = [EXPERIMENT, TUNED, *other_names()] if depth == 0 else []
-            raise ConfigError(closest(key, allowed + top, "key", meant=_home_of(parts[-1])))
-        kind = hints[part]
-    return kind
-
-
-def _is_setting(group: Any, name: str) -> bool:
-    return any(option.key == name for option in options(group).values())
-
-
-def option_of(key: str) -> Option | None:
-    """The setting of a key; None for a group, and below a free-form dict."""
-    return options(RunConfig).get(key)
-
-
-def is_free_form(key: str) -> bool:
-    """Whether `key` is a dict of any keys, or one of its keys."""
-    kind = type_of(key)
-    return getattr(kind, "__origin__", None) is dict or (kind is Any and option_of(key) is None)
+    if key in SETTINGS or key in GROUPS or is_free_form(key):
+        return
+    if leaf := next((name for name in SETTINGS if key.startswith(f"{name}.")), None):
+        raise ConfigError(f"{key}: {leaf} has no keys below it")
+    names = [name for name in SETTINGS if name.startswith(f"{key.partition('.')[0]}.")]
+    top = dict.fromkeys(name.partition(".")[0] for name in SETTINGS)
+    homes = [name for name in SETTINGS if name.endswith(f".{key.rpartition('.')[2]}")]
+    raise ConfigError(
+        closest(
+            key,
+            names or [*top, EXPERIMENT, TUNED, *OTHER_NAMES],
+            "key",
+            meant=homes[0] if len(homes) == 1 else None,
+        )
+    )
 
 
 def _parse(text: str) -> Word:
-    if documents := _documents(text):
-        return Word(text, SPECULATIVE, documents, tuple(map(json.dumps, documents)), len(documents) > 1)
-    try:
-        override = _parser().parse_override(_quoted(text))
-    except HydraException as error:
-        raise ConfigError(_unreadable(text, error)) from error
+    key, equals, value = text.partition("=")
+    if documents := _documents(key, value):
+        return Word(text, key, documents)
+    if equals and _takes_text(key) and not _FUNCTION.fullmatch(value):
+        values = tuple(_text(key, part, text) for part in _parts(key, value))
+        return _known(Word(text, key, values))
+    override = _override(text, text)
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
     _check_sweep(override, text)
-    sweep = override.is_sweep_override()
-    key, value = override.key_or_group, override.value()
-    if isinstance(value, RangeSweep):
-        values: tuple[Any, ...] = _numbers(value)
-        texts = [*map(str, values)]
+    found = override.value()
+    if isinstance(found, RangeSweep):
+        values = _numbers(found)
     else:
-        found = [*override.sweep_iterator()] if sweep else [value]
-        values = tuple(map(_plain, found))
-        texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
-        # Of an interpolation without quotes Hydra would escape the braces.
-        refers = [isinstance(one, str) and "${" in one for one in values]
-        texts = [_in_quotes(one) if it else text for one, text, it in zip(values, texts, refers, strict=True)]
-    if key not in (EXPERIMENT, TUNED, *other_names()):
-        type_of(key)
-        option = option_of(key)
-        for value in values:
-            if option and (words := option.knob.words()) and str(value) not in words and value is not None:
-                raise ConfigError(option.knob.wrong_word(value, key))
-    return Word(text, key, values, tuple(texts), sweep)
+        values = tuple(map(_plain, override.sweep_iterator() if override.is_sweep_override() else [found]))
+    return _known(Word(text, override.key_or_group, values))
+
+
+def _known(word: Word) -> Word:
+    if word.key not in (EXPERIMENT, TUNED, *OTHER_NAMES):
+        check_key(word.key)
+    return word
+
+
+def _override(text: str, typed: str) -> Override:
+    """What Hydra's parser makes of `text`, a part of what was typed."""
+    try:
+        return _parser().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(_unreadable(typed, error)) from error
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
 
 
 def _unreadable(text: str, error: HydraException) -> str:
@@ -204,10 +170,9 @@ def _numbers(sweep: RangeSweep) -> tuple[int | float, ...]:
     return tuple(int(value) if whole else float(value) for value in exact)
 
 
-def _documents(text: str) -> tuple[dict[str, Any], ...]:
+def _documents(key: str, value: str) -> tuple[dict[str, Any], ...]:
     """The mappings of speculative={...}, or of several apart by commas, in JSON as vLLM takes it: Hydra's grammar knows
     no quotes around keys. Empty for anything else."""
-    key, _, value = text.partition("=")
     if key != SPECULATIVE or not value.lstrip().startswith("{"):
         return ()
     try:
@@ -215,11 +180,6 @@ def _documents(text: str) -> tuple[dict[str, Any], ...]:
     except ValueError:
         return ()
     return tuple(found) if all(isinstance(one, dict) for one in found) else ()
-
-
-@cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
 
 
 def _plain(value: Any) -> Any:
@@ -248,21 +208,18 @@ def _check_sweep(override: Override, typed: str) -> None:
         )
 
 
-def _quoted(text: str) -> str:
-    """`text` with quotes around the values of a key that takes text: Hydra's grammar knows ASCII and few signs."""
-    key, equals, value = text.partition("=")
-    if not equals or not _takes_text(key) or _FUNCTION.fullmatch(value):
-        return text
-    if key == "skip_layers" and _RANGES.fullmatch(value):
-        return f"{key}={_quote(value)}"  # one set of layers; several sets are quoted: '10-15','10-15,20'
-    parts = _parts(value)
-    if len(parts) > 1 and not all(parts):
-        return text  # a list with a hole, which the parser refuses
-    return f"{key}={','.join(map(_quote, parts))}"
+def _takes_text(key: str) -> bool:
+    """Whether values are text, of which Hydra's grammar, with its ASCII and few signs, reads quotes and lists alone."""
+    option = SETTINGS.get(OTHER_NAMES.get(key, key))
+    if option is None:
+        return key in (*GROUPS, EXPERIMENT, TUNED)
+    return option.type in (str, str | None, Any) and not option.knob.words()
 
 
-def _parts(value: str) -> list[str]:
+def _parts(key: str, value: str) -> list[str]:
     """A value split at its commas, but not at those of quoted text, of interpolations, and of a list or a mapping."""
+    if key == "skip_layers" and _RANGES.fullmatch(value):
+        return [value]  # one set of layers; several sets are quoted: '10-15','10-15,20'
     parts, depth = [""], 0
     for piece in _PIECES.findall(value):
         begins = piece == "${" or (piece in "[{" and (depth or not parts[-1].strip()))
@@ -271,28 +228,14 @@ def _parts(value: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += piece
-    return [part.strip() for part in parts]
+    parts = [part.strip() for part in parts]
+    if len(parts) > 1 and not all(parts):
+        raise ConfigError(f"cannot read the override '{key}={value}': a list with nothing between two commas")
+    return parts
 
 
-def _quote(part: str) -> str:
-    if re.fullmatch(r"""'.*'|".*"|[\[{].*|null""", part, re.S | re.I):
-        return part
-    return _in_quotes(_SPECIAL.sub(r"\1", part))
-
-
-def _in_quotes(text: str) -> str:
-    """`text` in quotes; an interpolation may hold single ones of its own."""
-    return QuotedString(text, Quote.double if "${" in text and "'" in text else Quote.single).with_quotes()
-
-
-def _takes_text(key: str) -> bool:
-    option = option_of(key)
-    if option is None:
-        return key in (*GROUPS, EXPERIMENT, TUNED)
-    return option.type in (str, str | None, Any) and not option.knob.words()
-
-
-def _home_of(name: str) -> str | None:
-    """The key that `name` has in the one group that knows it: batch -> workload.batch."""
-    homes = [key for key in options(RunConfig) if key.rpartition(".")[2] == name and "." in key]
-    return homes[0] if len(homes) == 1 else None
+def _text(key: str, part: str, typed: str) -> Any:
+    """One value of a setting of text."""
+    if _GRAMMAR.fullmatch(part):
+        return _plain(_override(f"{key}={part}", typed).value())
+    return _SPECIAL.sub(r"\1", part)

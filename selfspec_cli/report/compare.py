@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config import retired
+from selfspec_cli.config.dumped import in_todays_words
 from selfspec_cli.config.schema import ConfigError, RunConfig, flat, to_plain
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.view import DraftView
@@ -230,7 +230,7 @@ def _differing(ours: Sequence[Point], theirs: Sequence[Point]) -> dict[str, tupl
 
 def facts(point: Point) -> dict[str, Any]:
     """Everything that decides a speed, by dotted name: configuration, files, versions, machine, revision."""
-    config = completed(retired.in_todays_words(point.config), to_plain(RunConfig())) if point.config else {}
+    config = completed(in_todays_words(point.config), to_plain(RunConfig())) if point.config else {}
     values = {name: value for name, value in flat(config) if name not in NOT_COMPARED}
     values |= {f"digest of {name}": value for name, value in point.digests.items()}
     values |= {f"version of {name}": value for name, value in point.versions.items()}

@@ -1,29 +1,36 @@
-import errno
 import os
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from commands import call, document, model_folder, stand_in
+from exit_heads import lsq_head
 from points import baseline, measured
 
+from selfspec_cli import extras
 from selfspec_cli.commands.app import app
 from selfspec_cli.config.schema import Method
-from selfspec_cli.record import columns, folder
+from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
+from selfspec_cli.record import columns, folder, quality
+from selfspec_cli.record.quality import Finding
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make
-from selfspec_cli.stages import roc, tune
+from selfspec_cli.stages import ppl, roc, tune
+from selfspec_cli.stages.arms import Failure, Found
 
 
 @pytest.fixture(autouse=True)
 def model(tmp_path, monkeypatch):
-    """A folder that looks like a model of eight layers; the test runs beside it."""
+    """A folder that looks like a model of eight layers and 64 tokens; the test runs beside it."""
     monkeypatch.chdir(tmp_path)
-    folder = model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
+    folder = model_folder(tmp_path / "model", num_hidden_layers=8, vocab_size=64, max_position_embeddings=1024)
+    (tmp_path / "chats.json").write_text("[]")
     (tmp_path / "noise.safetensors").write_bytes(bytes(range(256)))
     return f"model={folder}"
 
@@ -55,6 +62,13 @@ def engines(monkeypatch):
     stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine)
     stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
     return opened
+
+
+@dataclass
+class Fitted:
+    reports: list
+    warnings: list = field(default_factory=list)
+    seconds: float = 1.0
 
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
@@ -108,6 +122,20 @@ def test_every_command_has_help_with_an_example(command):
         (("bench", "model=./empty.yaml"), "model.path=./empty.yaml: empty.yaml is a file, not a model's folder"),
         (("fit-lsq", "--layer", "x2"), "'--layer': x2: "),
         (("tune", "--minutes=-7"), "'--minutes': -7: "),
+        (("fit", "head=lsq_argmx", "layer=2"), "'lsq_argmax'"),
+        (("fit", "layer=2"), "is not fitted; name what is"),
+        (("fit", "head=lsq", "layer=8"), "1..7"),
+        (("fit", "head=lsq", "layer=0"), "layer=0"),
+        (("fit", "head=lsq"), "layer=null"),
+        (("fit", "head=lsq", "layer=2", "vocab=65"), "larger than the vocabulary; must be in 1..64"),
+        (("fit", "head=lsq", "layer=2", "vocab=gone.txt"), "a file of token ids"),
+        (("fit", "head=lsq_r3", "layer=2"), "kind lsq has no rank 3; kinds that can: translator"),
+        (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
+        (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
+        (("sweep", "head=lens", "layer=2", "vocab=full,65"), "must be in 1..64"),
+        (("ppl", "--stride", "512"), "--stride 512: it must be from 1 to the window less 1, 511"),
+        (("ppl", "--corpus", "gone.txt"), "there is no such file; allowed: stdlib"),
+        (("eval", "--limit", "0"), "--limit"),
         (("bench", "--config", "empty.yaml"), "empty.yaml holds no config; allowed: a config that was dumped as YAML"),
         (("bench", "--config", "no_point.json"), "or the file of a point, results/runs/ID.json"),
     ],
@@ -119,7 +147,7 @@ def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
     given = words if alone else (*words, model)
     result = call(*given)
     assert result.exit_code == 2
-    assert expected in result.stderr
+    assert expected in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert len(result.stderr.splitlines()) < 15
 
@@ -150,42 +178,6 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(engines, model
         assert result.exit_code == 2
         assert f"results_dir=results: {tmp_path} cannot be written; choose another" in result.stderr
     assert engines == []
-
-
-@pytest.mark.parametrize(
-    ("file", "typed", "exit_code"),
-    [
-        ("ray/core/gcs_server", (), 1),
-        ("results/runs/a", (), 2),
-        ("mine/runs/a", ("results_dir=mine",), 2),
-        ("mine/runs/a", (), 1),
-        (None, (), 1),
-    ],
-)
-def test_only_a_folder_of_this_command_is_to_be_made_writable(engines, model, monkeypatch, file, typed, exit_code):
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), file)
-
-    monkeypatch.setattr("selfspec_cli.stages.preflight.check_all", refuse)
-    monkeypatch.setattr("sys.argv", ["selfspec", "sweep", model, *typed])
-    result = call("sweep", model, *typed)
-    assert result.exit_code == exit_code
-    assert ("make this one writable" in result.stderr) == (exit_code == 2)
-    assert "Permission denied" in result.stderr and (file or "") in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("number", "word"), [(errno.EROFS, "choose another folder"), (errno.ENOSPC, "free some space")]
-)
-def test_a_disk_that_fills_or_is_read_only_is_no_crash(engines, model, monkeypatch, number, word):
-    def refuse(*_):
-        raise OSError(number, os.strerror(number), "results/summary.csv")
-
-    monkeypatch.setattr("selfspec_cli.stages.preflight.check_all", refuse)
-    result = call("sweep", model)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"selfspec: results/summary.csv: {os.strerror(number)}; ")
-    assert word in result.stderr
 
 
 def test_an_engine_for_which_another_vllm_is_installed_is_planned_and_not_started(engines, model, monkeypatch):
@@ -221,12 +213,6 @@ def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):
     assert "E8-lens-int4-blocks4096" in plan("workload=long")["exits"]
     for named in ("draft_window=512", "draft_context=full", "draft_context=blocks:2048", "draft_weights=int4"):
         assert not [name for name in plan("workload=long", named)["exits"] if name.endswith("blocks4096")]
-
-
-@pytest.mark.slow
-def test_report_takes_the_folder_as_every_command_does(engines, model):
-    assert call("sweep", model, "results_dir=größe").exit_code == 0
-    assert document(call("report", "results_dir=größe", "--json"))["rows"]
 
 
 def test_what_nobody_reads_in_conf_is_a_warning(engines, model, tmp_path):
@@ -311,13 +297,14 @@ def test_a_plan_is_told_before_the_first_engine_starts_and_in_a_dry_run(engines,
 
 @pytest.mark.slow
 def test_tables_are_made_again_on_demand(engines, model, tmp_path):
-    assert call("sweep", model, "results_dir=mine").exit_code == 0
-    before = (tmp_path / "mine" / "summary.csv").read_bytes()
-    (tmp_path / "mine" / "summary.csv").write_text("garbage")
-    assert document(call("runs", "export", "results_dir=mine", "--json"))["points"] == 2
-    assert (tmp_path / "mine" / "summary.csv").read_bytes() == before
-    assert len(document(call("report", "results_dir=mine", "--json"))["rows"]) == 2
-    result = call("runs", "export", "results_dir=mine", "--out", "mine/summary.csv")
+    assert call("sweep", model, "results_dir=größe").exit_code == 0
+    table = tmp_path / "größe" / "summary.csv"
+    before = table.read_bytes()
+    table.write_text("garbage")
+    assert document(call("runs", "export", "results_dir=größe", "--json"))["points"] == 2
+    assert table.read_bytes() == before
+    assert len(document(call("report", "results_dir=größe", "--json"))["rows"]) == 2
+    result = call("runs", "export", "results_dir=größe", "--out", "größe/summary.csv")
     assert result.exit_code == 2 and "summary.csv is a file and not a folder; choose another --out" in result.stderr
 
 
@@ -380,16 +367,10 @@ def test_bench_measures_again_what_is_finished(engines, model):
 def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
     asked = {}
 
-    @dataclass
-    class Fitted:
-        reports: list
-        seconds: float
-        warnings: list
-
     def run(cfg, *, layers, heads, vocabularies, pairs, ridge, corpus, open_engine, progress):
         assert (heads, vocabularies) == (("lens", "lsq"), ("full",))
         asked.update(layers=[*layers], pairs=pairs, ridge=ridge, corpus=corpus, path=cfg.model.path)
-        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], 1.25, ["a chat model"])
+        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], ["a chat model"])
 
     stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
     (tmp_path / "chats.txt").write_text("text")
@@ -439,6 +420,174 @@ def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
     assert "ZeroDivisionError" in result.stderr
     assert "--debug" in result.stderr
     assert "Traceback" not in result.output
+
+
+# ---- selfspec fit ----
+
+
+def test_fit_hands_on_the_grid(monkeypatch, model):
+    asked = {}
+
+    def run(cfg, **more):
+        asked.update(more, path=cfg.model.path)
+        return Fitted([{"layer": 2, "kind": "lsq", "head": "lsq_argmax", "vocab": "16", "agreement": 0.5, "path": "a"}])
+
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
+    words = ("fit", "head=lsq_argmax,translator_r15", "layer=2,4", "vocab=full,16", model, "--ridge", "0.5")
+    result = call(*words, "--pairs", "70", "--corpus", "chats.json")
+    assert result.exit_code == 0, result.output
+    assert "lsq_argmax 16" in result.stdout
+    assert asked.pop("progress") and asked.pop("open_engine")
+    assert asked.pop("path") == model.partition("=")[2]
+    grid = {"layers": (2, 4), "heads": ("lens", "lsq_argmax", "translator_r15"), "vocabularies": ("full", "16")}
+    assert asked == grid | {"pairs": 70, "ridge": 0.5, "corpus": "chats.json"}
+    asked.clear()
+    assert document(call(*words, "--dry-run", "--json"))["heads"] == ["lens", "lsq_argmax", "translator_r15"]
+    assert not asked
+
+
+@pytest.mark.parametrize("corpus", ["gone.json", "hf:org/set"])
+def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, corpus):
+    result = call("fit", "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
+    assert result.exit_code == 2
+    assert f"corpus={corpus}" in result.stderr
+
+
+def test_a_rank_of_ones_own(monkeypatch, model):
+    found = document(call("fit", "head=translator_r20,translator_r30", "layer=2", model, "--dry-run", "--json"))
+    assert found["heads"] == ["lens", "translator_r20", "translator_r30"]
+
+
+def test_a_pt_file_with_anything_but_tensors_is_refused_before_an_engine_starts(model, tmp_path):
+    torch.save({"weight": torch.nn.Linear(2, 2)}, tmp_path / "h2.pt")
+    result = call("bench", "head=lsq", f"head.path={tmp_path / 'h2.pt'}", "layer=2", model)
+    assert result.exit_code == 2
+    assert "something other than tensors" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("random.safetensors", "truncated or no safetensors file"),
+        ("layer5_lsq.safetensors", "is for layer 5; layer 2 is asked for"),
+        ("layer2_wide.safetensors", "its hidden is 8, this model's is 4"),
+        ("layer2_many.safetensors", "its vocab_size is 65, this model's is 64"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_head_that_cannot_be_used_is_refused_before_an_engine_starts(file, expected, more, model, tmp_path):
+    (tmp_path / "model" / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64, "hidden_size": 4}')
+    (tmp_path / "random.safetensors").write_bytes(b"\x7f" * 300)
+    for name, layer, hidden, vocab in (("layer5_lsq", 5, 4, 64), ("layer2_wide", 2, 8, 64), ("layer2_many", 2, 4, 65)):
+        head = lsq_head(torch.zeros(vocab, hidden))
+        save_head(tmp_path / f"{name}.safetensors", head, HeadMetadata("lsq", layer, hidden, vocab))
+    result = call("sweep", f"head.path={file}", "layer=2", model, *more)
+    assert result.exit_code == 2, result.output
+    assert expected in " ".join(result.stderr.split())
+
+
+# ---- selfspec ppl and eval ----
+
+
+def finding(kind, found, **arm):
+    named = {"arm": "skip", "E": 4, "head": "lens"} | arm
+    return Finding(kind, "a" * 12, "r", "t", "d", named, "b" * 12, {"corpus": "stdlib"}, found)
+
+
+SCORES = {"nats": [2.0, 4.0], "tokens": [2, 2]}
+BASE = {"nats": [2.0, 2.0], "tokens": [2, 2]}
+GENERATED = {"scores": SCORES, "baseline": BASE, "identical": 1, "outputs": 2, "drafted": 8, "accepted": 6}
+FOUND = [
+    finding(quality.TEXT, {"documents": ["a", "b"], "scores": SCORES, "baseline": BASE}),
+    finding(quality.GENERATED, {"greedy": GENERATED, "sampled": GENERATED}),
+]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What reaches the stage, which finds FOUND."""
+    words = {}
+
+    def run(cfgs, request, *, open_engine, progress):
+        words.update(cfgs=cfgs, request=request)
+        print("noise from a library")
+        return Found(list(FOUND), words.get("failed", []), words.get("warnings", []))
+
+    monkeypatch.setattr(ppl, "run", run)
+    return words
+
+
+def test_ppl_hands_on_its_words_and_shows_both_perplexities_apart(asked, model):
+    result = call("ppl", "method=skip", "layer=2,4", model, "--window", "64", "--stride", "16", "--prompts", "5")
+    assert result.exit_code == 0, result.output
+    request = asked["request"]
+    assert (request.window, request.stride, request.prompts, request.temperature) == (64, 16, 5, 1.0)
+    assert [cfg.layer for cfg in asked["cfgs"]] == [2, 4]
+    (line,) = [line for line in result.stdout.splitlines() if "skip E=4" in line]
+    assert line.count("4.482 (") == 3 and line.count("+1.763 (") == 3  # exp(6/4), and less exp(1)
+    assert "1/2" in line and "75%" in line
+    assert "under the plain model" in result.stdout
+    assert "noise" not in result.stdout
+
+
+def test_ppl_ends_with_a_document(asked, model):
+    asked["failed"] = [Failure("skip E=4", "out of memory", False)]
+    asked["warnings"] = ["no draft was accepted"]
+    result = call("ppl", "method=skip", model, "--json")
+    assert result.exit_code == 1
+    shown = document(result)
+    assert shown["findings"][0]["delta_ppl"] == pytest.approx(1.763, abs=1e-3)
+    assert shown["findings"][1]["delta_ppl_of_greedy"] == pytest.approx(1.763, abs=1e-3)
+    assert shown["failed"] == [{"arm": "skip E=4", "reason": "out of memory", "bad_input": False}]
+    assert "no draft was accepted" in result.stderr
+
+
+def test_ppl_sends_its_findings_to_the_tracker_that_is_asked_for(asked, model, monkeypatch):
+    """With tracker=wandb it logged nothing."""
+    sent = []
+
+    class Reports(Tracker):
+        def report(self, command, results, rows, pictures):
+            sent.append((command, [(row.arm, round(row.delta_ppl_of_greedy, 3)) for row in rows]))
+
+    monkeypatch.setattr("selfspec_cli.commands.measuring.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
+    for found in FOUND:
+        folder.save_finding("results", replace(found, arm=found.arm | {"model": "m"}))
+    assert call("ppl", "method=skip", model).exit_code == 0 and sent == []
+    result = call("ppl", "method=skip", model, "tracker=wandb")
+    assert result.exit_code == 0, result.output
+    assert sent == [("ppl", [("skip", 1.763)])]
+
+
+@pytest.mark.parametrize("command", ["ppl", "eval"])
+def test_a_dry_run_names_the_arms_and_starts_nothing(asked, model, command):
+    words = ("gate=varH", "tau_v=4,5", "workload.batch=1,4", model, "--dry-run", "--json")
+    shown = document(call(command, *words))
+    arm = "layer_skip E=4 k=5 head=lens gate=varH threshold="
+    assert shown["arms"] == ["baseline", f"{arm}4.0", f"{arm}5.0"]
+    assert asked == {}
+    assert "baseline" in call(command, *words[:-1]).stdout
+
+
+def test_without_the_harness_eval_says_what_to_install(monkeypatch, model):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("selfspec_cli.stages.evaluate", "selfspec_cli.engine.harness"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("selfspec_cli.stages.evaluate", raising=False)
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "lm_eval":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    result = call("eval", model)
+    assert result.exit_code == 2
+    assert extras.install("eval") in result.stderr
+
+
+# ---- the process ----
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import programs
 import pytest
 
 from selfspec_cli.commands.shared import complete
-from selfspec_cli.config import choices, completion, model_digest, options
+from selfspec_cli.config import choices, model_digest, options
 from selfspec_cli.config.schema import GROUPS, RunConfig
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.gates import GATES
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def offered(word):
-    return [text for text, _ in completion.candidates(word)]
+    return [text for text, _ in options.candidates(word)]
 
 
 def test_keys_are_offered_with_their_help():
-    found = dict(completion.candidates(""))
+    found = dict(options.candidates(""))
     every = {f"{key}=" for key in knobs.options(RunConfig).keys() - options.RARE}
     assert found.keys() == every | {f"{name}=" for name in (*GROUPS, "experiment", "tuned")}
     assert all(found.values())

@@ -1,18 +1,22 @@
+import errno
 import json
+import os
 import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands.app import app
-from selfspec_cli.config import compose, files, paths, words
-from selfspec_cli.config.choices import choices, experiment_files, unread_files
+from selfspec_cli.commands.screen import BAD_INPUT, RUN_FAILED, guard
+from selfspec_cli.config import compose, paths
+from selfspec_cli.config.choices import NAMED_GROUPS, choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.files import load_config
+from selfspec_cli.config.dumped import load_config
 from selfspec_cli.config.keys import Keys, digest
 from selfspec_cli.config.schema import (
     GROUPS,
@@ -27,6 +31,7 @@ from selfspec_cli.config.schema import (
     resolved,
     to_plain,
 )
+from selfspec_cli.config.words import parse
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.stages.replicas import asked
 
@@ -47,6 +52,7 @@ def tuned_models(elsewhere):
 
 
 NGRAM = ("method=vllm", "speculative=ngram")
+DRAWN = "draft_sample_method=probabilistic"
 DRAFT_MODEL = ["model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "method=draft_model"]
 
 
@@ -79,7 +85,7 @@ def test_every_choice_composes_and_is_called_by_its_name():
 
 def test_the_choices_of_gates_and_heads_are_the_registries():
     assert choices("gate") == list(GATES)
-    assert not (paths.conf_dir() / "gate").exists() and not (paths.conf_dir() / "head").exists()
+    assert not any(file.stem in NAMED_GROUPS for file in paths.conf_dir().iterdir())
     head = one("head=translator_r7_bias").head
     assert (head.kind, head.rank, head.bias) == ("translator", 7, True)
     assert "a head of kind lens has no bias" in refusal("head=lens_bias")
@@ -94,21 +100,10 @@ def test_lists_of_groups_and_values_multiply():
     ]
 
 
-def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
-    assert [cfg.layer for cfg in compose_runs(None, ["layer=range(4,13,4)"])] == [4, 8, 12]
-    assert [cfg.k for cfg in compose_runs(None, ["k=range(5,2,-1)"])] == [5, 4, 3]
-    taus = [cfg.threshold for cfg in compose_runs(None, ["gate=maxp", "tau=range(0.2,0.5,0.1)"])]
-    assert taus[:3] == [0.2, 0.3, 0.4]
-
-
 @pytest.mark.parametrize(
     ("overrides", "unused", "users"),
     [
-        (
-            ["tau_v=4,5,6"],
-            "tau_v=4,5,6 is not used by gate 'none', which takes no threshold",
-            "gates that use tau_v: varH",
-        ),
+        (["tau_v=4,5,6"], "tau_v=4,5,6 is not used by gate 'none', which takes no threshold", "that use tau_v: varH"),
         (["tau_v=5"], "tau_v=5 is not used by gate 'none'", "varH"),  # what it is without a word, but asked for
         (
             ["gate=none,maxp", "tau=0.2", "threshold=0.5"],
@@ -118,23 +113,11 @@ def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
         (["draft_window=64", "draft_context=full"], "draft_window=64 and draft_context=full: both are", "one of them"),
         (["method=skip", "gate=maxp", "tau=0.3"], "gate=maxp is not used by method 'skip'", "layer_skip"),
         (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "margin, maxp, survival"),
-        (
-            ["method=skip", "engine=gpu", "acceptance_length=3"],
-            "acceptance_length=3 is not used by",
-            "layer_skip, draft",
-        ),
+        (["method=skip", "engine=gpu", "acceptance_length=3"], "acceptance_length=3 is not used", "layer_skip, draft"),
         ([*NGRAM, "head.path=x.pt"], "head.path=x.pt is not used by method 'vllm'", "layer_skip, skip"),
         ([*DRAFT_MODEL, "vocab=4096"], "vocab=4096 is not used by method 'draft_model'", "layer_skip, skip"),
-        (
-            ["method=baseline", "draft_sample_method=probabilistic"],
-            "draft_sample_method=probabilistic is not used by method 'baseline'",
-            "methods that use draft_sample_method: layer_skip, draft_model",
-        ),
-        (
-            ["tau=0.1,0.2", "gate=maxp,varH"],
-            "by gate 'varH', which takes tau_v or threshold",
-            "gates that use tau: ada",
-        ),
+        (["method=baseline", DRAWN], f"{DRAWN} is not used by method 'baseline'", "layer_skip, draft_model"),
+        (["tau=0.1,0.2", "gate=maxp,varH"], "by gate 'varH', which takes tau_v or threshold", "that use tau: ada"),
         (["experiment=m4_varh", "gate=maxp"], "tau_v=4,5,6 is not used by gate 'maxp'", "varH"),
     ],
 )
@@ -258,16 +241,7 @@ def test_a_misspelling_names_the_nearest(override, nearest):
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "k=five",
-        "~k",
-        "gate@x=none",
-        "engine.enforce_eager=maybe",
-        "model=[a]",
-        "k=",
-        "=3",
-    ],
+    "override", ["k=five", "~k", "gate@x=none", "engine.enforce_eager=maybe", "model=[a]", "k=", "=3"]
 )
 def test_what_cannot_be_read_is_refused_in_a_line_or_two(override):
     message = refusal(override)
@@ -286,11 +260,7 @@ def test_a_model_may_be_a_folder_or_a_hub_id(elsewhere):
     cfg = one(f"model='{elsewhere}/my model\\'s'")
     assert (cfg.model.path, cfg.model.name) == (f"{elsewhere}/my model's", "my model's")
     cfg = one("model=someone/Some-Model-7B", "model.dtype=float32")
-    assert (cfg.model.path, cfg.model.name, cfg.model.dtype) == (
-        "someone/Some-Model-7B",
-        "someone/Some-Model-7B",
-        "float32",
-    )
+    assert cfg.model.path == cfg.model.name == "someone/Some-Model-7B" and cfg.model.dtype == "float32"
     paths_ = [cfg.model.path for cfg in compose_runs(None, ["model=reference,someone/x"])]
     assert paths_ == ["reference", "someone/x"]
 
@@ -382,21 +352,10 @@ def test_an_experiment_of_another_shape_is_refused(elsewhere, text):
 
 
 def test_from_a_wheel_the_packaged_data_is_found(elsewhere, monkeypatch):
-    write(elsewhere, "wheel/conf/tracker/none.yaml", "kind: none\n")
+    write(elsewhere, "wheel/conf/engine.yaml", "cpu: {device: cpu}\n")
     monkeypatch.setattr(paths, "data_dir", lambda: elsewhere / "wheel")
-    assert choices("tracker") == ["none"]
-    assert refusal("tracker=wandb,none").endswith("allowed: none")
-
-
-@pytest.mark.parametrize("key", words.INSTEAD)
-def test_a_setting_that_is_gone_is_answered_with_what_says_it_now(key):
-    message = refusal(f"{key}=1")
-    assert message == f"key {key!r} is not known; use {words.INSTEAD[key]}"
-    now = words.INSTEAD[key]
-    if "." in now or now in ("k", "layer"):
-        assert one(f"{now}=2")
-    if "head=" in now:
-        assert one(now)
+    assert choices("engine") == ["cpu"]
+    assert refusal("engine=gpu,cpu").startswith("engine 'gpu' is not known; allowed: cpu")
 
 
 def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_schema():
@@ -467,9 +426,9 @@ def test_a_key_that_is_given_twice_is_refused():
 def test_ten_thousand_points_are_composed_once():
     composed, converted = [], []
     with pytest.MonkeyPatch.context() as patch:
-        compose_files, convert = files.Files._compose, compose._converted
-        patch.setattr(files, "_known_for", lambda stamp: {})
-        patch.setattr(files.Files, "_compose", lambda self, words: composed.append(words) or compose_files(self, words))
+        compose_files, convert = compose._Composed, compose._converted
+        patch.setattr(compose, "_COMPOSED", {})
+        patch.setattr(compose, "_Composed", lambda chosen: composed.append(chosen) or compose_files(chosen))
         patch.setattr(compose, "_converted", lambda word, value: converted.append(value) or convert(word, value))
         runs = compose_runs(None, ["gate=maxp", "tau=range(0,1,0.01)", "layer=range(1,11)", "k=range(1,11)"])
     assert len(runs) == 10_000
@@ -478,12 +437,8 @@ def test_ten_thousand_points_are_composed_once():
 
 def test_a_file_that_refers_to_another_setting_follows_it(elsewhere):
     runs = compose_runs(None, ["workload=decode", "workload.batch=2,4", "seed=1,2"])
-    assert [(cfg.workload.batch, cfg.workload.num_prompts, cfg.seed) for cfg in runs] == [
-        (2, 2, 1),
-        (2, 2, 2),
-        (4, 4, 1),
-        (4, 4, 2),
-    ]
+    found = [(cfg.workload.batch, cfg.workload.num_prompts, cfg.seed) for cfg in runs]
+    assert found == [(2, 2, 1), (2, 2, 2), (4, 4, 1), (4, 4, 2)]
     write(elsewhere, "conf/workload/long.yaml", "name: long\noutput_len: ${k}\n")
     assert [cfg.workload.output_len for cfg in compose_runs(None, ["k=2,3", "workload=long"])] == [2, 3]
     assert one("workload.num_prompts=${workload.batch}", "workload.batch=3").workload.num_prompts == 3
@@ -494,58 +449,43 @@ def test_what_is_not_read_in_conf_is_named(elsewhere):
     write(elsewhere, "conf/gaet/mine.yaml", "kind: maxp\n")
     write(elsewhere, "conf/gate/mine.yml", "kind: maxp\n")
     write(elsewhere, "conf/head/mine.yaml", "kind: lsq\n")
-    write(elsewhere, "conf/model.yaml", "{}\n")
+    write(elsewhere, "conf/engine.yaml", "mine: {device: cpu, max_num_seqs: 3}\n")
+    write(elsewhere, "conf/modle.yaml", "{}\n")
     gaet, mine, model = unread_files()
     assert "./conf/gaet/" in gaet and "did you mean 'gate'?" in gaet
     assert "./conf/gate/mine.yml" in mine
-    assert "./conf/model.yaml" in model
+    assert "./conf/modle.yaml" in model
     assert one("head=mine").head.kind == "lsq"
+    assert one("engine=mine").engine.max_num_seqs == 3
 
 
-def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(tmp_path):
-    """Points that were measured when a head could be trained by KL divergence say so, most of them with false."""
-    cfg = one("layer=6", "head=translator_r15")
-    before = to_plain(cfg)
-    before["head"]["kl"] = False
-    before |= {"verification": "full", "verification_from": None}
-    for name, text in (("point.json", json.dumps({"config": before})), ("config.yaml", yaml.safe_dump(before))):
-        (tmp_path / name).write_text(text)
-        assert load_config(tmp_path / name) == cfg
-    before["head"]["kl"] = True
-    (tmp_path / "trained.yaml").write_text(yaml.safe_dump(before))
-    with pytest.raises(ConfigError, match=r"trained.yaml: head.kl asks for what there is no longer"):
-        load_config(tmp_path / "trained.yaml")
-
-
-def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key(tmp_path):
-    cfg = one("layer=3")
-    old = to_plain(cfg)
-    old["model"]["pipeline_parallel_size"], old["engine"]["nvtx"] = 1, False
-    old["engine"] |= {"name": "h100", "enable_chunked_prefill": None, "async_scheduling": None}
-    old["model"] |= {"exit_layer": 8, "draft_length": None}
-    old |= {"tau": None, "tau_v": 4.0, "draft_window": None, "read_first": True}
-    old["gate"]["calibration"] = None
+def test_a_config_of_an_earlier_version_is_read_where_it_asks_for_what_there_is(tmp_path):
+    """By other names of settings, and with settings that are gone, most of them at what asks for nothing."""
+    cfg = one("layer=3", "gate=varH", "tau_v=6", "draft_window=64", "engine.extra.async_scheduling=false")
+    old = to_plain(cfg) | {"threshold": None, "tau": 0.3, "tau_v": 6.0, "draft_context": "full", "draft_window": 64}
+    old |= {"verification": "full", "verification_from": None, "read_first": True, "bandit": False}
+    old["engine"] |= {"name": "h100", "nvtx": False, "enable_chunked_prefill": None}
+    old["engine"] |= {"extra": {}, "async_scheduling": False}
+    old["model"] |= {"exit_layer": 8, "draft_length": None, "pipeline_parallel_size": 1}
     old["launcher"] |= {"tries": 2, "address": None, "cluster": "slurm", "partition": None, "minutes": 240}
     old["tracker"] |= {"project": "mine", "entity": None}
     old["load"] |= {"e2e_limit": None, "category": "category"}
-    file = tmp_path / "old.yaml"
-    file.write_text(yaml.safe_dump(old))
-    assert load_config(file) == cfg
-    known = digest({key: value for key, value in old["engine"].items() if key not in ("name", "device")})
-    assert Keys()._part(cfg, "engine") == known  # what it was when the setting was there
-    old["engine"]["nvtx"] = True
-    file.write_text(yaml.safe_dump(old))
-    with pytest.raises(ConfigError, match=r"engine\.nvtx asks for what there is no longer"):
-        load_config(file)
+    old["gate"]["calibration"], old["head"]["kl"] = None, False
+    for name, text in (("point.json", json.dumps({"config": old})), ("config.yaml", yaml.safe_dump(old))):
+        (tmp_path / name).write_text(text)
+        assert load_config(tmp_path / name) == cfg
+    for section, name, kind in (("head", "kl", "HeadConfig"), ("engine", "nvtx", "EngineConfig")):
+        asking = old | {section: old[section] | {name: True}}
+        (tmp_path / "asking.yaml").write_text(yaml.safe_dump(asking))
+        with pytest.raises(ConfigError, match=f"asking.yaml: Key '{name}' not in '{kind}'"):
+            load_config(tmp_path / "asking.yaml")
 
 
-def test_a_config_from_before_keeps_what_it_asked_for_by_other_names(tmp_path):
-    cfg = one("layer=3", "gate=varH", "tau_v=6", "draft_window=64", "engine.extra.async_scheduling=false")
-    old = to_plain(cfg) | {"threshold": None, "tau": 0.3, "tau_v": 6.0, "draft_context": "full", "draft_window": 64}
-    old["engine"] |= {"extra": {}, "async_scheduling": False}
-    file = tmp_path / "old.yaml"
-    file.write_text(yaml.safe_dump(old))
-    assert load_config(file) == cfg
+def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key():
+    cfg = one("layer=3")
+    before = to_plain(cfg)["engine"] | {"nvtx": False, "enable_chunked_prefill": None, "async_scheduling": None}
+    del before["device"]
+    assert Keys()._part(cfg, "engine") == digest(before)
 
 
 def test_the_embedded_model_may_be_a_package_of_its_own(tmp_path, monkeypatch):
@@ -557,3 +497,109 @@ def test_the_embedded_model_may_be_a_package_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "selfspec_reference_model" / "model" / "config.json").write_text("{}")
     monkeypatch.syspath_prepend(tmp_path)
     assert paths.model_path(RunConfig().model) == str(tmp_path / "selfspec_reference_model" / "model")
+
+
+@pytest.mark.parametrize(
+    ("typed", "numbers"),
+    [
+        ("0.1,0.4,0.1", (0.1, 0.2, 0.3)),  # a sum of three times 0.1 is above 0.3, and so is not at the stop yet
+        ("0.4,0.1,-0.1", (0.4, 0.3, 0.2)),
+        ("0.1,0.30000001,0.1", (0.1, 0.2, 0.3)),  # the stop is above the third by what was written
+        ("4,13,4", (4, 8, 12)),
+    ],
+)
+def test_a_range_ends_before_its_stop(typed, numbers):
+    assert parse([f"tau=range({typed})"])[0].values == numbers
+    assert [*map(type, parse([f"tau=range({typed})"])[0].values)] == [*map(type, numbers)]
+    assert sorted(parse([f"tau=shuffle(range({typed}))"])[0].values) == sorted(numbers)
+
+
+@pytest.mark.parametrize(
+    ("typed", "folder"),
+    [
+        ("${oc.env:SELFSPEC_NOWHERE,out}", "out"),
+        ("${oc.env:SELFSPEC_NOWHERE,${oc.env:SELFSPEC_HERE}}/ä b", "/tmp/höme, x/ä b"),
+        ("of-${workload.num_prompts}", "of-16"),
+        (r"\${oc.env:SELFSPEC_NOWHERE}", "${oc.env:SELFSPEC_NOWHERE}"),  # as it stands
+        ("$HOME/a{b}", "$HOME/a{b}"),
+    ],
+)
+def test_text_takes_interpolations_with_defaults_and_escapes(monkeypatch, typed, folder):
+    monkeypatch.setenv("SELFSPEC_HERE", "/tmp/höme, x")
+    monkeypatch.delenv("SELFSPEC_NOWHERE", raising=False)
+    (cfg,) = compose_runs(None, [f"results_dir={typed}", "workload.num_prompts=16"])
+    assert cfg.results_dir == folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("model.name=[1,2]", "Cannot convert 'list' to string"),
+        ("results_dir=${oc.env:SELFSPEC_NOWHERE}", "'SELFSPEC_NOWHERE' not found"),
+        ("layer=[1,", "no viable alternative"),
+        ("layer", "write key=value"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_its_own_reason(typed, said):
+    with pytest.raises(ConfigError) as refused:
+        compose_runs(None, [typed])
+    assert said in str(refused.value) and typed.partition("=")[0] in str(refused.value)
+    assert ("write key=value" in str(refused.value)) == ("=" not in typed)
+
+
+@pytest.mark.parametrize("key", ["model", "model.path"])
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("https://hub.example/Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("https://hub.example/Qwen/Qwen2.5-0.5B/tree/main", "Qwen/Qwen2.5-0.5B"),
+        ("hub.example/a/b", "a/b"),
+        ("hf://a/b", "a/b"),
+        ("s3://bucket/model", "./FOLDER"),
+    ],
+)
+def test_the_address_of_a_model_is_answered_with_the_word_for_it(key, word, instead):
+    with pytest.raises(ConfigError) as refused:
+        paths.model_path(one(f"{key}={word}").model)
+    assert str(refused.value).endswith(f"write {key}={instead}")
+
+
+@pytest.mark.parametrize("content", [b"5\n", b"\xff\xfe", b"true"])
+def test_a_file_of_a_group_without_a_mapping_is_named(tmp_path, content):
+    file = tmp_path / "conf" / "gate" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        compose_runs(None, ["gate=mine"])
+    assert str(file) in str(refused.value)
+    assert ("cannot be read" if content == b"\xff\xfe" else "must be a mapping") in str(refused.value)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTDIR])
+@pytest.mark.parametrize(
+    ("place", "ours"),
+    [
+        ("out", True),
+        ("out/logs/a.log", True),
+        ("results/runs/a", True),
+        ("above", True),
+        ("mine/runs/a", False),
+        ("/elsewhere/program", False),
+        (None, False),
+    ],
+)
+def test_only_a_folder_of_this_command_is_to_be_made_writable(monkeypatch, capsys, number, place, ours):
+    folder = "above/out" if place == "above" else "out"
+    monkeypatch.setattr("sys.argv", ["selfspec", "bench", f"results_dir={folder}"])
+    with pytest.raises(typer.Exit) as ended, guard(as_json=False, debug=False):
+        raise OSError(number, os.strerror(number), place)
+    assert ended.value.exit_code == (BAD_INPUT if ours else RUN_FAILED)
+    said = capsys.readouterr().err
+    assert os.strerror(number) in said and ("make this one writable" in said) == ours
+
+
+def test_a_full_disk_is_no_crash(capsys):
+    with pytest.raises(typer.Exit) as ended, guard(as_json=False, debug=False):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/elsewhere/summary.csv")
+    assert ended.value.exit_code == BAD_INPUT
+    assert "/elsewhere/summary.csv: No space left on device; free some space" in capsys.readouterr().err

@@ -1,5 +1,8 @@
+"""Digests of weights and of the other files that a config names: what is written anew is measured anew."""
+
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,10 +11,12 @@ from exit_heads import lsq_head
 from safetensors.torch import save_file
 
 from selfspec_cli.config import digests as files
+from selfspec_cli.config import model_digest
 from selfspec_cli.config.digests import digests
 from selfspec_cli.config.keys import Keys, baseline_of, run_key
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.schema import (
+    ConfigError,
     GateConfig,
     HeadConfig,
     ModelConfig,
@@ -72,10 +77,6 @@ def test_weights_and_config_of_a_model_are_part_of_every_key(cfg, tmp_path):
     assert run_key(baseline_of(cfg)) != base
     (tmp_path / "model" / "config.json").write_text(json.dumps({"num_hidden_layers": 8, "rope_theta": 1}))
     assert run_key(cfg) not in (first, second)
-    dummy = replace(cfg, model=replace(cfg.model, load_format="dummy"))
-    before = model_fingerprint(dummy)
-    weights(tmp_path / "model", 2)
-    assert model_fingerprint(dummy) == before  # its weights come from the seed
 
 
 def test_a_draft_vocabulary_and_a_prompts_file_are_read(cfg, tmp_path):
@@ -95,17 +96,6 @@ def test_a_draft_vocabulary_and_a_prompts_file_are_read(cfg, tmp_path):
     head_folder(cfg).mkdir(parents=True)
     (head_folder(cfg) / "token_counts.safetensors").write_text("counts")
     assert run_key(counted) != first
-
-
-def test_a_model_of_the_hub_is_its_commit_where_the_cache_has_it(cfg, monkeypatch, tmp_path):
-    hub = replace(cfg, model=replace(cfg.model, path="org/model"))
-    cached = tmp_path / "snapshots" / "abc123" / "config.json"
-    found = {}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, revision: found.get(revision))
-    unknown = model_fingerprint(hub)
-    found[None] = str(cached)
-    assert model_fingerprint(hub) not in (unknown, None)
-    assert model_fingerprint(hub) != model_fingerprint(replace(hub, model=replace(hub.model, revision="v2")))
 
 
 def test_dummy_weights_of_another_seed_are_another_model_whichever_comes_first(cfg):
@@ -147,3 +137,76 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path, monkeypatch):
     assert files.file_digest(file) == first
     assert len(reads) == 2
     assert files.file_digest(tmp_path / "gone") is None
+
+
+# ---- fingerprints of models ----
+
+
+def model(folder, value=1.0, config=None):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config or {"num_hidden_layers": 4}))
+    save_file({"a": torch.full((100_000,), value), "b": torch.zeros(3)}, folder / "model.safetensors")
+    return RunConfig(model=ModelConfig(name="M", path=str(folder)))
+
+
+def test_equal_content_is_one_model_wherever_it_is_and_other_weights_are_another(tmp_path):
+    first = model(tmp_path / "orgA" / "M")
+    shutil.copytree(tmp_path / "orgA" / "M", tmp_path / "copy")
+    copied = replace(first, model=ModelConfig(name="copy", path=str(tmp_path / "copy")))
+    other = model(tmp_path / "orgB" / "M", value=1.5)
+    deeper = model(tmp_path / "orgC" / "M", config={"num_hidden_layers": 5})
+    assert model_fingerprint(copied) == model_fingerprint(first)
+    assert len({model_fingerprint(cfg) for cfg in (first, other, deeper)}) == 3
+
+
+def test_a_model_that_is_written_anew_is_read_anew(tmp_path, monkeypatch):
+    cfg = model(tmp_path / "M")
+    before = model_fingerprint(cfg)
+    with monkeypatch.context() as patched:
+        patched.setattr(model_digest, "_pieces", None)  # unchanged: no byte of the weights is read a second time
+        assert model_fingerprint(cfg) == before
+    file = tmp_path / "M" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # the last byte of the last tensor
+    file.write_bytes(content)
+    os.utime(file, ns=(1, 1))
+    assert model_fingerprint(cfg) != before
+
+
+def test_dummy_weights_are_their_config_and_their_seed(tmp_path):
+    cfg = model(tmp_path / "M")
+    dummy = replace(cfg, model=replace(cfg.model, load_format="dummy"))
+    shorter = replace(dummy, model=replace(dummy.model, hf_overrides={"num_hidden_layers": 2}))
+    assert len({model_fingerprint(one) for one in (cfg, dummy, replace(dummy, seed=1), shorter)}) == 4
+    assert model_fingerprint(replace(cfg, seed=1)) == model_fingerprint(cfg)
+    before = model_fingerprint(dummy)
+    (tmp_path / "M" / "model.safetensors").write_bytes(b"others")
+    assert model_fingerprint(dummy) == before
+
+
+def test_a_model_of_the_hub_is_its_commit(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    cfg = RunConfig(model=ModelConfig(name="M", path="org-of-nobody/M"))
+    cached = tmp_path / "snapshots" / ("a" * 40) / "config.json"
+    unknown = model_fingerprint(cfg)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: str(cached))
+    known = model_fingerprint(cfg)
+    pinned = model_fingerprint(replace(cfg, model=replace(cfg.model, path="org-of-nobody/N")))
+    assert len({unknown, known, pinned}) == 3
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 100, b"version https://git-lfs.github.com/spec/v1", b"\x02" + b"\0" * 7 + b"[]"]
+)
+def test_what_is_no_safetensors_file_still_has_a_name(tmp_path, content):
+    cfg = model(tmp_path / "M")
+    (tmp_path / "M" / "model.safetensors").write_bytes(content)
+    (tmp_path / "M" / "config.json").write_text("{")
+    before = model_fingerprint(cfg)
+    (tmp_path / "M" / "model.safetensors").write_bytes(content + b"1")
+    assert model_fingerprint(cfg) != before
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no folder /not/there"):
+        model_fingerprint(RunConfig(model=ModelConfig(name="M", path="/not/there")))

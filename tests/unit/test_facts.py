@@ -45,28 +45,22 @@ def test_the_device_is_the_presets_or_that_of_the_installed_vllm(monkeypatch, in
         facts.installed_device.cache_clear()
 
 
+FACTS = ModelFacts(8, 64, 512, 1024, is_moe=False, quantization=None, hybrid=False)
+
+
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
-        (LLAMA, ModelFacts(8, 64, 512, 1024, False, None, False)),
+        (LLAMA, FACTS),
         ({}, ModelFacts()),
-        ({"text_config": LLAMA, "hidden_size": 9}, ModelFacts(8, 64, 512, 1024, False, None, False)),
+        ({"text_config": LLAMA, "hidden_size": 9}, FACTS),
         ({"n_layer": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 9}, ModelFacts(2, 8, 9, 16, False, None, False)),
-        (LLAMA | {"num_local_experts": 8}, ModelFacts(8, 64, 512, 1024, True, None, False)),
-        (
-            LLAMA | {"layer_types": ["linear_attention", "full_attention"]},
-            ModelFacts(8, 64, 512, 1024, False, None, True),
-        ),
-        (LLAMA | {"layer_types": ["sliding_attention"] * 8}, ModelFacts(8, 64, 512, 1024, False, None, False)),
-        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, ModelFacts(8, 64, 512, 1024, False, "awq", False)),
-        (
-            LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            ModelFacts(8, 64, 512, 4096, False, None, False),
-        ),
-        (
-            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            ModelFacts(8, 64, 512, 1024, False, None, False),
-        ),
+        (LLAMA | {"num_local_experts": 8}, replace(FACTS, is_moe=True)),
+        (LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, replace(FACTS, hybrid=True)),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 8}, FACTS),
+        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, replace(FACTS, quantization="awq")),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, replace(FACTS, max_position=4096)),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, FACTS),
     ],
 )
 def test_a_models_facts_are_those_of_its_config(model, document, expected):

@@ -1,8 +1,5 @@
 """The schema explains itself: every setting has help and a range, and documentation and help are made from it."""
 
-import re
-from pathlib import Path
-
 import pytest
 from commands import call, document
 
@@ -40,22 +37,6 @@ def test_the_choices_are_the_registries():
     assert words == {"gate.kind": tuple(GATES), "head.kind": tuple(HEADS), "draft_weights": tuple(DRAFT_WEIGHTS)}
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
-
-
-def with_table(text: str) -> str:
-    """docs/reference.md with the table between its two markers written anew."""
-    return re.sub(
-        "(<!-- options -->\n).*(<!-- /options -->)", lambda m: m[1] + options.markdown() + m[2], text, flags=re.S
-    )
-
-
-def test_the_table_of_the_page_is_that_of_the_schema():
-    text = PAGE.read_text(encoding="utf-8")
-    assert "<!-- options -->" in text
-    assert text == with_table(text), f"write it anew: python {Path(__file__).name} (it needs no pytest)"
-
-
 def test_options_shows_what_has_to_do_with_a_word():
     assert {row["key"] for row in document(call("options", "--json"))["options"]} == set(ALL)
     found = document(call("options", "varentropy", "--json"))
@@ -69,7 +50,6 @@ def test_options_shows_what_has_to_do_with_a_word():
     wrong = call("options", "qqqqqq", "--json")
     assert wrong.exit_code == 2 and document(wrong)["exit_code"] == 2 and "did you mean" not in wrong.stderr
     assert "tau_v" in call("options", "tau").stdout
-    assert call("options", "--markdown").stdout == options.markdown()
 
 
 @pytest.mark.parametrize("command", ["bench", "sweep"])
@@ -95,7 +75,3 @@ def test_settings_that_no_user_needs_are_shown_for_their_word_or_with_all():
 def test_every_setting_of_drafting_reaches_an_engine():
     """One without a key in a speculative_config would name another arm, and change nothing."""
     assert OPTIONS and all(option.knob.spec_keys for option in OPTIONS.values())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

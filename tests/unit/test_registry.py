@@ -74,16 +74,8 @@ def test_a_registry_is_a_mapping(gates):
 
 def test_another_default_comes_first_and_without_one_all_are_in_the_order_of_their_modules():
     ours = ("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "no.such.group")
-    assert list(Registry(*ours, first="varH")) == [
-        "varH",
-        "adaedl",
-        "auto",
-        "entropy",
-        "margin",
-        "maxp",
-        "none",
-        "survival",
-    ]
+    names = ["adaedl", "auto", "entropy", "margin", "maxp", "none", "survival"]
+    assert list(Registry(*ours, first="varH")) == ["varH", *names]
     assert list(Registry(*ours)) == sorted(Registry(*ours))
     assert Registry(*ours).broken == {}
 

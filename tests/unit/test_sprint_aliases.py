@@ -82,16 +82,8 @@ def test_a_selfspec_command_warns_of_old_variables(monkeypatch):
 
 def _created(caplog, **given):
     """What vLLM's method was called with, and the log, for an engine's arguments."""
-    args = SimpleNamespace(
-        **{
-            "speculative_config": None,
-            "spec_method": None,
-            "spec_model": None,
-            "spec_tokens": None,
-            "additional_config": None,
-        }
-        | given
-    )
+    names = ("speculative_config", "spec_method", "spec_model", "spec_tokens", "additional_config")
+    args = SimpleNamespace(**dict.fromkeys(names) | given)
     seen = []
     create = hooks.early_exit_on_request(lambda self: seen.append(self.speculative_config))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):

@@ -168,7 +168,7 @@ def planned(**more):
 def screen_of(clock, plan=None):
     """A screen that writes into a text, and that text; plan: of the sweep that it shows."""
     text = io.StringIO()
-    screen = working.Screen(text, Path("a.log"), in_place=False, clock=clock)
+    screen = working.Screen(text, Path("a.log"), clock=clock)
     if plan is not None:
         screen.planned(plan)
     return screen, text
@@ -251,7 +251,7 @@ def test_a_pipe_is_told_what_is_being_done_whenever_nothing_was_said(monkeypatch
 
 def test_that_others_are_in_the_way_is_said_once():
     text = io.StringIO()
-    screen = working.Screen(text, None, in_place=False)
+    screen = working.Screen(text, None)
     screen.busy(0.834)
     screen.busy(0.9)
     (line,) = text.getvalue().splitlines()

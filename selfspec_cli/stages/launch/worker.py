@@ -63,7 +63,7 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
 
 
 def _config(plain: dict[str, Any], spool: Path) -> RunConfig:
-    from selfspec_cli.config.files import load_config
+    from selfspec_cli.config.dumped import load_config
 
     file = spool / "config.json"
     file.write_text(json.dumps({"config": plain}), encoding="utf-8")

@@ -1,0 +1,101 @@
+"""Dumped configs, read back: settings of earlier versions by today's names, without those that asked for nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
+from selfspec_cli.early_exit.contexts import SETTING, own_keys
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+
+ANY = object()
+RETIRED: dict[str, Any] = {
+    "verification": "full",
+    "read_first": True,
+    "model.pipeline_parallel_size": 1,
+    "load.frontend": "python",
+    "load.category": "category",
+    **dict.fromkeys(("model.exit_layer", "model.draft_length", "engine.name", "tracker.project", "load.period"), ANY),
+    **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
+}
+"""Settings that there were before, by dotted key, with the value at which they asked for nothing, where that is neither
+null nor false; ANY: what they asked for is written elsewhere in the config, or no part of what is measured."""
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read a config dumped as YAML, or that of a measured point (.json); the result equals the dumped one.
+
+    Raises:
+        ConfigError: not there, not YAML, or with a key or value that the schema refuses.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        given = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if file.suffix == ".json" and isinstance(given, dict):
+            given = given.get("config")
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
+                "point, results/runs/ID.json"
+            )
+        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), in_todays_words(given)))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except Exception as error:  # OmegaConf's and JSON's
+        raise ConfigError(f"{path}: {first_line(error)}") from error
+    assert isinstance(loaded, RunConfig)
+    return loaded
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """A dumped config by today's names of settings, without those that are gone and asked for nothing."""
+    config = copy.deepcopy(dict(dumped))
+    _rename(config)
+    schema = to_plain(RunConfig())
+    for section, names in [("", schema), *((name, part) for name, part in schema.items() if isinstance(part, dict))]:
+        holder = config.get(section) if section else config
+        if not names or not isinstance(holder, dict):  # a mapping of any keys
+            continue
+        for name in holder.keys() - names.keys():
+            idle = RETIRED.get(f"{section}.{name}".removeprefix("."), False)
+            if idle is ANY or holder[name] in (None, idle):
+                del holder[name]
+    return config
+
+
+def _rename(config: dict[str, Any]) -> None:
+    """Write what a config says by other names of a setting by its own name."""
+    kind = (config.get("gate") or {}).get("kind")
+    rule = next((gate for gate in GATES.values() if gate.name == kind), None)
+    for name in THRESHOLD_KEYS[1:]:
+        value = config.pop(name, None)
+        if value is not None and rule is not None and rule.key == name and config.get("threshold") is None:
+            config["threshold"] = value
+    engine = config.get("engine") or {}
+    for name in ("enable_chunked_prefill", "async_scheduling"):
+        value = engine.pop(name, None)
+        if value is not None:
+            engine["extra"] = {name: value} | (engine.get("extra") or {})
+    for name, context in own_keys().items():
+        value = config.pop(name, None)
+        if value is not None:
+            config[SETTING] = f"{context}:{value}"

@@ -95,13 +95,14 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
 
 def _no_points(root: Path) -> str:
     """What a place without points holds, and what to do."""
-    if archive.inside(root) is None:
+    packed = archive.inside(root)
+    if packed is None:
         return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
-    held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
+    held = [file.relative_to(root).as_posix() for file in archive.contents(packed) if file.is_relative_to(root)]
     more = f" and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
     return (
         f"{root} holds no points to report, but these other results: {', '.join(held[:MOST_NAMED])}{more}. "
-        f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'"
+        f"To read one: xzcat {packed} | grep '\"{held[0]}\"'"
     )
 
 

@@ -34,11 +34,11 @@ def inside(path: str | os.PathLike[str]) -> Path | None:
     return next((place for place in (full, *full.parents) if place.name.endswith(SUFFIX) and place.is_file()), None)
 
 
-def refuse(results: str | os.PathLike[str]) -> None:
-    """Raise ConfigError where `results` is an archive or lies in one: nothing can be written to it."""
-    if inside(results) is not None:
+def refuse(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError where a path is an archive or lies in one: nothing can be written to it."""
+    if (archive := inside(path)) is not None:
         raise ConfigError(
-            f"results_dir={results} is an archive of published results, which is only read; name a folder: "
+            f"results_dir={archive} is an archive of published results, which is only read; name a folder: "
             "results_dir=NAME (selfspec runs export: --out NAME)"
         )
 

@@ -16,9 +16,10 @@ from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
 from pathlib import Path
+from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, profiles, quality, tables
+from selfspec_cli.record import archive, columns, documents, profiles, quality, tables
 from selfspec_cli.record.columns import TABLES, AcceptRow
 from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import written
@@ -75,7 +76,8 @@ def writing(results: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """What the file system refuses, as a RecordError that says what to do."""
+    """What the file system refuses, as a RecordError that says what to do; ConfigError for a path in an archive."""
+    archive.refuse(path)
     try:
         yield
     except FileExistsError as error:
@@ -107,7 +109,6 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
         RecordError: it could not be written, or there is such a point already, and nothing of it is left; or its line
             could not, and the point is kept.
     """
-    archive.refuse(results)
     runs = Path(results) / RUNS
     target = runs / f"{point.id}.json"
     with explained(target):
@@ -147,7 +148,7 @@ def read(results: str | os.PathLike[str], names: Collection[str] | None = None) 
         names: only points of which the id or the key is one of these.
     """
     points, strange = [], []
-    for file in _files(results):
+    for file in archive.files(Path(results) / RUNS, "[!.]*.json"):
         if names is not None and file.stem not in names and file.stem.partition("-")[0] not in names:
             continue
         try:
@@ -166,34 +167,26 @@ def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
 
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
-    """Write a finding about an arm's quality.
-
-    Raises:
-        RecordError: it could not be written.
-    """
-    archive.refuse(results)
-    with explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
-        return quality.save(results, finding)
+    """Write a finding about an arm's quality; RecordError where that cannot be done."""
+    return _save_document(Path(results) / quality.FOLDER / f"{finding.name}.json", finding)
 
 
 def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
-    """Write a profile and its trace.
+    """Write a profile and its trace; RecordError where that cannot be done."""
+    place = Path(results) / profiles.FOLDER
+    with explained(place / profile.trace), written(place / profile.trace) as part:
+        part.write_bytes(trace)
+    return _save_document(place / f"{profile.name}.json", profile)
 
-    Raises:
-        RecordError: it could not be written.
-    """
-    archive.refuse(results)
-    with explained(Path(results) / profiles.FOLDER / profile.trace):
-        return profiles.save(results, profile, trace)
+
+def _save_document(file: Path, document: Any) -> Path:
+    with explained(file):
+        return documents.save(file, document)
 
 
 def in_order(points: list[Point]) -> list[Point]:
     """Points by the command that measured them, then by their place in it."""
     return sorted(points, key=lambda point: (point.run_id, point.number))
-
-
-def _files(results: str | os.PathLike[str]) -> list[Path]:
-    return archive.files(Path(results) / RUNS, "[!.]*.json")
 
 
 def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
@@ -207,7 +200,6 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         RecordError: a table could not be written; it is as it was.
     """
     place = Path(results if out is None else out)
-    archive.refuse(place)
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)
         points, warnings = read(results)

@@ -122,11 +122,6 @@ def perplexity(nats: Sequence[float], tokens: Sequence[int]) -> float:
     return math.exp(math.fsum(nats) / sum(tokens))
 
 
-def save(results: str | os.PathLike[str], finding: Finding) -> Path:
-    """Write a finding, whole or not at all; raises OSError."""
-    return documents.save(Path(results) / FOLDER / f"{finding.name}.json", finding)
-
-
 @dataclass
 class Book:
     """The newest findings of a results folder, by arm and kind; verdicts by what they name."""
@@ -139,9 +134,7 @@ class Book:
         values: dict[str, Any] = {}
         verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
         if verdict is not None:
-            cases = verdict.get("cases")
-            values |= {"verdict": str(verdict["verdict"])}
-            values |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
+            values["verdict"] = str(verdict["verdict"])
         if arm_key is not None:
             for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
                 finding = self.findings.get((kind, arm_key))

@@ -3,14 +3,12 @@
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record.columns import KINDS, Record
 
-COLUMNS = {column.name: str(column.type) for column in fields(Record)}
 SHORT = {"tok_s": "tok_s_median", "machine": "device", "id": "point", "run": "run_id"}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
@@ -45,8 +43,8 @@ def condition(word: str) -> Condition:
         raise ConfigError(f"cannot read the condition {word!r}: write COLUMN=VALUE, such as gate=varH or speedup>1.5")
     name, sign, text = match[1], match[2], match[3].strip()
     name = SHORT.get(name, name)
-    if name not in COLUMNS:
-        raise ConfigError(closest(name, COLUMNS, "column"))
+    if name not in KINDS:
+        raise ConfigError(closest(name, KINDS, "column"))
     if sign == "~":
         return lambda row: text.lower() in str(getattr(row, name) or "").lower()
     values = [_value(name, part.strip(), word) for part in (text.split(",") if sign in ("=", "!=") else [text])]
@@ -58,7 +56,7 @@ def condition(word: str) -> Condition:
 
 def _value(name: str, text: str, word: str) -> Any:
     """A value in the type of its column."""
-    kind = COLUMNS[name]
+    kind = KINDS[name]
     if not text:
         return None
     if kind.startswith("bool"):

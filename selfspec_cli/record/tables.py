@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
 from selfspec_cli.config.speculative import in_words
@@ -16,7 +17,7 @@ from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.record import latency, load_columns
+from selfspec_cli.record import latency
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
 from selfspec_cli.record.point import FAILED, OK, Point, control, median
 
@@ -40,7 +41,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         "repeats": cfg.repeats,
     }
     if cfg.load.kind:
-        columns |= load_columns.asked_for(cfg.load)
+        limits = {"ttft_limit_ms": cfg.load.ttft_limit, "tpot_limit_ms": cfg.load.tpot_limit}
+        columns |= {"batch": None, "repeats": cfg.load.repeats, **load_patterns.columns(cfg.load), **limits}
     if cfg.method in EARLY_EXIT or cfg.method == "draft_model":
         columns["E"] = cfg.layer if cfg.layer is not None else layer
     if cfg.method in EARLY_EXIT:
@@ -175,11 +177,25 @@ def _measured(record: Record, point: Point) -> Record:
         if record.ppl is not None and against.perplexity is not None:
             record.delta_ppl = record.ppl - against.perplexity
     if record.arrivals is not None:
-        record = replace(record, **load_columns.measured(point))
+        record = _with_load(record, point)
     return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
 
 
+def _with_load(record: Record, point: Point) -> Record:
+    """What a load test found, besides speed and latencies, which every point has."""
+    facts = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
+    record = replace(record, **facts)
+    if not point.repeats:
+        return record
+    limits = latency.Limits(point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms"))
+    if limits.any:
+        record.goodput = median([latency.goodput(one.requests, one.seconds, limits) for one in point.repeats])
+    return replace(record, req_s=median([len(repeat.requests) / repeat.seconds for repeat in point.repeats]))
+
+
 ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "power_w", "cpu_own", "cpu_others")
+LOAD_COLUMNS = ("clients", "rate", "input_len", "failed_requests")
+"""Columns that `Point.engine` holds; those of a load test are reported by the server, or known before."""
 
 
 def _with_drafting(record: Record, point: Point) -> Record:
@@ -211,3 +227,27 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     costs = Costs.from_bytes(read, record.batch * tokens, record.batch * context_of(record).attended(tokens))
     predicted = costs.speedup(record.mean_accepted_len, record.drafted_per_round)
     return replace(record, predicted=predicted, efficiency=efficiency(record.speedup, predicted))
+
+
+SEARCHED = "slo"
+"""What `Point.engine` holds of a search for the greatest load that keeps limits (stages/slo.py)."""
+
+
+def searched(point: Point, row: Record) -> str | None:
+    """What a search found, in words: the greatest load that keeps the limits; None for a point of no search."""
+    found = point.engine.get(SEARCHED)
+    if found is None:
+        return None
+    limits = ", ".join(found["limits"])
+    if not found["kept"]:
+        return f"no load that was tried keeps {limits} (the least: {asked(row)})"
+    broken = found["broken_at"]
+    next_load = "" if broken is None else f", and at {broken:.3g} no longer"
+    unsure = "" if found["sure"] else "; too few requests to be sure of it"
+    good = "" if row.goodput is None else f"; goodput {row.goodput:.3g} requests/s"
+    return f"{asked(row)} keep {limits}{next_load}{unsure}{good}"
+
+
+def asked(row: Record) -> str:
+    """How much is asked of an engine at once, in words."""
+    return f"batch {row.batch}" if row.arrivals is None else load_patterns.label(row)

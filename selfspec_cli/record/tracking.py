@@ -21,8 +21,8 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Point, to_json
+from selfspec_cli.record.tables import asked
 
 UPLOAD_LOG = "selfspec-upload.log"
 

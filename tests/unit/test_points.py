@@ -112,7 +112,7 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
     own = [column for kind in kinds.values() for column in columns.header(kind) if column not in ("key", "point")]
     assert len(own) == len(set(own))
     assert {*own, "key", "point"} == {field.name for field in fields(columns.Record)}
-    assert sorted(columns.header(columns.Record)) == sorted(columns.NAMES)
+    assert sorted(columns.header(columns.Record)) == sorted(columns.KINDS)
     for kind in columns.TABLES.values():
         assert "key" in columns.header(kind) and columns.header(kind)[-1] == "point"
     assert len(columns.header(columns.Summary)) <= 48  # what everybody reads
@@ -121,7 +121,7 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
     assert all(meanings[name] for name in ("delta_ppl_low", "clients", "sm_util"))
     wrapped = meanings["goodput"]
     assert wrapped.startswith("requests a second") and wrapped.endswith("median of the runs")
-    assert len(columns.NAMES) <= 90
+    assert len(columns.KINDS) <= 90
 
 
 @pytest.mark.parametrize("where", ["arm", "quality", "figures"])

@@ -12,8 +12,8 @@ from selfspec_cli import load_patterns
 from selfspec_cli.record import categories as by_category
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK, Point
+from selfspec_cli.record.tables import asked
 from selfspec_cli.report.figures.base import (
     STEP,
     Figure,

@@ -9,8 +9,8 @@ import altair as alt
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK, Point, control
+from selfspec_cli.record.tables import asked
 from selfspec_cli.report.figures.base import (
     LONGEST,
     Figure,

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from statistics import median
 from typing import Any
 
 from selfspec_cli.early_exit.counters import Snapshot, VerifyCounts
@@ -176,13 +177,6 @@ def control(point: Point) -> tuple[int, int] | None:
     answered, unlike = sum(map(bool, point.outputs)), point.engine.get("unlike_answers")
     same = point.engine.get(AS_ITSELF) if unlike is None else answered - unlike
     return None if same is None or not answered else (same, answered)
-
-
-def median(values: Sequence[float]) -> float:
-    """The median of at least one value."""
-    import statistics
-
-    return statistics.median(values)
 
 
 def output_digests(outputs: Iterable[Sequence[int]]) -> tuple[str, ...]:

@@ -71,9 +71,7 @@ class Scores:
 
     def interval(self, other: Scores | None = None) -> Interval | None:
         """The 95 % interval of the perplexity, or of what it is above another's of the same documents."""
-        if other is None:
-            return perplexity_interval(self.nats, self.tokens)
-        return perplexity_interval(self.nats, self.tokens, other.nats, other.tokens)
+        return perplexity_interval(self.nats, self.tokens, *((other.nats, other.tokens) if other else ()))
 
 
 @dataclass(frozen=True)

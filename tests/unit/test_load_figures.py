@@ -1,4 +1,4 @@
-"""What a load test's columns and figures are made of: goodput, minutes, categories, and rows of its points."""
+"""What a load test's columns and figures are made of: goodput, categories, and rows of its points."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ from points import ARM, BASELINE, against, point
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.record import tables
-from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
+from selfspec_cli.record.latency import Limits, RequestTimes, goodput
 from selfspec_cli.record.point import Measurement, Repeat, from_json, to_json
 from selfspec_cli.report import figures, sources
 from selfspec_cli.report.rows import group_title
@@ -31,15 +31,6 @@ def test_goodput_counts_requests_within_every_limit_and_no_others():
     assert goodput(some, 2.0, Limits(ttft=200, tpot=200)) == 0.5
     assert goodput(some, 2.0, Limits(ttft=1000, tpot=1000)) == 1.5
     assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, Limits(tpot=0.001)) == 1.0  # one token has no TPOT
-
-
-def test_minutes_have_the_tokens_that_arrived_and_the_requests_that_ended_in_them():
-    some = [request(0.0, 10.0, 30.0, tokens=3), request(50.0, 9.0, 11.0, tokens=30), request(150.0, 1.0, 9.0)]
-    first, second, third = windows(some, 185.0)
-    # Of the second request the first output (at 59 s) fell into the first minute, with a third of its 30 tokens.
-    assert first["tok_s"] == pytest.approx((3 + 10) / 60) and second["tok_s"] == pytest.approx(20 / 60)
-    assert second["tpot"] == pytest.approx(2000 / 29) and third["ttft"] == pytest.approx(1000.0)
-    assert windows(some, 59.0) == [] and "ttft" not in windows(some, 245.0)[3]
 
 
 def load_point(tok_s, *, arm=None, key="1", base=None, clients=8, engine=None, number=0):
@@ -88,23 +79,20 @@ def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
 
 
 @pytest.mark.slow
-def test_figures_of_load_by_clients_over_time_and_by_category():
+def test_figures_of_load_by_clients_and_by_category():
     of = {"code": {"requests": 5, "tpot_ms": 10.0}, "chat": {"requests": 5, "tpot_ms": 8.0}}
     faster = {"code": {"requests": 5, "tpot_ms": 5.0}, "chat": {"requests": 5, "tpot_ms": 8.0}}
     few = load_point(100.0, key="a", engine={"categories": of})
     many = load_point(300.0, key="b", clients=32, number=1)
     arm = load_point(150.0, arm=ARM, key="c", base=few, engine={"categories": faster})
-    long = tuple(request(second, 0.1, 0.5) for second in range(0, 200, 2))
-    many = replace(many, repeats=(Repeat(200.5, long),))
     made = {one.name: one for one in figures.of_sources(sources.of_points([few, many, arm]))}
-    curve = next(panel for panel in made["load"].panels if panel.name.startswith("tokens a second"))
+    curve = next(panel for panel in made["load"].panels if panel.name.endswith("tokens a second"))
     assert [(one["load"], one["series"].split()[0]) for one in curve.data] == [
-        (8, "baseline"),
         (8, "E=4"),
+        (8, "baseline"),
         (32, "baseline"),
     ]
     (by_category,) = made["categories"].panels
     assert {one["category"]: one["speedup"] for one in by_category.data} == {"code": 2.0, "chat": 1.0}
-    assert [one["minute"] for one in made["over_time"].panels[0].data] == [1, 2, 3]
-    for name in ("load", "over_time", "categories"):
+    for name in ("load", "categories"):
         json.dumps(made[name].spec())

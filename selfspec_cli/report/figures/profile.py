@@ -39,17 +39,9 @@ def shares(profiles: Sequence[Profile]) -> list[Figure]:
             number = f"{profile.tok_s:.1f} tok/s"
             for order, part in enumerate(part for part in COLOURS if part in profile.seconds):
                 seconds = profile.seconds[part]
-                data.append(
-                    {
-                        "arm": name,
-                        "part": part,
-                        "what": PARTS[part],
-                        "share": sig(seconds / profile.wall),
-                        "ms": sig(1000 * seconds / profile.rounds),
-                        "order": order,
-                        "text": number if order == 0 else "",
-                    }
-                )
+                shares = {"share": sig(seconds / profile.wall), "ms": sig(1000 * seconds / profile.rounds)}
+                text = number if order == 0 else ""
+                data.append({"arm": name, "part": part, "what": PARTS[part], "order": order, "text": text} | shares)
         panels.append(Panel(device, title, data))
     colour = alt.Color(
         "part:N",

@@ -19,6 +19,7 @@ from selfspec_cli.report.figures.base import (
     figure,
     labels,
     measured,
+    numbers,
     of_rows,
     rows_chart,
     short,
@@ -29,12 +30,14 @@ from selfspec_cli.report.figures.base import (
 )
 from selfspec_cli.report.rows import Group, times
 
-LATENCIES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "time between outputs",
-    "e2e": "time to the last token",
-}
+MEASURES = (
+    ("tokens a second: slowest, median and fastest repeat", "tok/s", ("tok_s_median", "tok_s_min", "tok_s_max")),
+    ("time to first token (TTFT, ms): median and 99th percentile", "ms", ("ttft_ms", "ttft_p99_ms")),
+    ("time per output token (TPOT, ms): median and 99th percentile", "ms", ("tpot_ms", "tpot_p99_ms")),
+    ("time between outputs (ITL, ms): median", "ms", ("itl_ms",)),
+    ("time to the last token (E2E, ms): median and 99th percentile", "ms", ("e2e_ms", "e2e_p99_ms")),
+)
+"""Panels of throughput and latency: title, unit, and columns, the median first."""
 
 
 def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]:
@@ -43,30 +46,20 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
     for group in groups:
         rows = measured(group)
         data = [
-            {
-                "arm": name,
-                "slower": slower(row),
-                "speedup": sig(row.speedup),
-                "low": sig(row.speedup_low),
-                "high": sig(row.speedup_high),
-                "tok_s": sig(row.tok_s_median),
-                "point": row.point,
-                "text": _times(row),
-                "target": _target(row, targets),
-            }
+            {"arm": name, "slower": slower(row), "target": _target(row, targets)}
+            | numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+            | {"text": times(row) + (", slower" if slower(row) else "")}
             for name, row in zip(labels(rows), rows, strict=True)
         ]
         if any(row.arm != "baseline" for row in rows):
-            note = _left_out(len(data)) or group.headline
+            most = f"The {LONGEST} fastest of {len(data)} arms are drawn; the table below has all of them."
+            note = most if len(data) > LONGEST else group.headline
             panels.append(of_rows(short(rows[0]), group.title, data[:LONGEST], rows, note))
     x = alt.X("speedup:Q", axis=times_axis("tokens a second over the baseline's"), scale=alt.Scale(zero=True))
     tips = ["arm:N", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "target:Q", "point:N"]
-    wish = (
-        rows_chart()
-        .transform_filter("isValid(datum.target)")
-        .mark_point(shape="diamond", size=90, filled=True, color="#a54fd1", yOffset=4)
-        .encode(x="target:Q", y=arm_axis(), tooltip=tips)
-    )
+    wish = rows_chart().transform_filter("isValid(datum.target)")
+    wish = wish.mark_point(shape="diamond", size=90, filled=True, color="#a54fd1", yOffset=4)
+    wish = wish.encode(x="target:Q", y=arm_axis(), tooltip=tips)
     one = rows_chart().transform_calculate(one="1").mark_tick(size=19, thickness=1.5, yOffset=4)
     one = one.encode(x="one:Q", y=arm_axis())  # beside each bar, so that no line goes through the names
     chart = by_arm(bars(x, tips, color=colour("arm", legend=False)), one, spans(tips), wish)
@@ -79,18 +72,9 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
     return figure("speedup", "Speedup over the same model without drafting", about, chart, panels)
 
 
-def _times(row: Record) -> str:
-    return times(row) + (", slower" if slower(row) else "")
-
-
 def _target(row: Record, targets: Sequence[Target]) -> float | None:
     least = [target.values["speedup"][0] for target in targets if "speedup" in target.values and target.is_for(row)]
     return sig(least[0]) if least else None
-
-
-def _left_out(count: int) -> str:
-    text = f"The {LONGEST} fastest of {count} arms are drawn; the table below has all of them."
-    return text if count > LONGEST else ""
 
 
 def throughput(groups: Iterable[Group]) -> list[Figure]:
@@ -100,17 +84,10 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
         rows = measured(group)[:LONGEST]
         named = list(zip(labels(rows), rows, strict=True))
         where = f"{group.title}, {short(rows[0])}" if rows else ""
-        speeds = [
-            _percentiles(name, row, (row.tok_s_min, row.tok_s_median, row.tok_s_max), "tok/s") for name, row in named
-        ]
-        panels.append(of_rows(where, "tokens a second: slowest, median and fastest repeat", _known(speeds), rows))
-        for column, meaning in LATENCIES.items():
-            percentiles = [
-                _percentiles(name, row, tuple(getattr(row, f"{column}{part}_ms", None) for part in ("", "_p99")), "ms")
-                for name, row in named
-            ]
-            title = f"{meaning} ({column.upper()}, ms): median" + ("" if column == "itl" else " and 99th percentile")
-            panels.append(of_rows(where, title, _known(percentiles), rows))
+        for meaning, unit, columns in MEASURES:
+            shown = [(name, row) for name, row in named if getattr(row, columns[0]) is not None]
+            data = [_span(name, row, columns, unit) for name, row in shown]
+            panels.append(of_rows(where, meaning, data, rows))
     tips = ["arm:N", "first:Q", "middle:Q", "last:Q", "unit:N", "point:N"]
     x = alt.X("middle:Q", axis=alt.Axis(title=None, tickCount=6), scale=alt.Scale(zero=True))
     each = rows_chart().encode(y=arm_axis(), color=colour("arm", legend=False), tooltip=tips)
@@ -126,24 +103,18 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
     return figure("latency", "Throughput and latency", about, chart, panels)
 
 
-def _percentiles(name: str, row: Record, values: tuple[Any, ...], unit: str) -> dict[str, Any] | None:
-    middle = values[1] if unit == "tok/s" else values[0]
-    if middle is None:
-        return None
-    present = [value for value in values if value is not None]
-    text = f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}"
+def _span(name: str, row: Record, columns: Sequence[str], unit: str) -> dict[str, Any]:
+    """An arm's median, and the ends of its range that the other columns give."""
+    middle, *ends = (getattr(row, column) for column in columns)
+    present = [value for value in (middle, *ends) if value is not None]
     return {
         "arm": name,
-        "first": sig(values[0]),
+        "first": sig(ends[0] if len(ends) > 1 else middle),
         "middle": sig(middle),
-        "last": sig(values[-1]),
+        "last": sig(ends[-1]) if ends else None,
         "least": sig(min(present)),
         "most": sig(max(present)),
         "unit": unit,
-        "text": f"{text} {unit}",
+        "text": (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}",
         "point": row.point,
     }
-
-
-def _known(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    return [one for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
+"""Figures by load: the speedup, the speed of one user and of one GPU, what a request waits for, and what is served."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import altair as alt
 
 from selfspec_cli import load_patterns
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.point import median
+from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import UNVERIFIED
 from selfspec_cli.report.figures.base import (
     RED,
@@ -21,22 +22,36 @@ from selfspec_cli.report.figures.base import (
     beside,
     colour,
     dashes,
+    dots,
     figure,
     load_axis,
     measured,
+    name_of,
+    numbers,
     rows_chart,
     short,
     sig,
     slower,
     times_axis,
+    unit_line,
     whiskers,
 )
-from selfspec_cli.report.rows import RIVALS, Group, acceptance, label, sampling, task
+from selfspec_cli.report.rows import RIVALS, Group, acceptance, latest, sampling, task
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
 ENOUGH_LOADS = 3  # of a curve that shows where drafting stops to pay
 WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
+SERVED = {
+    "tok_s_median": "tokens a second",
+    "req_s": "requests that end in a second",
+    "goodput": "requests a second that keep the limits",
+    "ttft_p99_ms": "time to first token (TTFT, ms), 99th percentile",
+    "tpot_p99_ms": "time per output token (TPOT, ms), 99th percentile",
+    "e2e_p99_ms": "time to the last token (E2E, ms), 99th percentile",
+    "failed_requests": "requests that failed",
+}
+"""What a load test found, by column."""
 
 
 @dataclass(frozen=True)
@@ -51,56 +66,67 @@ class Family:
     rows: list[Record]
     left_out: int = 0
 
-    def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
+    def panel(self, data: list[dict[str, Any]], note: str = "", meaning: str = "") -> Panel:
         """A panel of these rows."""
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
         points = tuple(row.point for row in self.rows)
-        return Panel(
-            short(self.rows[0]), self.title, data, points, " ".join(filter(None, (note, more))), AXES[self.axis]
-        )
+        name = ": ".join(filter(None, (self.title, meaning)))
+        return Panel(short(self.rows[0]), name, data, points, " ".join(filter(None, (note, more))), AXES[self.axis])
 
     def load(self, row: Record) -> float:
         """How much was asked at once."""
         return float(getattr(row, self.axis))
 
+    def loads(self, *, arms: bool = False) -> set[float]:
+        """The loads of all rows; arms: of those that draft."""
+        return {self.load(row) for row in self.rows if not arms or row.arm != "baseline"}
 
-def families(groups: Iterable[Group]) -> list[Family]:
-    """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
-    last measured."""
-    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
-    titles: dict[tuple[Any, ...], str] = {}
-    for group in groups:
-        rows = measured(group)
-        arms = [row for row in rows if row.arm != "baseline"]
-        axis = _axis(rows[0]) if arms else ""
-        if not arms or getattr(rows[0], axis) is None:
-            continue
-        first = arms[0]
-        drawn = ("rate", "load_share") if axis == "rate" else (axis,)
-        load = load_patterns.comparable(first, without=drawn)
-        names = ("model", "device", "workload", "input_len", "output_len", "temperature")
-        key = (*(getattr(first, name) for name in names), first.acceptance_length, axis, load)
-        by_family[key] += rows
-        more = ", in a load test" if axis != "batch" else ""
-        titles[key] = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
-    families = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in by_family.items()]
-    families = [
-        family for family in families if len({family.load(row) for row in family.rows if row.arm != "baseline"}) > 1
-    ]
-    families.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
-    return sorted(
-        families,
-        key=lambda family: (
-            any(row.acceptance_length is not None for row in family.rows),
-            len({family.load(row) for row in family.rows}) < ENOUGH_LOADS,
-        ),
-    )
+    def series(self, rows: Iterable[Record] | None = None) -> list[tuple[dict[str, Any], Record]]:
+        """Rows, each with its series and load as data, in the order in which a line goes through them."""
+        ordered = sorted(self.rows if rows is None else rows, key=lambda row: (name_of(row), self.load(row)))
+        return [({"series": name_of(row), "load": sig(self.load(row))}, row) for row in ordered]
 
 
 def _axis(row: Record) -> str:
     if row.arrivals is None:
         return "batch"
     return "clients" if row.clients is not None else "rate"
+
+
+def _key(row: Record) -> tuple[Any, ...]:
+    """What rows of one family have in common."""
+    axis = _axis(row)
+    drawn = ("rate", "load_share") if axis == "rate" else (axis,)
+    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
+    return (*(getattr(row, name) for name in names), axis, load_patterns.comparable(row, without=drawn))
+
+
+def families(groups: Iterable[Group]) -> list[Family]:
+    """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
+    last measured."""
+    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    firsts: dict[tuple[Any, ...], Record] = {}
+    for group in groups:
+        rows = measured(group)
+        first = next((row for row in rows if row.arm != "baseline"), None)
+        if first is not None and getattr(first, _axis(first)) is not None:
+            by_family[_key(first)] += rows
+            firsts[_key(first)] = first
+    together = [_fewer(Family(_title(firsts[key]), _axis(firsts[key]), rows)) for key, rows in by_family.items()]
+    together = [family for family in together if len(family.loads(arms=True)) > 1]
+    together.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
+    return sorted(
+        together,
+        key=lambda family: (
+            any(row.acceptance_length is not None for row in family.rows),
+            len(family.loads()) < ENOUGH_LOADS,
+        ),
+    )
+
+
+def _title(row: Record) -> str:
+    more = ", in a load test" if row.arrivals is not None else ""
+    return ", ".join(filter(None, (task(row) + more, sampling(row), acceptance(row))))
 
 
 def _fewer(family: Family) -> Family:
@@ -119,32 +145,15 @@ def _fewer(family: Family) -> Family:
     return replace(family, rows=[row for rows in kept for row in rows], left_out=len(arms) - len(kept))
 
 
-def name_of(row: Record) -> str:
-    """The name of an arm; the family's title says where acceptance was set."""
-    return label(replace(row, acceptance_length=None))
-
-
-def _series(family: Family, rows: Iterable[Record]) -> list[tuple[str, float, Record]]:
-    """(name, load, row) in the order in which a line goes through them."""
-    return sorted(((name_of(row), family.load(row), row) for row in rows), key=lambda one: (one[0], one[1]))
-
-
 def speedups(families: Sequence[Family]) -> list[Figure]:
     """The speedup of each arm over the baseline of the same load, with its interval."""
     panels = []
     for family in families:
         data = [
-            {
-                "series": name,
-                "load": sig(load),
-                "speedup": sig(row.speedup),
-                "low": sig(row.speedup_low),
-                "high": sig(row.speedup_high),
-                "tok_s": sig(row.tok_s_median),
-                "slower": slower(row),
-                "point": row.point,
-            }
-            for name, load, row in _series(family, (row for row in family.rows if row.arm != "baseline"))
+            dot
+            | numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+            | {"slower": slower(row)}
+            for dot, row in family.series(row for row in family.rows if row.arm != "baseline")
         ]
         panels.append(family.panel(data, at_a_glance(family)))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
@@ -152,14 +161,12 @@ def speedups(families: Sequence[Family]) -> list[Figure]:
     middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
     each = rows_chart().encode(x=load_axis(), xOffset=beside(), color=colour("series"))
     line = each.mark_line(strokeWidth=2.5).encode(y=middle)  # of a median: with tooltips it would be of each point
-    dots = each.mark_point(filled=True, size=70, opacity=1)
-    dots = dots.encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
+    marks = dots(each, 70).encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
     losses = rows_chart().transform_filter("datum.slower")
     losses = losses.mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
     marked = losses.encode(x=load_axis(), xOffset=beside(), y="speedup:Q", tooltip=tips)
-    one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
     bars = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips)
-    chart = (one + line + bars + dots + marked).properties(width="container", height=320)
+    chart = (unit_line(y="one:Q") + line + bars + marks + marked).properties(width="container", height=320)
     about = (
         "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
         "were not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval "
@@ -188,22 +195,21 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
     for family in families:
         cards = gpus(family.rows[0].device)
         together: dict[tuple[str, float], list[Record]] = defaultdict(list)
-        for name, load, row in _series(family, family.rows):
+        for dot, row in family.series():
             if row.tok_s_median and user_speed(row):
-                together[name, load].append(row)
+                together[dot["series"], dot["load"]].append(row)
+        numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
         data = [
             {
                 "series": name,
-                "load": sig(load),
+                "load": load,
                 "user": sig(median([user_speed(row) or 0 for row in rows])),
                 "gpu": sig(median([(row.tok_s_median or 0) / cards for row in rows])),
+                "number": load if name == numbered else None,  # of one line: else they would run into each other
                 "point": rows[-1].point,
             }
             for (name, load), rows in together.items()
         ]
-        numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
-        for dot in data:  # of one line: numbers at every dot run into each other
-            dot["number"] = dot["load"] if dot["series"] == numbered else None
         panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
@@ -211,10 +217,10 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
     base = rows_chart().encode(x=x, y=y)
     line = base.mark_line(strokeWidth=2)
     line = line.encode(color=colour("series"), strokeDash=dashes(), order="load:Q", tooltip=tips)
-    dots = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour("series"), tooltip=tips)
+    marks = dots(base, 60).encode(color=colour("series"), tooltip=tips)
     number = base.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
     number = number.encode(text="number:N")
-    chart = (line + dots + number).properties(width="container", height=340)
+    chart = (line + marks + number).properties(width="container", height=340)
     about = (
         "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "
         "another is better at both. Dashes: plain decoding. On a CPU the machine takes the GPU's place."
@@ -240,16 +246,8 @@ def waits(families: Sequence[Family]) -> list[Figure]:
     panels = []
     for family in families:
         data = [
-            {
-                "series": name,
-                "load": sig(load),
-                "what": what,
-                "value": sig(getattr(row, f"{what}_ms")),
-                "low": sig(getattr(row, f"{what}_ms")),
-                "high": sig(getattr(row, f"{what}_p99_ms")),
-                "point": row.point,
-            }
-            for name, load, row in _series(family, family.rows)
+            dot | {"what": what} | numbers(row, value=f"{what}_ms", low=f"{what}_ms", high=f"{what}_p99_ms")
+            for dot, row in family.series()
             for what in WAITS
             if getattr(row, f"{what}_ms") is not None
         ]
@@ -257,18 +255,10 @@ def waits(families: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "value:Q", alt.Tooltip("high:Q", title="p99"), "point:N"]
 
     def part(what: str, title: str) -> Any:
+        tails = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips)
+        tails = tails.transform_filter(f"datum.what == '{what}' && isValid(datum.high)")
         each = rows_chart().transform_filter(f"datum.what == '{what}'")
-        each = each.encode(x=load_axis(), xOffset=beside(), color=colour("series"))
-        scale = alt.Scale(zero=True)
-        line = each.mark_line(strokeWidth=2).encode(
-            y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale), strokeDash=dashes()
-        )
-        dots = each.mark_point(filled=True, size=60, opacity=1)
-        dots = dots.encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
-        tails = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips).transform_filter(
-            f"datum.what == '{what}' && isValid(datum.high)"
-        )
-        return (tails + line + dots).properties(width="container", height=210)
+        return alt.layer(tails, *_lines(each, title, tips)).properties(width="container", height=210)
 
     chart = alt.vconcat(*(part(what, title) for what, title in WAITS.items()))
     about = (
@@ -276,3 +266,37 @@ def waits(families: Sequence[Family]) -> list[Figure]:
         "Dashes: plain decoding."
     )
     return figure("waits", "What a request waits for, by load", about, chart, panels)
+
+
+def _lines(chart: Any, title: str | None, tips: Sequence[Any]) -> tuple[Any, Any]:
+    """Two layers: a line through the medians of `value` by load, and a dot for each value."""
+    scale = alt.Scale(zero=True)
+    each = chart.encode(x=load_axis(), xOffset=beside(), color=colour("series"))
+    middle = alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale)
+    line = each.mark_line(strokeWidth=2).encode(y=middle, strokeDash=dashes())
+    return line, dots(each, 60).encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
+
+
+def served(rows: Iterable[Record]) -> list[Figure]:
+    """Throughput, tails and failures of load tests by the number of clients or the rate, a panel for each."""
+    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for row in latest(rows):
+        if row.arrivals is not None and row.status == OK and getattr(row, _axis(row)) is not None:
+            by_family[_key(row)].append(row)
+    panels = []
+    for members in by_family.values():
+        family = Family(_title(members[0]), _axis(members[0]), members)
+        for column, meaning in SERVED.items():
+            shown = [row for row in members if getattr(row, column) is not None]
+            data = [dot | numbers(row, value=column) for dot, row in family.series(shown)]
+            if len(family.loads()) > 1 and any(dot["value"] for dot in data):
+                panels.append(family.panel(data, meaning=meaning))
+    chart = alt.layer(*_lines(rows_chart(), None, ["series:N", "load:O", "value:Q", "point:N"]))
+    about = (
+        "A closed loop keeps each client at one request; in an open loop requests arrive whether or not others have "
+        "ended, and a server that is asked for more than it can do falls behind. Percentiles are over the requests of "
+        "all runs, by the definitions of vLLM's own benchmark."
+    )
+    return figure(
+        "load", "Throughput and tails under load", about, chart.properties(width="container", height=300), panels
+    )

@@ -7,8 +7,7 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
-from selfspec_cli.report import static
-from selfspec_cli.report.formats import Format
+from selfspec_cli.report import Format, static
 from selfspec_cli.report.rows import groups, label
 from selfspec_cli.report.sources import Sources
 

@@ -12,8 +12,7 @@ from typing import Any
 from selfspec_cli.record.columns import Summary, plain
 from selfspec_cli.record.columns import text as file_of
 from selfspec_cli.record.point import OK
-from selfspec_cli.report import details
-from selfspec_cli.report.formats import Format
+from selfspec_cli.report import Format, details
 from selfspec_cli.report.rows import groups, label, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import cells, columns, filled

@@ -135,6 +135,12 @@ class Point:
         """Generated tokens a second of every repeat; empty where repeats were not kept."""
         return tuple(repeat.tok_s for repeat in self.repeats)
 
+    @property
+    def revision(self) -> str:
+        """The git revision that measured it, in ten digits; empty where that is not known."""
+        git = self.git or {}
+        return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
+
 
 KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")
 """The sections of a file."""

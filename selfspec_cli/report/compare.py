@@ -105,19 +105,15 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
         raise ConfigError(f"{word}: there is no such folder{why}")
     ways: list[Callable[[Point], bool]] = [
         lambda point: len(word) >= 4 and point.id.startswith(word),
-        lambda point: len(word) >= 4 and _revision(point).startswith(word),
+        lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
         lambda point: point.run_id == word,
         lambda point: word.lower() in point.device.lower(),
     ]
     for way in ways:
         if chosen := [point for point in points if way(point)]:
             return chosen, warnings
-    values = {value for point in points for value in (point.device, _revision(point)[:10], point.run_id) if value}
+    values = {value for point in points for value in (point.device, point.revision[:10], point.run_id) if value}
     raise ConfigError(f"there is no folder {word}, and {closest(word, sorted(values), 'revision, machine or run')}")
-
-
-def _revision(point: Point) -> str:
-    return str((point.git or {}).get("revision", ""))
 
 
 def _all(root: Path) -> tuple[list[Point], list[str]]:
@@ -226,8 +222,7 @@ def facts(point: Point) -> dict[str, Any]:
     values |= {f"digest of {name}": value for name, value in point.digests.items()}
     values |= {f"version of {name}": value for name, value in point.versions.items()}
     values |= {f"hardware {name}": value for name, value in flat(point.hardware or {})}
-    revision = _revision(point)[:10] + (" with changes" if (point.git or {}).get("dirty") else "")
-    return values | {"machine": point.device, "git revision": revision or None}
+    return values | {"machine": point.device, "git revision": point.revision or None}
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

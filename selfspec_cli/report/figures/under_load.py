@@ -15,27 +15,8 @@ from selfspec_cli import load_patterns
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import UNVERIFIED
-from selfspec_cli.report.figures.base import (
-    RED,
-    Figure,
-    Panel,
-    beside,
-    colour,
-    dashes,
-    dots,
-    figure,
-    load_axis,
-    measured,
-    name_of,
-    numbers,
-    rows_chart,
-    short,
-    sig,
-    slower,
-    times_axis,
-    unit_line,
-    whiskers,
-)
+from selfspec_cli.report.figures import base
+from selfspec_cli.report.figures.base import Figure, Panel
 from selfspec_cli.report.rows import RIVALS, Group, acceptance, latest, sampling, task
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
@@ -71,7 +52,9 @@ class Family:
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
         points = tuple(row.point for row in self.rows)
         name = ": ".join(filter(None, (self.title, meaning)))
-        return Panel(short(self.rows[0]), name, data, points, " ".join(filter(None, (note, more))), AXES[self.axis])
+        return Panel(
+            base.short(self.rows[0]), name, data, points, " ".join(filter(None, (note, more))), AXES[self.axis]
+        )
 
     def load(self, row: Record) -> float:
         """How much was asked at once."""
@@ -83,8 +66,8 @@ class Family:
 
     def series(self, rows: Iterable[Record] | None = None) -> list[tuple[dict[str, Any], Record]]:
         """Rows, each with its series and load as data, in the order in which a line goes through them."""
-        ordered = sorted(self.rows if rows is None else rows, key=lambda row: (name_of(row), self.load(row)))
-        return [({"series": name_of(row), "load": sig(self.load(row))}, row) for row in ordered]
+        ordered = sorted(self.rows if rows is None else rows, key=lambda row: (base.name_of(row), self.load(row)))
+        return [({"series": base.name_of(row), "load": base.sig(self.load(row))}, row) for row in ordered]
 
 
 def _axis(row: Record) -> str:
@@ -107,7 +90,7 @@ def families(groups: Iterable[Group]) -> list[Family]:
     by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     firsts: dict[tuple[Any, ...], Record] = {}
     for group in groups:
-        rows = measured(group)
+        rows = base.measured(group)
         first = next((row for row in rows if row.arm != "baseline"), None)
         if first is not None and getattr(first, _axis(first)) is not None:
             by_family[_key(first)] += rows
@@ -133,7 +116,7 @@ def _fewer(family: Family) -> Family:
     """A family with as many arms as a reader can tell apart: those with the most loads, then the fastest."""
     arms: dict[str, list[Record]] = defaultdict(list)
     for row in family.rows:
-        arms[name_of(row)].append(row)
+        arms[base.name_of(row)].append(row)
 
     def rank(rows: list[Record]) -> tuple[int, float]:
         return -len({family.load(row) for row in rows}), -median([row.speedup or 0.0 for row in rows])
@@ -151,29 +134,29 @@ def speedups(families: Sequence[Family]) -> list[Figure]:
     for family in families:
         data = [
             dot
-            | numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
-            | {"slower": slower(row)}
+            | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+            | {"slower": base.slower(row)}
             for dot, row in family.series(row for row in family.rows if row.arm != "baseline")
         ]
         panels.append(family.panel(data, at_a_glance(family)))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
-    middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
-    each = rows_chart().encode(x=load_axis(), xOffset=beside(), color=colour("series"))
+    middle = alt.Y("median(speedup):Q", axis=base.times_axis("speedup"), scale=scale)
+    each = base.rows_chart().encode(x=base.load_axis(), xOffset=base.beside(), color=base.colour("series"))
     line = each.mark_line(strokeWidth=2.5).encode(y=middle)  # of a median: with tooltips it would be of each point
-    marks = dots(each, 70).encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
-    losses = rows_chart().transform_filter("datum.slower")
-    losses = losses.mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
-    marked = losses.encode(x=load_axis(), xOffset=beside(), y="speedup:Q", tooltip=tips)
-    bars = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips)
-    chart = (unit_line(y="one:Q") + line + bars + marks + marked).properties(width="container", height=320)
+    marks = base.dots(each, 70).encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
+    losses = base.rows_chart().transform_filter("datum.slower")
+    losses = losses.mark_point(size=190, color=base.RED, strokeWidth=2, shape="circle")
+    marked = losses.encode(x=base.load_axis(), xOffset=base.beside(), y="speedup:Q", tooltip=tips)
+    bars = base.whiskers(base.load_axis(), xOffset=base.beside(), color=base.colour("series"), tooltip=tips)
+    chart = (base.unit_line(y="one:Q") + line + bars + marks + marked).properties(width="container", height=320)
     about = (
         "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
         "were not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval "
         "below 1. Where several runs measured an arm, its line goes through their median. At a load, arms stand in the "
         "order of the legend."
     )
-    return figure("by_load", "Speedup by load", about, chart, panels)
+    return base.figure("by_load", "Speedup by load", about, chart, panels)
 
 
 def at_a_glance(family: Family) -> str:
@@ -183,10 +166,10 @@ def at_a_glance(family: Family) -> str:
         return ""
     by_load: dict[float, list[float]] = defaultdict(list)
     for row in ours:
-        if name_of(row) == name_of(ours[0]):
+        if base.name_of(row) == base.name_of(ours[0]):
             by_load[family.load(row)].append(row.speedup or 0.0)
     words = [f"{median(values):.2f}x at {load:g}" for load, values in sorted(by_load.items())]
-    return f"{name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
+    return f"{base.name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
 
 
 def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
@@ -198,13 +181,13 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
         for dot, row in family.series():
             if row.tok_s_median and user_speed(row):
                 together[dot["series"], dot["load"]].append(row)
-        numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
+        numbered = base.name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
         data = [
             {
                 "series": name,
                 "load": load,
-                "user": sig(median([user_speed(row) or 0 for row in rows])),
-                "gpu": sig(median([(row.tok_s_median or 0) / cards for row in rows])),
+                "user": base.sig(median([user_speed(row) or 0 for row in rows])),
+                "gpu": base.sig(median([(row.tok_s_median or 0) / cards for row in rows])),
                 "number": load if name == numbered else None,  # of one line: else they would run into each other
                 "point": rows[-1].point,
             }
@@ -214,18 +197,18 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
     tips = ["series:N", "load:O", "user:Q", "gpu:Q", "point:N"]
-    base = rows_chart().encode(x=x, y=y)
-    line = base.mark_line(strokeWidth=2)
-    line = line.encode(color=colour("series"), strokeDash=dashes(), order="load:Q", tooltip=tips)
-    marks = dots(base, 60).encode(color=colour("series"), tooltip=tips)
-    number = base.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
+    each = base.rows_chart().encode(x=x, y=y)
+    line = each.mark_line(strokeWidth=2)
+    line = line.encode(color=base.colour("series"), strokeDash=base.dashes(), order="load:Q", tooltip=tips)
+    marks = base.dots(each, 60).encode(color=base.colour("series"), tooltip=tips)
+    number = each.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
     number = number.encode(text="number:N")
     chart = (line + marks + number).properties(width="container", height=340)
     about = (
         "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "
         "another is better at both. Dashes: plain decoding. On a CPU the machine takes the GPU's place."
     )
-    return figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
+    return base.figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
 
 
 def user_speed(row: Record) -> float | None:
@@ -246,7 +229,7 @@ def waits(families: Sequence[Family]) -> list[Figure]:
     panels = []
     for family in families:
         data = [
-            dot | {"what": what} | numbers(row, value=f"{what}_ms", low=f"{what}_ms", high=f"{what}_p99_ms")
+            dot | {"what": what} | base.numbers(row, value=f"{what}_ms", low=f"{what}_ms", high=f"{what}_p99_ms")
             for dot, row in family.series()
             for what in WAITS
             if getattr(row, f"{what}_ms") is not None
@@ -255,9 +238,9 @@ def waits(families: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "value:Q", alt.Tooltip("high:Q", title="p99"), "point:N"]
 
     def part(what: str, title: str) -> Any:
-        tails = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips)
+        tails = base.whiskers(base.load_axis(), xOffset=base.beside(), color=base.colour("series"), tooltip=tips)
         tails = tails.transform_filter(f"datum.what == '{what}' && isValid(datum.high)")
-        each = rows_chart().transform_filter(f"datum.what == '{what}'")
+        each = base.rows_chart().transform_filter(f"datum.what == '{what}'")
         return alt.layer(tails, *_lines(each, title, tips)).properties(width="container", height=210)
 
     chart = alt.vconcat(*(part(what, title) for what, title in WAITS.items()))
@@ -265,16 +248,16 @@ def waits(families: Sequence[Family]) -> list[Figure]:
         "Lower is better. The dot is the median over requests, the end of the line above it the 99th percentile. "
         "Dashes: plain decoding."
     )
-    return figure("waits", "What a request waits for, by load", about, chart, panels)
+    return base.figure("waits", "What a request waits for, by load", about, chart, panels)
 
 
 def _lines(chart: Any, title: str | None, tips: Sequence[Any]) -> tuple[Any, Any]:
     """Two layers: a line through the medians of `value` by load, and a dot for each value."""
     scale = alt.Scale(zero=True)
-    each = chart.encode(x=load_axis(), xOffset=beside(), color=colour("series"))
+    each = chart.encode(x=base.load_axis(), xOffset=base.beside(), color=base.colour("series"))
     middle = alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale)
-    line = each.mark_line(strokeWidth=2).encode(y=middle, strokeDash=dashes())
-    return line, dots(each, 60).encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
+    line = each.mark_line(strokeWidth=2).encode(y=middle, strokeDash=base.dashes())
+    return line, base.dots(each, 60).encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
 
 
 def served(rows: Iterable[Record]) -> list[Figure]:
@@ -288,15 +271,15 @@ def served(rows: Iterable[Record]) -> list[Figure]:
         family = Family(_title(members[0]), _axis(members[0]), members)
         for column, meaning in SERVED.items():
             shown = [row for row in members if getattr(row, column) is not None]
-            data = [dot | numbers(row, value=column) for dot, row in family.series(shown)]
+            data = [dot | base.numbers(row, value=column) for dot, row in family.series(shown)]
             if len(family.loads()) > 1 and any(dot["value"] for dot in data):
                 panels.append(family.panel(data, meaning=meaning))
-    chart = alt.layer(*_lines(rows_chart(), None, ["series:N", "load:O", "value:Q", "point:N"]))
+    chart = alt.layer(*_lines(base.rows_chart(), None, ["series:N", "load:O", "value:Q", "point:N"]))
     about = (
         "A closed loop keeps each client at one request; in an open loop requests arrive whether or not others have "
         "ended, and a server that is asked for more than it can do falls behind. Percentiles are over the requests of "
         "all runs, by the definitions of vLLM's own benchmark."
     )
-    return figure(
+    return base.figure(
         "load", "Throughput and tails under load", about, chart.properties(width="container", height=300), panels
     )

@@ -16,16 +16,9 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.whole import written
 
 SUFFIX = ".jsonl.xz"
-MADE = (
-    "summary.csv",
-    "details.csv",
-    "loads.csv",
-    "quality.csv",
-    "profiles.csv",
-    "accept.tsv",
-)
-"""Tables that are made of the other files, and therefore not kept."""
 KEPT = (".json", ".csv", ".tsv", ".yaml")
+TABLES = (".csv", ".tsv")
+"""Tables beside a folder `runs` are made of its points, and therefore not kept."""
 
 
 def inside(path: str | os.PathLike[str]) -> Path | None:
@@ -131,7 +124,8 @@ def pack(folder: Path, archive: Path) -> int:
     lines = []
     for file in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         name = file.relative_to(folder)
-        if file.suffix in KEPT and file.name not in MADE and not any(part.startswith(".") for part in name.parts):
+        is_made = file.suffix in TABLES and (file.parent / "runs").is_dir()
+        if file.suffix in KEPT and not is_made and not any(part.startswith(".") for part in name.parts):
             lines.append(_line(file, name.as_posix()))
     if not lines:
         raise ConfigError(f"{folder} holds nothing to publish")

@@ -22,7 +22,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, documents, profiles, quality, tables
 from selfspec_cli.record.columns import TABLES, AcceptRow
 from selfspec_cli.record.point import Point, from_json, to_json
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write, written
 
 RUNS, SUMMARY = "runs", "summary.csv"
 
@@ -114,8 +114,7 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     with explained(target):
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        with written(target) as part:
-            part.write_text(to_json(point), encoding="utf-8")
+        atomic_write(target, to_json(point))
         _sync(runs)
     _append(Path(results), point)
     return target
@@ -209,8 +208,8 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
             lines = [row for row in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, row)]
             if lines or (place / name).exists():
                 path = (place / name).resolve()  # a link stays a link
-                with explained(path), written(path) as part:
-                    part.write_text(columns.text(kind, lines), encoding="utf-8")
+                with explained(path):
+                    atomic_write(path, columns.text(kind, lines))
     return len(points), warnings
 
 

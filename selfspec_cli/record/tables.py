@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from selfspec_cli import load_patterns
@@ -19,7 +20,7 @@ from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
-from selfspec_cli.record.point import FAILED, OK, Point, control, median
+from selfspec_cli.record.point import FAILED, OK, Point, control
 
 
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources
-from selfspec_cli.report.table import COLUMNS
 
 SHOWN = (
     "arm",
@@ -50,13 +49,17 @@ TITLES = {
     "ppl": "PPL",
     "delta_ppl": "ΔPPL",
 }
+ARM = (
+    "what was run: exit layer E, draft length k, head, and the gate's condition to go on drafting; with acceptance "
+    "set, every round yields so many tokens whatever was drafted, and the speed says what drafting costs alone"
+)
 SHARES = ("accept_rate", "sm_util")
 NOT_SHOWN = ("point", "key", "baseline")  # a row's details have them
 
 
 def table(sources: Sources) -> dict[str, Any]:
     """Columns with their values, one for each point; columns in which nothing was measured are left out."""
-    explained = {"arm": COLUMNS[0][1], "folder": "where the point lies"} | meanings(Record)
+    explained = {"arm": ARM, "folder": "where the point lies"} | meanings(Record)
     names = [*SHOWN, *(name for name in header(Record) if name not in (*SHOWN, *NOT_SHOWN))]
     values = {name: [_cell(row, name) for row in sources.rows] for name in names}
     if len(set(sources.places)) > 1:

@@ -15,7 +15,7 @@ from selfspec_cli.record.point import OK
 from selfspec_cli.report import Format, details
 from selfspec_cli.report.rows import groups, label, overview
 from selfspec_cli.report.sources import Sources
-from selfspec_cli.report.table import cells, columns, filled
+from selfspec_cli.report.table import cells, filled
 
 
 def text(sources: Sources, form: Format) -> str:
@@ -25,13 +25,12 @@ def text(sources: Sources, form: Format) -> str:
     if form is Format.json:
         return as_json(document(sources))
     parts = [overview(groups(sources.rows))]
-    shown = filled(sources.rows, columns(sources.targets))
+    shown = filled(sources.rows, sources.targets)
     for group in groups(sources.rows):
-        head = [name for name, _, _ in shown]
         body = [cells(row, shown) for row in group.rows if row.status == OK]
         failed = [f"{label(row)}: {row.status}" for row in group.rows if row.status != OK]
         title = f"{group.title}, {group.rows[0].device}"
-        parts += [f"### {title}", table(head, body), group.headline, *failed]
+        parts += [f"### {title}", table([*shown], body), group.headline, *failed]
     origins = details.provenance(sources.points)
     parts += [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
     return "\n\n".join(parts) + "\n"

@@ -113,7 +113,7 @@ def test_a_failed_arm_is_named_with_its_reason():
 
 def test_what_was_not_measured_is_blank_and_not_zero():
     bare = replace(ARM, accept_rate=None, identical=None, ppl=None, tok_s_min=None)
-    cells = dict(zip([name for name, _, _ in table.COLUMNS], table.cells(bare), strict=True))
+    cells = dict(zip(table.COLUMNS, table.cells(bare), strict=True))
     assert (cells["accept"], cells["same"], cells["PPL"], cells["tok/s"]) == ("", "", "", "150.0")
     zero = replace(ARM, accept_rate=0.0, identical=0)
     assert table.cells(zero)[3] == "0%"
@@ -132,7 +132,7 @@ def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobod
         scores="t acc 0.500 ± 0.050 (drafted)",
         verdict="lossless",
     )
-    names = [name for name, _, _ in table.COLUMNS]
+    names = table.COLUMNS
     cells, bare = (dict(zip(names, table.cells(row), strict=True)) for row in (found, ARM))
     assert cells["ΔPPL of sampled"] == "+0.03 (-0.02 to +0.08)"
     assert cells["ΔPPL of greedy"] == "+0.00 (+0.00 to +0.00)"

@@ -50,7 +50,7 @@ def pictures(results: str | Path, out: str | Path) -> list[Path]:
     files = []
     for figure in figures.of_sources(sources.read(results, no_points=True)):
         panel = max(figure.panels, key=lambda panel: len(panel.points))
-        files.append(export.png(figure, panel, Path(out) / f"{figure.name}.png"))
+        files.append(export.write(figure, panel, Path(out) / f"{figure.name}.png"))
     return files
 
 

@@ -14,41 +14,26 @@ from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources
 
-SHOWN = (
-    "arm",
-    "tok_s_median",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "accept_rate",
-    "mean_accepted_len",
-    "ttft_ms",
-    "tpot_ms",
-    "delta_ppl",
-    "identical",
-    "verdict",
-    "batch",
-    "model",
-    "device",
-    "status",
-)
-"""Columns that are visible before a reader chooses others; all that hold something can be chosen."""
-TITLES = {
-    "device": "machine",
+SHOWN = {
+    "arm": "arm",
     "tok_s_median": "tok/s",
+    "speedup": "speedup",
     "speedup_low": "low",
     "speedup_high": "high",
-    "tok_s_min": "slowest",
-    "tok_s_max": "fastest",
     "accept_rate": "accepted",
     "mean_accepted_len": "tok/step",
     "ttft_ms": "TTFT ms",
     "tpot_ms": "TPOT ms",
-    "itl_ms": "ITL ms",
-    "e2e_ms": "E2E ms",
-    "ppl": "PPL",
     "delta_ppl": "ΔPPL",
+    "identical": "identical",
+    "verdict": "verdict",
+    "batch": "batch",
+    "model": "model",
+    "device": "machine",
+    "status": "status",
 }
+"""Columns that are visible before a reader chooses others, and their titles; all that hold something can be chosen."""
+TITLES = SHOWN | {"tok_s_min": "slowest", "tok_s_max": "fastest", "itl_ms": "ITL ms", "e2e_ms": "E2E ms", "ppl": "PPL"}
 ARM = (
     "what was run: exit layer E, draft length k, head, and the gate's condition to go on drafting; with acceptance "
     "set, every round yields so many tokens whatever was drafted, and the speed says what drafting costs alone"

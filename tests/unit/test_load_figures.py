@@ -86,13 +86,6 @@ def test_figures_of_load_by_clients_and_by_category():
     many = load_point(300.0, key="b", clients=32, number=1)
     arm = load_point(150.0, arm=ARM, key="c", base=few, engine={"categories": faster})
     made = {one.name: one for one in figures.of_sources(sources.of_points([few, many, arm]))}
-    curve = next(panel for panel in made["load"].panels if panel.name.endswith("tokens a second"))
-    assert [(one["load"], one["series"].split()[0]) for one in curve.data] == [
-        (8, "E=4"),
-        (8, "baseline"),
-        (32, "baseline"),
-    ]
     (by_category,) = made["categories"].panels
     assert {one["category"]: one["speedup"] for one in by_category.data} == {"code": 2.0, "chat": 1.0}
-    for name in ("load", "categories"):
-        json.dumps(made[name].spec())
+    json.dumps(made["categories"].spec())

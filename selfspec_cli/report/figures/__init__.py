@@ -24,7 +24,6 @@ def of_sources(sources: Sources) -> list[Figure]:
         *under_load.waits(by_load),
         *quality.identical(together, sources.points),
         *speed.throughput(together),
-        *under_load.served(sources.rows),
         *categories.categories(together, sources.points),
         *quality.perplexities(together),
         *drafts.against(together, "threshold"),

@@ -11,19 +11,7 @@ from selfspec_cli.report.figures import base
 from selfspec_cli.report.figures.base import Figure, Panel
 from selfspec_cli.report.rows import group_title, label
 
-COLOURS = {
-    "trunk": "#3b82c4",
-    "head": "#2a97a8",
-    "gate": "#9b6bd3",
-    "draft": "#6f7fd1",
-    "verify": "#c2681f",
-    "sampler": "#c9518d",
-    "scheduler": "#7d8a2e",
-    "detokenise": "#2f9e77",
-    "other": "#a8664b",
-    "host": "#b8860b",
-    "idle": "#84909c",
-}
+COLOURS = dict(zip(PARTS, [*base.SERIES[: len(PARTS) - 1], base.PLAIN], strict=True))
 """One for each part, in the order in which they stand in a bar."""
 
 

@@ -1,4 +1,4 @@
-"""Figures by load: the speedup, the speed of one user and of one GPU, what a request waits for, and what is served."""
+"""Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
 
 from __future__ import annotations
 
@@ -13,26 +13,15 @@ import altair as alt
 
 from selfspec_cli import load_patterns
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import UNVERIFIED
 from selfspec_cli.report.figures import base
 from selfspec_cli.report.figures.base import Figure, Panel
-from selfspec_cli.report.rows import RIVALS, Group, acceptance, latest, sampling, task
+from selfspec_cli.report.rows import RIVALS, Group, acceptance, sampling, task
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
 ENOUGH_LOADS = 3  # of a curve that shows where drafting stops to pay
 WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
-SERVED = {
-    "tok_s_median": "tokens a second",
-    "req_s": "requests that end in a second",
-    "goodput": "requests a second that keep the limits",
-    "ttft_p99_ms": "time to first token (TTFT, ms), 99th percentile",
-    "tpot_p99_ms": "time per output token (TPOT, ms), 99th percentile",
-    "e2e_p99_ms": "time to the last token (E2E, ms), 99th percentile",
-    "failed_requests": "requests that failed",
-}
-"""What a load test found, by column."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +36,13 @@ class Family:
     rows: list[Record]
     left_out: int = 0
 
-    def panel(self, data: list[dict[str, Any]], note: str = "", meaning: str = "") -> Panel:
+    def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
         """A panel of these rows."""
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
-        points = tuple(row.point for row in self.rows)
-        name = ": ".join(filter(None, (self.title, meaning)))
-        return Panel(
-            base.short(self.rows[0]), name, data, points, " ".join(filter(None, (note, more))), AXES[self.axis]
+        panel = base.of_rows(
+            base.short(self.rows[0]), self.title, data, self.rows, " ".join(filter(None, (note, more)))
         )
+        return replace(panel, axis=AXES[self.axis])
 
     def load(self, row: Record) -> float:
         """How much was asked at once."""
@@ -241,7 +229,11 @@ def waits(families: Sequence[Family]) -> list[Figure]:
         tails = base.whiskers(base.load_axis(), xOffset=base.beside(), color=base.colour("series"), tooltip=tips)
         tails = tails.transform_filter(f"datum.what == '{what}' && isValid(datum.high)")
         each = base.rows_chart().transform_filter(f"datum.what == '{what}'")
-        return alt.layer(tails, *_lines(each, title, tips)).properties(width="container", height=210)
+        each = each.encode(x=base.load_axis(), xOffset=base.beside(), color=base.colour("series"))
+        middle = alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=alt.Scale(zero=True))
+        line = each.mark_line(strokeWidth=2).encode(y=middle, strokeDash=base.dashes())
+        dots = base.dots(each, 60).encode(y=alt.Y("value:Q", scale=alt.Scale(zero=True)), tooltip=tips)
+        return (tails + line + dots).properties(width="container", height=210)
 
     chart = alt.vconcat(*(part(what, title) for what, title in WAITS.items()))
     about = (
@@ -249,37 +241,3 @@ def waits(families: Sequence[Family]) -> list[Figure]:
         "Dashes: plain decoding."
     )
     return base.figure("waits", "What a request waits for, by load", about, chart, panels)
-
-
-def _lines(chart: Any, title: str | None, tips: Sequence[Any]) -> tuple[Any, Any]:
-    """Two layers: a line through the medians of `value` by load, and a dot for each value."""
-    scale = alt.Scale(zero=True)
-    each = chart.encode(x=base.load_axis(), xOffset=base.beside(), color=base.colour("series"))
-    middle = alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale)
-    line = each.mark_line(strokeWidth=2).encode(y=middle, strokeDash=base.dashes())
-    return line, base.dots(each, 60).encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
-
-
-def served(rows: Iterable[Record]) -> list[Figure]:
-    """Throughput, tails and failures of load tests by the number of clients or the rate, a panel for each."""
-    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
-    for row in latest(rows):
-        if row.arrivals is not None and row.status == OK and getattr(row, _axis(row)) is not None:
-            by_family[_key(row)].append(row)
-    panels = []
-    for members in by_family.values():
-        family = Family(_title(members[0]), _axis(members[0]), members)
-        for column, meaning in SERVED.items():
-            shown = [row for row in members if getattr(row, column) is not None]
-            data = [dot | base.numbers(row, value=column) for dot, row in family.series(shown)]
-            if len(family.loads()) > 1 and any(dot["value"] for dot in data):
-                panels.append(family.panel(data, meaning=meaning))
-    chart = alt.layer(*_lines(base.rows_chart(), None, ["series:N", "load:O", "value:Q", "point:N"]))
-    about = (
-        "A closed loop keeps each client at one request; in an open loop requests arrive whether or not others have "
-        "ended, and a server that is asked for more than it can do falls behind. Percentiles are over the requests of "
-        "all runs, by the definitions of vLLM's own benchmark."
-    )
-    return base.figure(
-        "load", "Throughput and tails under load", about, chart.properties(width="container", height=300), panels
-    )

@@ -63,8 +63,6 @@ def _row(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     if speeds and others:
         speedup = median(speeds) / median(others)
         low, high = speedup_interval(speeds, others) or (None, None)
-    elif ours.get("tpot_ms") and theirs.get("tpot_ms"):  # of load tests from before there were speeds of categories
-        speedup = theirs["tpot_ms"] / ours["tpot_ms"]
     steps, accepted_at = ours.get("steps"), ours.get("accepted_at") or []
     return {
         "requests": ours["requests"],

@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from points import against, baseline, failed, point
+from points import BASELINE, against, baseline, failed, point
 from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
@@ -20,14 +20,7 @@ from selfspec_cli.report import make as report
 BASE = Record(
     run_id="r",
     time="2026-11-21T00:00:00+0000",
-    arm="baseline",
-    model="m",
-    workload="headline",
-    batch=1,
-    input_len=32,
-    output_len=128,
-    temperature=0.0,
-    repeats=5,
+    **BASELINE | {"output_len": 128},
     tok_s_median=100.0,
     tok_s_min=90.0,
     tok_s_max=105.0,
@@ -36,42 +29,20 @@ BASE = Record(
     key="0" * 12,
     point="base",
 )
-ARM = replace(
-    BASE,
-    arm="layer_skip",
-    E=4,
-    k=5,
-    head="lens",
-    vocab="full",
-    gate="varH",
-    threshold=5.0,
-    tok_s_median=150.0,
-    tok_s_min=140.0,
-    tok_s_max=160.0,
-    speedup=1.5,
-    speedup_low=1.41,
-    speedup_high=1.62,
-    accept_rate=0.625,
-    identical=31,
-    outputs=32,
-    key="1" * 12,
-    baseline="base",
-    point="arm",
-)
+MEASURED = {
+    "tok_s_median": 150.0,
+    "tok_s_min": 140.0,
+    "tok_s_max": 160.0,
+    "speedup": 1.5,
+    "speedup_low": 1.41,
+    "speedup_high": 1.62,
+    "accept_rate": 0.625,
+    "baseline": "base",
+}
+VARH = {"arm": "layer_skip", "E": 4, "k": 5, "head": "lens", "vocab": "full", "gate": "varH", "threshold": 5.0}
+ARM = replace(BASE, **VARH, **MEASURED, identical=31, outputs=32, key="1" * 12, point="arm")
 FAILED = replace(
-    ARM,
-    threshold=6.0,
-    tok_s_median=None,
-    tok_s_min=None,
-    tok_s_max=None,
-    speedup=None,
-    speedup_low=None,
-    speedup_high=None,
-    accept_rate=None,
-    status="failed: <no> memory",
-    key="2" * 12,
-    baseline=None,
-    point="failed",
+    ARM, threshold=6.0, status="failed: <no> memory", key="2" * 12, point="failed", **dict.fromkeys(MEASURED)
 )
 
 
@@ -83,9 +54,9 @@ WISH = Target(
 )
 
 
-def printed(shown, targets=()):
+def printed(rows, targets=()):
     file = StringIO()
-    table.show(shown, Console(file=file), targets)
+    table.show(rows, Console(file=file), targets)
     return file.getvalue()
 
 
@@ -111,34 +82,23 @@ def test_a_failed_arm_is_named_with_its_reason():
     assert "varH ≤ 6: failed: <no> memory" in printed([BASE, FAILED])
 
 
+def shown(row):
+    return dict(zip(table.COLUMNS, table.cells(row), strict=True))
+
+
 def test_what_was_not_measured_is_blank_and_not_zero():
-    bare = replace(ARM, accept_rate=None, identical=None, ppl=None, tok_s_min=None)
-    cells = dict(zip(table.COLUMNS, table.cells(bare), strict=True))
-    assert (cells["accept"], cells["same"], cells["PPL"], cells["tok/s"]) == ("", "", "", "150.0")
-    zero = replace(ARM, accept_rate=0.0, identical=0)
-    assert table.cells(zero)[3] == "0%"
-    assert table.cells(zero)[-1] == "0/32"
-
-
-def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():
-    found = replace(
-        ARM,
-        delta_ppl_of_sampled=0.031,
-        delta_ppl_of_sampled_low=-0.02,
-        delta_ppl_of_sampled_high=0.08,
-        delta_ppl_of_greedy=0.0,
-        delta_ppl_of_greedy_low=0.0,
-        delta_ppl_of_greedy_high=0.0,
-        scores="t acc 0.500 ± 0.050 (drafted)",
-        verdict="lossless",
-    )
-    names = table.COLUMNS
-    cells, bare = (dict(zip(names, table.cells(row), strict=True)) for row in (found, ARM))
-    assert cells["ΔPPL of sampled"] == "+0.03 (-0.02 to +0.08)"
-    assert cells["ΔPPL of greedy"] == "+0.00 (+0.00 to +0.00)"
-    assert (cells["scores"], cells["verdict"]) == ("t acc 0.500 ± 0.050 (drafted)", "lossless")
-    assert cells["ΔPPL"] == ""  # an arm that verifies has none
+    bare = shown(replace(ARM, accept_rate=None, identical=None, ppl=None, tok_s_min=None))
+    assert (bare["accept"], bare["same"], bare["PPL"], bare["tok/s"]) == ("", "", "", "150.0")
     assert {bare[name] for name in ("ΔPPL of sampled", "ΔPPL of greedy", "ΔPPL", "scores", "verdict")} == {""}
+    zero = shown(replace(ARM, accept_rate=0.0, identical=0))
+    assert (zero["accept"], zero["same"]) == ("0%", "0/32")
+
+
+def test_quality_stands_in_the_table_with_its_intervals():
+    sampled = {"delta_ppl_of_sampled": 0.031, "delta_ppl_of_sampled_low": -0.02, "delta_ppl_of_sampled_high": 0.08}
+    cells = shown(replace(ARM, **sampled, scores="t acc 0.500 ± 0.050 (drafted)", verdict="lossless"))
+    assert cells["ΔPPL of sampled"] == "+0.03 (-0.02 to +0.08)"
+    assert (cells["scores"], cells["verdict"]) == ("t acc 0.500 ± 0.050 (drafted)", "lossless")
 
 
 def test_the_last_measurement_of_a_key_wins_and_a_failure_never_hides_one():
@@ -156,7 +116,9 @@ def test_rows_of_other_workloads_and_machines_stand_apart():
         )
     ]
     assert len(rows.groups([ARM, BASE, *other])) == 5
-    assert [row.arm for row in rows.groups([ARM, BASE])[0].rows] == ["baseline", "layer_skip"]
+    (alone,) = rows.groups([ARM, BASE])
+    assert [row.arm for row in alone.rows] == ["baseline", "layer_skip"]
+    assert alone.title == "m, headline: 32 tokens in, 128 out, batch 1, greedy"
 
 
 def test_an_arm_stands_beside_the_baseline_that_its_speedup_was_computed_from():
@@ -380,12 +342,6 @@ def test_no_points_say_how_to_make_some(tmp_path):
         report.run(tmp_path, tmp_path)
 
 
-def test_a_folder_that_two_machines_filled_shows_both_apart():
-    here, there = baseline(), baseline("a", device="another", run_id="20261122-000000-aaaa")
-    shown = [tables.row(made) for made in (here, against(here), there, against(there, "b", device="another"))]
-    assert [[row.device for row in group.rows] for group in rows.groups(shown)] == [["a machine"] * 2, ["another"] * 2]
-
-
 def test_provenance_is_every_points_own():
     """A later run, of another version, does not lend its provenance to the points of the first."""
     newer = {"versions": {"selfspec": "0.2.0"}, "git": {"revision": "b" * 40, "dirty": True}}
@@ -453,19 +409,3 @@ def test_a_rivals_label_can_be_broken_and_a_line_through_lengths_has_none():
     assert rows.label(rival) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
     assert rows.label(replace(rival, k=None)) == "vLLM ngram · prompt_lookup_max=4 · prompt_lookup_min=1"
     assert rows.label(replace(rival, arm="draft_model", E=3, k=None)) == "vLLM draft_model of 3 layers"
-
-
-def test_groups_of_two_texts_have_titles_of_their_own():
-    prose = [
-        replace(
-            row,
-            workload="prose",
-            key=row.key.replace("0", "8").replace("1", "9"),
-            point=f"{row.point}2",
-            baseline=row.baseline and "base2",
-        )
-        for row in (BASE, ARM)
-    ]
-    one, two = (group.title for group in rows.groups([BASE, ARM, *prose]))
-    assert one == "m, headline: 32 tokens in, 128 out, batch 1, greedy"
-    assert two == "m, prose: 32 tokens in, 128 out, batch 1, greedy"

@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import FileIO
@@ -20,7 +20,7 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, documents, profiles, quality, tables
-from selfspec_cli.record.columns import TABLES, AcceptRow
+from selfspec_cli.record.columns import TABLES, AcceptRow, Record
 from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import atomic_write, written
 
@@ -109,26 +109,30 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
         RecordError: it could not be written, or there is such a point already, and nothing of it is left; or its line
             could not, and the point is kept.
     """
-    runs = Path(results) / RUNS
-    target = runs / f"{point.id}.json"
+    target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         atomic_write(target, to_json(point))
-        _sync(runs)
-    _append(Path(results), point)
+        _sync(target.parent)
+    for name, lines in _lines([with_quality(results, point)]).items():
+        if lines:
+            path, text = Path(results) / name, columns.text(TABLES[name], lines)
+            with explained(path), path.open("a", encoding="utf-8") as file:  # one write: several workers may write
+                file.write(text.partition("\n")[2] if file.tell() else text)
     return target
 
 
-def _append(results: Path, point: Point) -> None:
-    """Write a point's line below each table that has one of it, with one write each: several workers may write."""
-    row, accept = tables.row(with_quality(results, point)), tables.accept_row(point)
-    for name, kind in TABLES.items():
-        line = accept if kind is AcceptRow else row
-        if line is not None and columns.has_line(kind, line):
-            text = columns.text(kind, [line])
-            with explained(results / name), (results / name).open("a", encoding="utf-8") as file:
-                file.write(text.partition("\n")[2] if file.tell() else text)
+def _lines(points: Iterable[Point]) -> dict[str, list[Record | AcceptRow]]:
+    """The rows of each table."""
+    lines: dict[str, list[Record | AcceptRow]] = {name: [] for name in TABLES}
+    for point in points:
+        row, accept = tables.row(point), tables.accept_row(point)
+        for name, kind in TABLES.items():
+            line = accept if kind is AcceptRow else row
+            if line is not None and columns.has_line(kind, line):
+                lines[name].append(line)
+    return lines
 
 
 def _sync(folder: Path) -> None:
@@ -202,14 +206,11 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)
         points, warnings = read(results)
-        rows = [tables.row(point) for point in points]
-        accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
-        for name, kind in TABLES.items():
-            lines = [row for row in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, row)]
+        for name, lines in _lines(points).items():
             if lines or (place / name).exists():
                 path = (place / name).resolve()  # a link stays a link
                 with explained(path):
-                    atomic_write(path, columns.text(kind, lines))
+                    atomic_write(path, columns.text(TABLES[name], lines))
     return len(points), warnings
 
 

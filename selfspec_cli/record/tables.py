@@ -162,36 +162,36 @@ def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
 
 def _measured(record: Record, point: Point) -> Record:
     """Every figure that follows from the raw values of a point."""
-    against, engine = point.compared_with, point.engine
-    facts: dict[str, Any] = {name: engine[name] for name in ENGINE_COLUMNS if engine.get(name) is not None}
-    times: dict[str, Any] = latency.summary(request for repeat in point.repeats for request in repeat.requests)
-    record = replace(record, ppl=point.perplexity, **facts, **known(times))
+    against, is_baseline = point.compared_with, point.arm["arm"] == "baseline"
+    values: dict[str, Any] = {name: point.engine[name] for name in ENGINE_COLUMNS if point.engine.get(name) is not None}
+    values |= known(latency.summary(request for repeat in point.repeats for request in repeat.requests))
+    values["ppl"] = point.perplexity
     if speeds := point.tok_s:
-        record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
-        record.speedup = 1.0 if point.arm["arm"] == "baseline" else None
-    if point.arm["arm"] == "baseline" and not record.temperature and (same := control(point)) is not None:
-        record = replace(record, identical=same[0], outputs=same[1])
+        values |= {"tok_s_median": median(speeds), "tok_s_min": min(speeds), "tok_s_max": max(speeds)}
+        values["speedup"] = 1.0 if is_baseline else None
+    same = control(point) if is_baseline else None
     if against is not None:
-        record = replace(record, speedup=against.speedup, speedup_low=against.low, speedup_high=against.high)
-        if not record.temperature:  # what is sampled with drafts is another sample
-            record = replace(record, identical=against.identical, outputs=against.outputs)
-        if record.ppl is not None and against.perplexity is not None:
-            record.delta_ppl = record.ppl - against.perplexity
+        same = against.identical, against.outputs
+        values |= {"speedup": against.speedup, "speedup_low": against.low, "speedup_high": against.high}
+        if point.perplexity is not None and against.perplexity is not None:
+            values["delta_ppl"] = point.perplexity - against.perplexity
+    if same is not None and not record.temperature:  # what is sampled with drafts is another sample
+        values["identical"], values["outputs"] = same
     if record.arrivals is not None:
-        record = _with_load(record, point)
-    return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
+        values |= _of_load(point)
+    return _with_prediction(_with_drafting(replace(record, **values), point), point.engine.get("step_bytes"))
 
 
-def _with_load(record: Record, point: Point) -> Record:
+def _of_load(point: Point) -> dict[str, Any]:
     """What a load test found, besides speed and latencies, which every point has."""
-    facts = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
-    record = replace(record, **facts)
+    values = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
     if not point.repeats:
-        return record
+        return values
+    values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
     limits = latency.Limits(point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms"))
     if limits.any:
-        record.goodput = median([latency.goodput(one.requests, one.seconds, limits) for one in point.repeats])
-    return replace(record, req_s=median([len(repeat.requests) / repeat.seconds for repeat in point.repeats]))
+        values["goodput"] = median([latency.goodput(one.requests, one.seconds, limits) for one in point.repeats])
+    return values
 
 
 ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "power_w", "cpu_own", "cpu_others")

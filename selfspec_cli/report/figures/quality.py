@@ -12,7 +12,7 @@ from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import OK, Point, control
 from selfspec_cli.record.tables import asked
 from selfspec_cli.report.figures import base
-from selfspec_cli.report.figures.base import Figure, Panel
+from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import Group
 
 PERPLEXITIES = {
@@ -38,12 +38,17 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
             ]
             values = [dot["value"] for dot in data] + [0.0] * (column != "ppl")
             if len(data) > 1 and max(values) - min(values) >= SEEN:  # else the table says it
-                panels.append(_panel(group, meaning, measured, data))
+                panels.append(base.of_rows(f"{group.title}, {base.short(rows[0])}", meaning, data, measured))
     about = (
         "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap "
         "over documents or prompts; no line: one sum was kept. An arm whose outputs are all the baseline's has 0."
     )
-    return base.figure("perplexity", "Perplexity", about, _dots("perplexity"), panels)
+    axis = alt.Axis(title="perplexity", tickCount=6, format=".4~g")
+    x = alt.X("value:Q", axis=axis, scale=alt.Scale(zero=False, padding=12))
+    tips = ["arm:N", "value:Q", "low:Q", "high:Q", "point:N"]
+    dots = base.rows_chart().mark_point(filled=True, size=90, opacity=1, yOffset=4)
+    dots = dots.encode(x=x, y=base.arm_axis(), color=base.colour("arm", legend=False), tooltip=tips)
+    return base.figure("perplexity", "Perplexity", about, base.by_arm(base.spans(tips), dots), panels)
 
 
 def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
@@ -61,7 +66,8 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
         ]
         if data and plain is not None and plain.arm["arm"] == "baseline":
             data = [_equal(name, *counts, plain.id) for name, counts in controls(plain, points).items()] + data
-        panels.append(_panel(group, "outputs equal to plain decoding's, token for token", rows, data))
+        where = f"{group.title}, {base.short(group.rows[0])}"
+        panels.append(base.of_rows(where, "outputs equal to plain decoding's, token for token", data, rows))
     x = alt.X(
         "share:Q", axis=alt.Axis(title="share of outputs", format="%", tickCount=6), scale=alt.Scale(domain=[0, 1])
     )
@@ -115,18 +121,3 @@ def _dot(name: str, row: Record, value: float, low: float | None, high: float | 
     ends = {"value": value, "low": low, "high": high}
     rounded = {end: None if number is None else base.sig(round(number, 6)) for end, number in ends.items()}
     return {"arm": name, **rounded, "text": f"{rounded['value']:.4g}", "point": row.point}
-
-
-def _panel(group: Group, name: str, rows: list[Record], data: list[dict[str, Any]]) -> Panel:
-    return base.of_rows(f"{group.title}, {base.short(rows[0])}" if rows else "", name, data, rows)
-
-
-def _dots(title: str) -> Any:
-    x = alt.X(
-        "value:Q", axis=alt.Axis(title=title, tickCount=6, format=".4~g"), scale=alt.Scale(zero=False, padding=12)
-    )
-    tips = ["arm:N", "value:Q", "low:Q", "high:Q", "point:N"]
-    dots = base.rows_chart().mark_point(filled=True, size=90, opacity=1, yOffset=4)
-    return base.by_arm(
-        base.spans(tips), dots.encode(x=x, y=base.arm_axis(), color=base.colour("arm", legend=False), tooltip=tips)
-    )

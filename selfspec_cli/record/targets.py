@@ -75,12 +75,9 @@ def _target(experiment: str, stated: dict[str, Any]) -> Target:
     given = dict(stated)
     arm, source, baseline = given.pop("for", {}), str(given.pop("source", "")), given.pop(OF_BASELINE, None)
     if not isinstance(arm, dict):
-        raise ConfigError(
-            f"{place}: `for` must be a mapping of columns to values, such as {{gate: varH, threshold: 5}}"
-        )
-    for name in arm:
-        if name not in KINDS:
-            raise ConfigError(f"{place}: {closest(name, KINDS, 'column')}")
+        raise ConfigError(f"{place}: `for` must map columns to values, such as {{gate: varH, threshold: 5}}")
+    if unknown := [name for name in arm if name not in KINDS]:
+        raise ConfigError(f"{place}: {closest(unknown[0], KINDS, 'column')}")
     if "tok_s" in given:
         given["tok_s_median"] = given.pop("tok_s")
     values = {}

@@ -129,20 +129,17 @@ def targets(sources: Sources) -> list[dict[str, str]]:
             measured = [value for row in rows if (value := getattr(row, name)) is not None]
             reached = any(target.reached(row, name) for row in rows)
             best = (min if less_is_better(name) else max)(measured) if measured else None
-            shown.append(
-                {
-                    "experiment": target.experiment,
-                    "arm": arm,
-                    "target": wish(name, low, high),
-                    "source": target.source,
-                    "measured": "not measured" if best is None else f"{best:.4g}",
-                    "reached": "" if best is None else "yes" if reached else "no",
-                }
-            )
+            about = {"experiment": target.experiment, "arm": arm, "source": target.source}
+            found = {
+                "target": wish(name, low, high),
+                "measured": "not measured" if best is None else f"{best:.4g}",
+                "reached": "" if best is None else "yes" if reached else "no",
+            }
+            shown.append(about | found)
     return shown
 
 
-def checks(sources: Sources) -> list[dict[str, str]]:
+def checks(sources: Sources) -> list[dict[str, Any]]:
     """Verdicts of performance checks, the newest first, and what decided those that are not green."""
     shown = []
     for line in sources.checks[: -MOST_CHECKS - 1 : -1]:
@@ -152,16 +149,7 @@ def checks(sources: Sources) -> list[dict[str, str]]:
             for result in deciding
         ]
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        shown.append(
-            {
-                "time": line["time"],
-                "check": line["check"],
-                "outcome": line["outcome"],
-                "because": "; ".join(words[:3]) + more,
-                "code": line["place"]["code"],
-                "device": line["place"]["device"],
-            }
-        )
+        shown.append(line | line["place"] | {"because": "; ".join(words[:3]) + more})
     return shown
 
 

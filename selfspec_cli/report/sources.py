@@ -111,12 +111,8 @@ def _read_curves(sources: Sources, root: Path) -> None:
     alone = archive.is_folder(root / folder.RUNS)
     for file in archive.below(root / "roc" if alone else root, "curves.json"):
         try:
-            sources.curves[_name(file, root)] = json.loads(archive.read_text(file))["panels"]
+            place = [part for part in file.parent.relative_to(root).parts if part != "roc"]
+            name = archive.shown("/".join(place) or root.resolve().name)
+            sources.curves[name] = json.loads(archive.read_text(file))["panels"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             sources.warnings.append(f"{file}: {' '.join(str(error).split())}; left out")
-
-
-def _name(file: Path, root: Path) -> str:
-    """A short name of the place that a file lies in."""
-    parts = [part for part in file.parent.relative_to(root).parts if part != "roc"]
-    return archive.shown("/".join(parts) or root.resolve().name)

@@ -60,15 +60,10 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 def document(sources: Sources) -> dict[str, Any]:
     """The report as JSON: what was found, rows, targets, provenance. What was not measured is null."""
     together = groups(sources.rows)
-    tables_ = [
-        {
-            "title": group.title,
-            "machine": group.rows[0].device,
-            "found": group.headline,
-            "points": [row.point for row in group.rows],
-        }
-        for group in together
-    ]
+    tables_ = []
+    for group in together:
+        about = {"title": group.title, "machine": group.rows[0].device, "found": group.headline}
+        tables_.append(about | {"points": [row.point for row in group.rows]})
     return {
         "found": overview(together),
         "tables": tables_,

@@ -72,7 +72,7 @@ def test_no_target_asks_an_arm_for_what_it_cannot_have():
     ("text", "message"),
     [
         ("overrides: []\ntargets: 5", "must be a list of mappings"),
-        ("overrides: []\ntargets: [{for: 5}]", "must be a mapping"),
+        ("overrides: []\ntargets: [{for: 5}]", "must map columns"),
         ("overrides: []\ntargets: [{for: {gaet: varH}}]", "did you mean 'gate'"),
         ("overrides: []\ntargets: [{accept_rat: 0.4}]", "did you mean 'accept_rate'"),
         ("overrides: []\ntargets: [{accept_rate: many}]", "accept_rate='many'"),

@@ -49,7 +49,7 @@ class Panel:
     """One set of data of a figure.
 
     group: what it has in common with other panels. points: ids of the points in it. axis: title of the axis of load.
-    colours: of each name that is drawn, in the order of a legend (`figures.colours`).
+    colours: of each name that is drawn, in the order of a legend (`figures.coloured`).
     """
 
     group: str

@@ -52,12 +52,14 @@ def condition(word: str) -> Callable[[Record], bool]:
 def _value(name: str, text: str, word: str) -> Any:
     """A value in the type of its column; None for no text."""
     kind = KINDS[name]
-    if not text or kind.startswith("str"):
-        return text or None
+    if not text:
+        return None
     if kind.startswith("bool"):
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"{word}: {name} is true or false")
         return text.lower() == "true"
+    if not kind.startswith(("int", "float")):
+        return text
     try:
         return float(text)
     except ValueError as error:

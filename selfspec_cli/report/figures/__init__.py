@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report import rows as names
-from selfspec_cli.report.figures import categories, drafts, profile, quality, speed, under_load
+from selfspec_cli.report.figures import drafts, quality, speed, under_load
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS, SERIES, Figure, Panel, name_of
 from selfspec_cli.report.rows import Group, groups
 from selfspec_cli.report.sources import Sources
@@ -24,12 +24,12 @@ def of_sources(sources: Sources) -> list[Figure]:
         *under_load.waits(by_load),
         *quality.identical(together, sources.points),
         *speed.throughput(together),
-        *categories.categories(together, sources.points),
+        *speed.by_category(together, sources.points),
         *quality.perplexities(together),
         *drafts.against(together, "threshold"),
         *drafts.against(together, "k"),
         *drafts.positions(together, sources.accepts),
-        *profile.shares(sources.profiles),
+        *speed.parts(sources.profiles),
         *drafts.roc(sources.curves),
     ]
     return coloured(figures, sources.rows)

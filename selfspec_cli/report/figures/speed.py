@@ -1,17 +1,21 @@
-"""Figures of speed: speedups, throughput and latencies."""
+"""Figures of speed: speedups, by category of prompts too, throughput and latencies, and where the time goes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
 
+from selfspec_cli.record import categories, tables
 from selfspec_cli.record.columns import Record
+from selfspec_cli.record.point import Point
+from selfspec_cli.record.profiles import PARTS, Profile
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report.figures import base
-from selfspec_cli.report.figures.base import Figure
-from selfspec_cli.report.rows import Group, times
+from selfspec_cli.report.figures.base import Figure, Panel
+from selfspec_cli.report.rows import Group, group_title, label, times
 
 MEASURES = (
     ("tokens a second: slowest, median and fastest repeat", "tok/s", ("tok_s_median", "tok_s_min", "tok_s_max")),
@@ -101,3 +105,87 @@ def _span(name: str, row: Record, columns: Sequence[str], unit: str) -> dict[str
         "text": (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}",
         "point": row.point,
     }
+
+
+OF_CATEGORY = ("speedup", "low", "high", "accepted", "tok_step", "requests", "tpot_ms")
+
+
+def by_category(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
+    """Speedup, with its interval, and acceptance of each category of prompts: a dot an arm."""
+    by_point: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in categories.rows(points):
+        if line["speedup"] is not None:
+            values = line | {"accepted": next(iter(line["accepted"]), None)}  # of the first draft of a step
+            numbers = {name: base.sig(values[name]) for name in OF_CATEGORY}
+            by_point[line["point"]].append({"category": line["category"], "point": line["point"]} | numbers)
+    panels = []
+    for group in groups:
+        rows = [row for row in group.rows if row.point in by_point]
+        named = zip(base.labels(rows), rows, strict=True)
+        data = [{"series": name} | line for name, row in named for line in by_point[row.point]]
+        panels += base.on_machine(group, data, rows)
+    y = alt.Y(
+        "category:N",
+        sort=None,
+        axis=alt.Axis(title=None, labelLimit=220),
+        scale=alt.Scale(paddingInner=0.5, paddingOuter=0.25),
+    )
+    # Arms stand below each other in each category.
+    below = alt.YOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[base.NAMES]))
+    tips = ["series:N", "category:N", *(f"{name}:Q" for name in OF_CATEGORY)]
+    each = base.rows_chart().encode(y=y, yOffset=below, color=base.colour("series"), tooltip=tips)
+    ends = each.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q")
+    speedup = alt.X("speedup:Q", axis=base.times_axis("speedup"), scale=alt.Scale(zero=False))
+    share = alt.Axis(title="steps that kept their first draft", format="%", tickCount=6)
+    kept = base.dots(each, 60).transform_filter("isValid(datum.accepted)")
+    parts = (
+        base.unit_line(x="one:Q") + ends + base.dots(each, 60).encode(x=speedup),
+        kept.encode(x=alt.X("accepted:Q", axis=share, scale=alt.Scale(domain=[0, 1]))),
+    )
+    chart = alt.vconcat(*(part.properties(width="container", height=alt.Step(base.STEP)) for part in parts))
+    about = (
+        "Above: tokens a second of a category's requests over the baseline's, with the 95 % interval. Below: the share "
+        "of the steps in which the first draft was accepted. The file of prompts has the categories, and "
+        "`selfspec report --by category` prints them."
+    )
+    return base.figure("categories", "Speedup and acceptance by category", about, chart, panels)
+
+
+PART_COLOURS = dict(zip(PARTS, [*base.SERIES[: len(PARTS) - 1], base.PLAIN], strict=True))
+"""One for each part, in the order in which they stand in a bar."""
+
+
+def parts(profiles: Sequence[Profile]) -> list[Figure]:
+    """A bar an arm, with the share of each part in the wall time; a panel for each model, workload and machine."""
+    by_machine: dict[tuple[str, str], list[Profile]] = {}
+    for profile in profiles:
+        by_machine.setdefault((profile.device, group_title(tables.of_arm(profile.arm))), []).append(profile)
+    panels = []
+    for (device, title), members in by_machine.items():
+        data: list[dict[str, Any]] = []
+        for profile in sorted(members, key=lambda profile: profile.arm["arm"] != "baseline")[: base.LONGEST]:
+            name = label(tables.of_arm(profile.arm))
+            number = f"{profile.tok_s:.1f} tok/s"
+            for order, part in enumerate(part for part in PART_COLOURS if part in profile.seconds):
+                seconds = profile.seconds[part]
+                shares = {"share": base.sig(seconds / profile.wall), "ms": base.sig(1000 * seconds / profile.rounds)}
+                text = number if order == 0 else ""
+                data.append({"arm": name, "part": part, "what": PARTS[part], "order": order, "text": text} | shares)
+        panels.append(Panel(device, title, data))
+    colour = alt.Color(
+        "part:N",
+        sort=list(PART_COLOURS),
+        scale=alt.Scale(domain=list(PART_COLOURS), range=list(PART_COLOURS.values())),
+        legend=alt.Legend(title=None, orient="bottom", columns=4),
+    )
+    x = alt.X("share:Q", stack=True, axis=alt.Axis(title="share of the wall time", format="%", tickCount=6))
+    tips = ["arm:N", "part:N", "what:N", alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("ms:Q", title="ms a round")]
+    titles = base.titles_above().transform_filter("datum.order == 0")
+    chart = (base.bars(x, tips, color=colour, order="order:Q") + titles).properties(
+        width="container", height=alt.Step(base.STEP)
+    )
+    about = (
+        "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
+        "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."
+    )
+    return base.figure("profile", "Where the time goes", about, chart, panels)

@@ -75,13 +75,10 @@ def details(sources: Sources) -> dict[str, Any]:
     a name and a text."""
     pool: dict[str, int] = {}
     where = sources.places or ["."] * len(sources.points)
-    rows = [
-        [
-            [title, *(pool.setdefault(json.dumps(part), len(pool)) for part in parts)]
-            for title, *parts in _sections(point, folder)
-        ]
-        for point, folder in zip(sources.points, where, strict=True)
-    ]
+    rows = []
+    for point, folder in zip(sources.points, where, strict=True):
+        sections = [(title, [json.dumps(part) for part in parts]) for title, *parts in _sections(point, folder)]
+        rows.append([[title, *(pool.setdefault(part, len(pool)) for part in parts)] for title, parts in sections])
     return {"pool": [json.loads(part) for part in pool], "rows": rows}
 
 

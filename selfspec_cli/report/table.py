@@ -81,9 +81,7 @@ COLUMNS: Columns = {
 
 
 def cells(row: Record, shown: Columns = COLUMNS) -> list[str]:
-    """One row of text; for a failed arm its label and the reason."""
-    if row.status != OK:
-        return [label(row), row.status, *[""] * (len(shown) - 2)]
+    """One measured row as text."""
     return [show(row) for show in shown.values()]
 
 

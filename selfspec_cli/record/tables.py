@@ -169,7 +169,7 @@ def _measured(record: Record, point: Point) -> Record:
     if speeds := point.tok_s:
         values |= {"tok_s_median": median(speeds), "tok_s_min": min(speeds), "tok_s_max": max(speeds)}
         values["speedup"] = 1.0 if is_baseline else None
-    same = control(point) if is_baseline else None
+    same: tuple[int | None, int | None] | None = control(point) if is_baseline else None
     if against is not None:
         same = against.identical, against.outputs
         values |= {"speedup": against.speedup, "speedup_low": against.low, "speedup_high": against.high}

@@ -92,9 +92,8 @@ def environment(folder: Path, words: list[str]) -> Path:
     """Make an environment with `pip install WORDS`, run from this checkout; returns its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words], cwd=REPO, check=True
-    )
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *words], cwd=REPO, check=True)
     return python
 
 
@@ -158,11 +157,8 @@ def readme_commands(environment: Path, empty: Path) -> dict[str, dict[str, Any]]
     for name, more in COMMANDS.items():
         words = [environment / "bin" / "selfspec", name, *CPU, *more]
         done = subprocess.run(words, cwd=empty, env=variables, capture_output=True, text=True)
-        found[name] = {
-            "words": [*CPU, *more],
-            "exit_code": done.returncode,
-            "failed": [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()[-20:],
-        }
+        failed = [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()[-20:]
+        found[name] = {"words": [*CPU, *more], "exit_code": done.returncode, "failed": failed}
     return found
 
 
@@ -201,28 +197,24 @@ def beside_unknown(folder: Path) -> dict[str, Any]:
     run = [python, program, REPO / "experiments" / "reference_model" / "model"]
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
-    return {
-        "said": [
-            line for line in lines if line.startswith(("generated", "taken")) or "was not tried with selfspec" in line
-        ],
-        "failed": [] if done.returncode == 0 else lines[-20:],
-    }
+    kept = [line for line in lines if line.startswith(("generated", "taken")) or "was not tried with selfspec" in line]
+    return {"said": kept, "failed": [] if done.returncode == 0 else lines[-20:]}
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
     faults = []
     serving, bench = found.get("serving"), found.get("bench")
-    for name, size in found.get("wheels", {}).items():
+    for name, size in found["wheels"].items():
         if name.startswith("selfspec-") and size > LARGEST_WHEEL:
             faults.append(f"{name} has {size:,} bytes, more than {LARGEST_WHEEL:,}")
     if serving is not None and (serving["help_exit_code"] != 2 or "selfspec[bench]" not in "".join(serving["help"])):
         faults.append("the command line of the serving install does not name the extra that it misses")
     if bench is not None and bench["help_exit_code"] != 0:
         faults.append("the command line of the bench install shows no help")
-    for part, names in found.get("lost in an sdist", {}).items():
+    for part, names in found["lost in an sdist"].items():
         faults += [f"{name} is not in both wheels of {part}, of the checkout and of its sdist" for name in names]
-    for release, both in found.get("beside a vLLM", {}).items():
+    for release, both in found["beside a vLLM"].items():
         if [name.partition("-")[0] for name in both] != ["selfspec", "selfspec"]:
             faults.append(f"next to vLLM {release} pip would install {both} and not selfspec alone")
     for name, run in found.get("commands", {}).items():

@@ -9,15 +9,16 @@ import re
 from pathlib import Path
 
 from figure_cells import ROOT, table
-from figure_milestones import milestones
-from figure_readme import rivals, settings
 from figure_tables import (
     by_load,
     first_drafts,
     fixed_lengths,
     hosts,
+    milestones,
     one_line,
+    rivals,
     served,
+    settings,
     spec_bench,
 )
 from picture_one_line import picture
@@ -26,16 +27,14 @@ from selfspec_cli.config import options
 from selfspec_cli.config.schema import GROUPS
 from selfspec_cli.record.columns import TABLES, header, meanings
 
+JOINS = {"key": "joins the tables: of one setting on one workload", "point": "joins the tables: of one measurement"}
+
 
 def columns() -> str:
     """Write a table of the columns of each file of a results folder."""
     parts = []
     for file, kind in TABLES.items():
-        meaning = {
-            "key": "joins the tables: of one setting on one workload",
-            "point": "joins the tables: of one measurement",
-        }
-        meaning |= meanings(kind)
+        meaning = JOINS | meanings(kind)
         rows = [(f"`{name}`", meaning.get(name)) for name in header(kind)]
         about = " ".join((kind.__doc__ or "").split())
         parts += [f"### {file}", f"{about} {len(rows)} columns.", table(("column", "what it holds"), rows)]

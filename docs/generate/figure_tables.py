@@ -1,37 +1,39 @@
-"""A folder of points as one table: a row an arm, a column a load; each cell is one point."""
+"""The generated tables of README and docs, from published points and files."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from figure_cells import data_of, number, points_of, ratio, rows_of, table
+import pandas
+from figure_cells import at, data_of, number, percent, points_of, ratio, rows_of, table
 
-from selfspec_cli.record import tables
+from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.report.rows import label
+from selfspec_cli.record.point import Point
+from selfspec_cli.record.targets import Target, experiments_of, targets_of
+from selfspec_cli.report.rows import groups, label
+from selfspec_cli.report.sources import folders as results_folders
+from selfspec_cli.report.table import wish
+
+# ---- A folder of points: a row an arm, a column a load; each cell is one point
 
 
-def by_load(folder: str) -> str:
-    """Tokens a second and speedups of a folder with several loads.
-
-    Raises:
-        ValueError: two points would share a cell.
-    """
-    cells: dict[str, dict[tuple[int | None, int | None], str]] = {}
-    for row in map(tables.row, points_of(folder)):
-        load = (row.input_len, row.batch)
-        if load in cells.setdefault(_arm(row), {}):
-            raise ValueError(f"{folder}: two points are {_arm(row)} at {load}")
-        cells[_arm(row)][load] = _speed(row)
-    loads = sorted({load for line in cells.values() for load in line}, key=lambda load: (load[0] or 0, load[1] or 0))
-    short = loads[0][0]
+def by_load(name: str) -> str:
+    """Tokens a second and speedups of a folder with several loads; raises ValueError where two points share a cell."""
+    cells = [(_arm(row), row.input_len, row.batch, _speed(row)) for row in map(tables.row, points_of(name))]
+    frame = pandas.DataFrame(cells, columns=["arm", "tokens", "batch", "speed"])
+    by_arm = frame.pivot(index="arm", columns=["tokens", "batch"], values="speed").sort_index(axis=1)
+    by_arm = by_arm.reindex(frame["arm"].unique()).astype(object).where(by_arm.notna(), None)
+    short = frame["tokens"].min()
     header = [
-        f"batch {batch}" + ("" if tokens == short else f", {tokens:,} tokens of context") for tokens, batch in loads
+        f"batch {batch}" + ("" if tokens == short else f", {tokens:,} tokens of context")
+        for tokens, batch in by_arm.columns
     ]
-    return table(
-        ("arm, tok/s (speedup)", *header), [(arm, *(line.get(load) for load in loads)) for arm, line in cells.items()]
-    )
+    return table(("arm, tok/s (speedup)", *header), by_arm.itertuples(name=None))
 
 
 def _arm(row: Record) -> str:
@@ -58,7 +60,7 @@ def hosts() -> str:
         if all(load in one for one in by_host.values()):
             workload, batch = load
             pairs = [by_host[host][load] for host in HOSTS]
-            rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
+            rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _host_cells(*pair))))
     parts = ("plain tok/s", "drafts tok/s", "speedup")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
 
@@ -73,7 +75,7 @@ def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, R
     return {load: (pair[False], pair[True]) for load, pair in pairs.items() if len(pair) == 2}
 
 
-def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
+def _host_cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
     speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
     return *speeds, ratio(drafts.speedup)
 
@@ -234,3 +236,167 @@ def first_drafts() -> str:
         cells = [known.get((model, view, *way)) for model in MODELS for way in ways.values()]
         lines.append((words, *(None if cell is None else f"{float(cell):.3f}" for cell in cells)))
     return table(("draft weights of all layers", *header), lines)
+
+
+# ---- Settings: a row is one setting, a cell the published point with its key
+
+
+LOADS = (1, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One setting on one model and machine.
+
+    runs: folders of points that measured it; the median of several is shown. keys: the key of its point by number of
+    requests.
+    """
+
+    model: str
+    setting: str
+    runs: tuple[str, ...]
+    keys: dict[int, str]
+
+
+def _lines() -> Iterator[Line | str]:
+    """Yield the lines of settings.tsv: model, what drafts, folders, keys by number of requests; or a heading alone."""
+    for text in Path(__file__).with_name("settings.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        heading, *rest = text.split("\t")
+        if not rest:
+            yield heading
+            continue
+        setting, runs, keys = rest
+        by_load = dict(key.split(":") for key in keys.split())
+        yield Line(heading, setting, tuple(runs.split()), {int(load): key for load, key in by_load.items()})
+
+
+def rivals() -> str:
+    """List where another method of vLLM was faster than every measured setting of self-speculation."""
+    return "\n".join(f"- {line}" for line in lost(at("rivals")))
+
+
+def settings() -> str:
+    """Write a row per setting, with a column per number of requests."""
+    rows = [
+        (line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *setting_cells(line))
+        for line in _lines()
+    ]
+    return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
+
+
+def setting_cells(line: Line) -> list[str]:
+    """Return the speedups of a line by LOADS; a median is followed by the number of its runs.
+
+    Raises:
+        ValueError: a key names no point or a point of another load, or the points have several settings.
+    """
+    cells, setting = [], None
+    for load in LOADS:
+        points = [point for name in line.runs for point in points_of(name) if point.key == line.keys.get(load)]
+        if not points and load in line.keys:
+            raise ValueError(f"{line.setting}: no point of {', '.join(line.runs)} has the key {line.keys[load]}")
+        for point in points:
+            setting = setting or one_setting(point)
+            if point.arm["batch"] != load or one_setting(point) != setting:
+                raise ValueError(f"{line.setting}: {point.id} is of another load or setting than its row")
+        values = [point.compared_with.speedup for point in points if point.compared_with is not None]
+        runs = f" ({len(values)} runs)" if len(values) > 1 else ""
+        cells.append(f"{ratio(statistics.median(values))}{runs}" if values else "")
+    return cells
+
+
+def one_setting(point: Point) -> dict[str, Any]:
+    """Return a point's setting without the load and the length of the measurement."""
+    left_out = ("batch", "repeats", "seed", "output_len")
+    return {name: value for name, value in point.arm.items() if name not in left_out and value is not None}
+
+
+# ---- Where another method of vLLM was faster
+
+
+TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
+"""The prompts of a workload in words."""
+
+
+def lost(place: Path) -> Iterator[str]:
+    """List settings of other methods that were faster than every setting of early exit, by model, text and load.
+
+    Faster means that the whole interval is above early exit's intervals.
+    """
+    for results in results_folders(place):
+        points = [point for point in folder.read(results)[0] if point.ok]
+        for group in groups(tables.row(point) for point in points):
+            drafting = (row for row in group.rows if row.arm != "baseline" and row.speedup is not None)
+            measured = sorted(drafting, key=lambda row: -row.speedup)
+            ours = [row for row in measured if row.arm == "layer_skip"]
+            above = [
+                row
+                for row in measured
+                if ours and row not in ours and (row.speedup_low or row.speedup or 0) > max(_high(own) for own in ours)
+            ]
+            if not above:
+                continue
+            first = group.rows[0]
+            text = TEXTS.get(first.workload or "", "random text")
+            others = " and ".join(f"{_method(row)} {row.speedup:.2f}x" for row in above)
+            own = " and ".join(f"{_method(row)} {row.speedup:.2f}x" for row in ours)
+            where = f"{first.model}, {text}, {first.input_len:,} tokens in, batch {first.batch}, {first.device}"
+            yield f"{others}, where early exit was {own} ({where})"
+
+
+def _method(row: Record) -> str:
+    """Return a setting in two or three words."""
+    if row.arm == "layer_skip":
+        return _arm(row).replace(" · lens", "").replace(" · no gate", "")
+    return f"{(row.speculative or row.arm).partition(' ')[0]} k={row.k}"
+
+
+def _high(row: Record) -> float:
+    return row.speedup_high or row.speedup or 0.0
+
+
+# ---- The milestones of the first sprint: what its plan expected, and what was found
+
+
+def milestones(place: str = "sprint/milestones") -> str:
+    """Write the arms of which the plan expected something, and the tuned one, each with the target of its experiment.
+
+    A speedup is the one that accepted tokens and bytes imply, because other programs ran beside these points.
+    """
+    points = [point for point in points_of(place) if point.ok]
+    targets = targets_of(points)
+    drafting = next(point for point in points if point.engine.get("step_bytes"))
+    read, layer = drafting.engine["step_bytes"], drafting.arm["E"]
+    rows: list[tuple[Any, ...]] = []
+    for point in points:
+        row = tables.row(point)
+        (experiment,) = experiments_of(point)
+        milestone, expected = experiment.partition("_")[0], _wanted(experiment, row, targets)
+        if not expected and milestone != "m5":
+            continue
+        delta = None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}"
+        figures = (ratio(_by_bytes(row, read, layer)), percent(row.accept_rate), delta)
+        rows.append((milestone, label(row), expected, *figures))
+    header = ("milestone", "arm", "expected", "by bytes read", "accept rate", "ΔPPL of library code")
+    return table(header, sorted(rows, key=lambda row: row[0]))
+
+
+def _by_bytes(row: Record, read: Mapping[str, float], layer: int) -> float | None:
+    """A speedup by counts alone: the cost model's of an arm that verifies, and of skip the bytes of a step that it reads.
+
+    read, layer: bytes of a step, and the exit, of an arm of that model that drafts with its own first layers. The cache
+    of keys and values tells how many layers there are: the draft reads `layer` of them.
+    """
+    if row.arm == "layer_skip":
+        return row.predicted
+    if row.E is None:
+        return 1.0
+    layers = layer * read["full_kv_token"] / read["draft_kv_token"]
+    one_layer = (read["full"] - read["draft"]) / (layers - layer)
+    return read["full"] / (read["full"] - (layers - row.E) * one_layer)
+
+
+def _wanted(experiment: str, row: Record, targets: list[Target]) -> str:
+    """What the plan wanted of an arm. A speed is wanted as a speedup, and of the baseline nothing can be."""
+    matching = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
+    return ", ".join(wish(name, low, high) for one in matching for name, (low, high) in one.values.items())

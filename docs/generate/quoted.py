@@ -131,7 +131,8 @@ def problems(text: str, quotes: Quotes) -> list[str]:
             continue
         if published not in (None, figure.replace(",", "").removeprefix("+")):
             wrong.append(f"{figure} is {published} in {source}")
-    wanted, seen = [figure for figure, _ in quotes], _figures(prose, {figure for figure, _ in quotes})
+    wanted = [figure for figure, _ in quotes]
+    seen = [match[0] for match in _occurrences(prose, set(wanted))]
     missing, added = Counter(wanted) - Counter(seen), Counter(seen) - Counter(wanted)
     wrong += [f"{figure} names no published point" for figure in added]
     wrong += [f"{figure} is in quoted.tsv and not on the page" for figure in missing]
@@ -150,12 +151,8 @@ def _as_written(figure: str, published: float | None) -> str | None:
     return f"{published * UNITS.get(match[2].strip(), 1.0):.{digits}f}{match[2]}"
 
 
-def _figures(prose: str, listed_figures: set[str]) -> list[str]:
-    """Return the figures of a text in their order: those of the list, and every speedup."""
-    return [match[0] for match in _occurrences(prose, listed_figures)]
-
-
 def _occurrences(prose: str, listed_figures: set[str]) -> Iterator[re.Match[str]]:
+    """Yield the figures of a text in their order: those of the list, and every speedup."""
     exact = "|".join(re.escape(figure) for figure in sorted(listed_figures, key=len, reverse=True))
     pattern = rf"(?<![\w.,+-])(?:{exact})(?![\w%]|[.,]\d)|{SPEEDUP.pattern}" if exact else SPEEDUP.pattern
     return re.finditer(pattern, prose)

@@ -11,8 +11,8 @@ from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import archive, folder, tables
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Point
+from selfspec_cli.record.tables import asked
 from selfspec_cli.report.rows import label, latest
 
 MODELS = 3  # for which a report says what to deploy

@@ -20,8 +20,8 @@ from selfspec_cli.engine import server
 from selfspec_cli.load_patterns.trace import asked_requests
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import tables
-from selfspec_cli.record.load_words import asked as asked_in_words
-from selfspec_cli.record.load_words import searched
+from selfspec_cli.record.tables import asked as asked_in_words
+from selfspec_cli.record.tables import searched
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import load as stage

@@ -15,7 +15,7 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, emit, say, warn
 from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.record.columns import plain
-from selfspec_cli.report.formats import Format
+from selfspec_cli.report import Format
 
 
 class By(StrEnum):
@@ -61,13 +61,13 @@ def report(
     folder = configs.results_dir(overrides)
     if compare is None and by is None and form is Format.html:
         return _page(out, folder, pages or folder, where or [], figures)
-    from selfspec_cli.report import by_category, compared, sources, static
+    from selfspec_cli.report import by_category, sources, static
     from selfspec_cli.report import compare as comparing
 
     form = Format.json if out.as_json else form
     if compare is not None:
         comparison = comparing.compare(compare, folder, where or [])
-        warnings, text = comparison.warnings, compared.text(comparison, form)
+        warnings, text = comparison.warnings, comparing.text(comparison, form)
     else:
         read = sources.read(folder, where or [])
         warnings, text = read.warnings, (static if by is None else by_category).text(read, form)

@@ -9,7 +9,6 @@ import json
 import lzma
 import os
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,76 +16,50 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.whole import written
 
 SUFFIX = ".jsonl.xz"
-MADE = (
-    "summary.csv",
-    "details.csv",
-    "loads.csv",
-    "quality.csv",
-    "profiles.csv",
-    "accept.tsv",
-)
-"""Tables that are made of the other files, and therefore not kept."""
 KEPT = (".json", ".csv", ".tsv", ".yaml")
+TABLES = (".csv", ".tsv")
+"""Tables beside a folder `runs` are made of its points, and therefore not kept."""
 
 
-def inside(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """The archive that a path names or leads into, and the place inside it ("" for all of it); None for other paths."""
+def inside(path: str | os.PathLike[str]) -> Path | None:
+    """The archive that a path names or leads into; None for other paths."""
     full = Path(path)
-    for candidate in (full, *full.parents):
-        if candidate.name.endswith(SUFFIX) and candidate.is_file():
-            rest = full.relative_to(candidate).as_posix()
-            return candidate, "" if rest == "." else rest
-    return None
+    return next((place for place in (full, *full.parents) if place.name.endswith(SUFFIX) and place.is_file()), None)
 
 
-def refuse(results: str | os.PathLike[str]) -> None:
-    """Say that nothing can be written to an archive.
-
-    Raises:
-        ConfigError: `results` is one, or lies in one.
-    """
-    if inside(results) is not None:
+def refuse(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError where a path is an archive or lies in one: nothing can be written to it."""
+    if (archive := inside(path)) is not None:
         raise ConfigError(
-            f"results_dir={results} is an archive of published results, which is only read; name a folder: "
+            f"results_dir={archive} is an archive of published results, which is only read; name a folder: "
             "results_dir=NAME (selfspec runs export: --out NAME)"
         )
 
 
 def expect(path: str | os.PathLike[str], setting: str) -> None:
-    """Say that a folder to read is missing, and which one has nearly its name.
-
-    Raises:
-        ConfigError: there is no such folder, and no such archive.
-    """
+    """Raise ConfigError where there is no such folder or archive, with the name that is nearly this one."""
     folder = Path(path)
     if is_folder(folder):
         return
-    here = {
-        str(other): other.name for other in folder.parent.glob("*") if other.is_dir() or other.name.endswith(SUFFIX)
-    }
-    near = get_close_matches(folder.name, here.values(), n=1)
-    hint = f"; did you mean {next(name for name, short in here.items() if short == near[0])}?" if near else ""
+    near = get_close_matches(folder.name, [other.name for other in folder.parent.glob("*") if is_folder(other)], n=1)
+    hint = f"; did you mean {folder.parent / near[0]}?" if near else ""
     raise ConfigError(f"{setting}={path}: there is no such folder{hint}")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder, or one of an archive."""
-    located = inside(path)
-    if located is None:
+    """Whether a path is a folder, an archive, or a folder of an archive."""
+    archive = inside(path)
+    if archive is None:
         return path.is_dir()
-    archive, within = located
-    return not within or any(name.startswith(f"{within}/") for name in _lines(archive))
+    return path == archive or any(path in file.parents for file in contents(archive))
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
     """The files of a folder, or of a folder of an archive, whose names match a pattern; sorted, not those below it."""
-    located = inside(folder)
-    if located is None:
+    archive = inside(folder)
+    if archive is None:
         return sorted(folder.glob(pattern))
-    archive, within = located
-    above = f"{within}/" if within else ""
-    names = [name[len(above) :] for name in _lines(archive) if name.startswith(above)]
-    return [folder / name for name in sorted(names) if "/" not in name and fnmatchcase(name, pattern)]
+    return sorted(file for file in contents(archive) if file.parent == folder and file.match(pattern))
 
 
 def read_text(file: Path) -> str:
@@ -96,58 +69,47 @@ def read_text(file: Path) -> str:
         OSError: there is none.
         UnicodeDecodeError: it is no text.
     """
-    located = inside(file)
-    if located is None:
+    archive = inside(file)
+    if archive is None:
         return file.read_text(encoding="utf-8")
-    archive, within = located
-    if within not in _lines(archive):
+    if file not in (lines := contents(archive)):
         raise FileNotFoundError(2, "there is no such file in the archive", str(file))
-    line = json.loads(_lines(archive)[within])
+    line = json.loads(lines[file])
     return str(line["text"]) if "text" in line else json.dumps(line["data"], ensure_ascii=False)
 
 
 def below(root: Path, name: str) -> list[Path]:
     """Every folder or file called `name` at or below `root`, also in archives; sorted."""
-    if inside(root) is None:
-        paths = list(root.rglob(name))
-        for archive in root.rglob(f"*{SUFFIX}"):
-            paths += below(archive, name)
-        return sorted(paths)
-    archive = (inside(root) or (root,))[0]
-    matches = set()
-    for file in _lines(archive):
-        parts = file.split("/")
-        matches |= {archive.joinpath(*parts[: at + 1]) for at, part in enumerate(parts) if fnmatchcase(part, name)}
-    return sorted(path for path in matches if path.is_relative_to(root))
+    archive = inside(root)
+    if archive is None:
+        packed = (path for archive in root.rglob(f"*{SUFFIX}") for path in below(archive, name))
+        return sorted([*root.rglob(name), *packed])
+    paths = {path for file in contents(archive) for path in (file, *file.parents)}
+    return sorted(path for path in paths if path.name == name and path.is_relative_to(root))
 
 
-def contents(archive: Path) -> list[Path]:
-    """Every file of an archive."""
-    return [archive / name for name in _lines(archive)]
-
-
-def shown(path: str | os.PathLike[str]) -> str:
-    """A path without the archive's ending, as the folder that was packed is called."""
-    return str(path).replace(SUFFIX, "")
-
-
-@lru_cache(maxsize=128)
-def _read(archive: Path, stamp: tuple[int, int]) -> dict[str, str]:
-    try:
-        lines = lzma.decompress(archive.read_bytes()).decode().splitlines()
-        return {json.loads(line)["file"]: line for line in lines}
-    except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{archive} is no archive of results: {' '.join(str(error).split())}") from error
-
-
-def _lines(archive: Path) -> dict[str, str]:
-    """The line of each file of an archive, by the file's name.
+def contents(archive: Path) -> dict[Path, str]:
+    """Every file of an archive, with its line.
 
     Raises:
         ConfigError: it is no archive.
     """
     status = archive.stat()
     return _read(archive, (status.st_mtime_ns, status.st_size))
+
+
+@lru_cache(maxsize=128)
+def _read(archive: Path, stamp: tuple[int, int]) -> dict[Path, str]:
+    try:
+        lines = lzma.decompress(archive.read_bytes()).decode().splitlines()
+        return {archive / json.loads(line)["file"]: line for line in lines}
+    except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{archive} is no archive of results: {' '.join(str(error).split())}") from error
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path without the archive's ending, as the folder that was packed is called."""
+    return str(path).replace(SUFFIX, "")
 
 
 def pack(folder: Path, archive: Path) -> int:
@@ -162,7 +124,8 @@ def pack(folder: Path, archive: Path) -> int:
     lines = []
     for file in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         name = file.relative_to(folder)
-        if file.suffix in KEPT and file.name not in MADE and not any(part.startswith(".") for part in name.parts):
+        is_made = file.suffix in TABLES and (file.parent / "runs").is_dir()
+        if file.suffix in KEPT and not is_made and not any(part.startswith(".") for part in name.parts):
             lines.append(_line(file, name.as_posix()))
     if not lines:
         raise ConfigError(f"{folder} holds nothing to publish")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from selfspec_cli.record import latency
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.point import Point, median
+from selfspec_cli.record.point import Point
 
 ALL = "all"
 Request = tuple[str, RequestTimes, Sequence[int]]
@@ -31,8 +32,8 @@ def measured(runs: Sequence[Sequence[Request]]) -> dict[str, dict[str, Any]]:
         everything = [times for part in parts for _, times, _ in part]
         figures: dict[str, Any] = {"requests": len(everything), "tok_s": [_tok_s(part) for part in parts if part]}
         if sizes := [size for part in parts for _, _, outputs in part for size in outputs[1:]]:
-            kept = range(1, max(sizes))
-            figures |= {"steps": len(sizes), "accepted_at": [sum(size > place for size in sizes) for place in kept]}
+            accepted_at = [sum(size > place for size in sizes) for place in range(1, max(sizes))]
+            figures |= {"steps": len(sizes), "accepted_at": accepted_at}
         found[name or "none"] = figures | latency.summary(everything)
     return found
 
@@ -62,8 +63,6 @@ def _row(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     if speeds and others:
         speedup = median(speeds) / median(others)
         low, high = speedup_interval(speeds, others) or (None, None)
-    elif ours.get("tpot_ms") and theirs.get("tpot_ms"):  # of load tests from before there were speeds of categories
-        speedup = theirs["tpot_ms"] / ours["tpot_ms"]
     steps, accepted_at = ours.get("steps"), ours.get("accepted_at") or []
     return {
         "requests": ours["requests"],

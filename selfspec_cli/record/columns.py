@@ -1,7 +1,7 @@
 """The columns of the tables that are made of points.
 
-`Summary` is the header of summary.csv, with what everybody reads. `Details`, `load_columns.Loads` and `quality.Quality`
-are tables of their own, which a point's key and id join to it. `Record` is a point in all tables.
+`Summary` is the header of summary.csv, with what everybody reads. A point's key and id join the other tables to it:
+`Details`, `Loads` and `quality.Quality`. `Record` is a point in all tables.
 
 A column can be removed: values of it in old points, findings and profiles are left out when they are read (`known`).
 
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from selfspec_cli.record.load_columns import Loads
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.quality import Quality
 
@@ -99,6 +98,21 @@ class Details:
     cpu_others: float | None = None  # that of other programs, or of other guests of the machine
 
 
+@dataclass
+class Loads:
+    """What a load test asked of a server, and what it found besides speed and latencies, which every point has."""
+
+    arrivals: str | None = None  # of a load test: closed, poisson, bursty, or trace and the name of its file
+    clients: int | None = None  # of a closed loop
+    rate: float | None = None  # requests a second that arrive
+    load_share: float | None = None  # the rate over what the baseline completes in a closed loop
+    burst: int | None = None  # requests that arrive together
+    failed_requests: int | None = None  # refused, broken off or without an output
+    req_s: float | None = None  # requests that end in a second, median of the runs
+    goodput: float | None = None  # requests a second that keep the stated limits of latency (`load.*_limit`),
+    # median of the runs
+
+
 OTHERS, TAKEN = 0.1, 0.75
 """Shares of the processor cores: what others may have while a point is timed, and what is taken by all together where
 that slows the point down. On a machine of which most is idle, others are in nobody's way."""
@@ -114,7 +128,8 @@ class Record(Quality, Loads, Details, Summary):
     """One point in all tables; the columns of summary.csv come first."""
 
 
-NAMES = frozenset(column.name for column in fields(Record))
+KINDS = {column.name: str(column.type) for column in fields(Record)}
+"""The type of each column, by its name."""
 
 
 @dataclass
@@ -155,7 +170,7 @@ TABLES: dict[str, type] = {
 
 def known(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of some values that are columns of a row today."""
-    return {name: value for name, value in values.items() if name in NAMES}
+    return {name: value for name, value in values.items() if name in KINDS}
 
 
 def header(kind: type) -> list[str]:

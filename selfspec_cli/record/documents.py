@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selfspec_cli.record import archive
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write
 
 FORMAT = 1
 T = TypeVar("T")
@@ -16,9 +16,7 @@ T = TypeVar("T")
 
 def save(file: Path, document: Any) -> Path:
     """Write a dataclass, whole or not at all; raises OSError."""
-    with written(file) as part:
-        text = json.dumps({"format": FORMAT} | asdict(document), ensure_ascii=False)
-        part.write_text(text + "\n", encoding="utf-8")
+    atomic_write(file, json.dumps({"format": FORMAT} | asdict(document), ensure_ascii=False) + "\n")
     return file
 
 

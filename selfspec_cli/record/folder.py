@@ -10,18 +10,19 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
 from pathlib import Path
+from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, profiles, quality, tables
-from selfspec_cli.record.columns import TABLES, AcceptRow
+from selfspec_cli.record import archive, columns, documents, profiles, quality, tables
+from selfspec_cli.record.columns import TABLES, AcceptRow, Record
 from selfspec_cli.record.point import Point, from_json, to_json
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write, written
 
 RUNS, SUMMARY = "runs", "summary.csv"
 
@@ -75,7 +76,8 @@ def writing(results: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """What the file system refuses, as a RecordError that says what to do."""
+    """What the file system refuses, as a RecordError that says what to do; ConfigError for a path in an archive."""
+    archive.refuse(path)
     try:
         yield
     except FileExistsError as error:
@@ -107,28 +109,30 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
         RecordError: it could not be written, or there is such a point already, and nothing of it is left; or its line
             could not, and the point is kept.
     """
-    archive.refuse(results)
-    runs = Path(results) / RUNS
-    target = runs / f"{point.id}.json"
+    target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        with written(target) as part:
-            part.write_text(to_json(point), encoding="utf-8")
-        _sync(runs)
-    _append(Path(results), point)
+        atomic_write(target, to_json(point))
+        _sync(target.parent)
+    for name, lines in _lines([with_quality(results, point)]).items():
+        if lines:
+            path, text = Path(results) / name, columns.text(TABLES[name], lines)
+            with explained(path), path.open("a", encoding="utf-8") as file:  # one write: several workers may write
+                file.write(text.partition("\n")[2] if file.tell() else text)
     return target
 
 
-def _append(results: Path, point: Point) -> None:
-    """Write a point's line below each table that has one of it, with one write each: several workers may write."""
-    row, accept = tables.row(with_quality(results, point)), tables.accept_row(point)
-    for name, kind in TABLES.items():
-        line = accept if kind is AcceptRow else row
-        if line is not None and columns.has_line(kind, line):
-            text = columns.text(kind, [line])
-            with explained(results / name), (results / name).open("a", encoding="utf-8") as file:
-                file.write(text.partition("\n")[2] if file.tell() else text)
+def _lines(points: Iterable[Point]) -> dict[str, list[Record | AcceptRow]]:
+    """The rows of each table."""
+    lines: dict[str, list[Record | AcceptRow]] = {name: [] for name in TABLES}
+    for point in points:
+        row, accept = tables.row(point), tables.accept_row(point)
+        for name, kind in TABLES.items():
+            line = accept if kind is AcceptRow else row
+            if line is not None and columns.has_line(kind, line):
+                lines[name].append(line)
+    return lines
 
 
 def _sync(folder: Path) -> None:
@@ -147,7 +151,7 @@ def read(results: str | os.PathLike[str], names: Collection[str] | None = None) 
         names: only points of which the id or the key is one of these.
     """
     points, strange = [], []
-    for file in _files(results):
+    for file in archive.files(Path(results) / RUNS, "[!.]*.json"):
         if names is not None and file.stem not in names and file.stem.partition("-")[0] not in names:
             continue
         try:
@@ -166,34 +170,26 @@ def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
 
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
-    """Write a finding about an arm's quality.
-
-    Raises:
-        RecordError: it could not be written.
-    """
-    archive.refuse(results)
-    with explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
-        return quality.save(results, finding)
+    """Write a finding about an arm's quality; RecordError where that cannot be done."""
+    return _save_document(Path(results) / quality.FOLDER / f"{finding.name}.json", finding)
 
 
 def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
-    """Write a profile and its trace.
+    """Write a profile and its trace; RecordError where that cannot be done."""
+    place = Path(results) / profiles.FOLDER
+    with explained(place / profile.trace), written(place / profile.trace) as part:
+        part.write_bytes(trace)
+    return _save_document(place / f"{profile.name}.json", profile)
 
-    Raises:
-        RecordError: it could not be written.
-    """
-    archive.refuse(results)
-    with explained(Path(results) / profiles.FOLDER / profile.trace):
-        return profiles.save(results, profile, trace)
+
+def _save_document(file: Path, document: Any) -> Path:
+    with explained(file):
+        return documents.save(file, document)
 
 
 def in_order(points: list[Point]) -> list[Point]:
     """Points by the command that measured them, then by their place in it."""
     return sorted(points, key=lambda point: (point.run_id, point.number))
-
-
-def _files(results: str | os.PathLike[str]) -> list[Path]:
-    return archive.files(Path(results) / RUNS, "[!.]*.json")
 
 
 def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
@@ -207,18 +203,14 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         RecordError: a table could not be written; it is as it was.
     """
     place = Path(results if out is None else out)
-    archive.refuse(place)
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)
         points, warnings = read(results)
-        rows = [tables.row(point) for point in points]
-        accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
-        for name, kind in TABLES.items():
-            lines = [row for row in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, row)]
+        for name, lines in _lines(points).items():
             if lines or (place / name).exists():
                 path = (place / name).resolve()  # a link stays a link
-                with explained(path), written(path) as part:
-                    part.write_text(columns.text(kind, lines), encoding="utf-8")
+                with explained(path):
+                    atomic_write(path, columns.text(TABLES[name], lines))
     return len(points), warnings
 
 

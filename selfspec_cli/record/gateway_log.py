@@ -8,7 +8,7 @@ token of the answer; the gain is the mean of the plain side over that of a route
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,9 @@ class Ledger:
         ]
 
 
-def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequence[float]) -> Gain:
+def _gain(model: str, route: str, of: str, ours: tuple[float, ...], plain: tuple[float, ...]) -> Gain:
     if min(len(ours), len(plain)) < 2 or sum(ours) == 0:
         return Gain(model, route, of, len(ours), len(plain), None, None, None)
     ratio = (sum(plain) / len(plain)) / (sum(ours) / len(ours))
-    interval = mean_ratio_interval(plain, ours)
-    low, high = interval if interval is not None else (None, None)
+    low, high = mean_ratio_interval(plain, ours) or (None, None)
     return Gain(model, route, of, len(ours), len(plain), ratio, low, high)

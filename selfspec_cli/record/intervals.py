@@ -6,7 +6,7 @@ interval reaches about from the slowest to the fastest pair, and it may cover le
 help.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,46 +28,23 @@ def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: 
     Returns:
         None where one side has fewer than two repeats: nothing says how much it varies.
     """
-    if min(len(ours), len(theirs)) < 2:
-        return None
-    return _interval(tuple(ours), tuple(theirs), paired)
+    return _bootstrap(_ratio_of_medians, (tuple(ours), tuple(theirs)), paired)
 
 
-def mean_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval | None:
-    """The 95 % interval of mean(above) / mean(below), each side resampled by itself.
-
-    Returns:
-        None where one side has fewer than two values, or the values below are all 0.
-    """
-    if min(len(above), len(below)) < 2 or not any(below):
-        return None
-    return _of_means(tuple(above), tuple(below))
-
-
-def perplexity_interval(
-    nats: Sequence[float],
-    tokens: Sequence[int],
-    other_nats: Sequence[float] | None = None,
-    other_tokens: Sequence[int] | None = None,
-) -> Interval | None:
+def perplexity_interval(*sides: Sequence[float]) -> Interval | None:
     """The 95 % interval of a perplexity, or of its difference to another one of the same documents.
 
     Documents are resampled, never tokens: tokens of one document depend on each other. Of two sides the same documents
     are drawn for both.
 
     Args:
-        nats, tokens: negative log-likelihood and scored tokens of each document.
-        other_nats, other_tokens: likewise of the other side, document by document; its perplexity is taken away.
+        sides: negative log-likelihood (nats) and scored tokens of each document; then, if its perplexity is to be taken
+            away, likewise of the other side, document by document.
 
     Returns:
         None for fewer than two documents: nothing says how much they vary.
     """
-    if len(nats) < 2:
-        return None
-    sides = [tuple(nats), tuple(map(float, tokens))]
-    if other_nats is not None and other_tokens is not None:
-        sides += [tuple(other_nats), tuple(map(float, other_tokens))]
-    return _of_documents(tuple(sides))
+    return _bootstrap(_perplexity, tuple(map(tuple, sides)), True)
 
 
 def overlap(one: Interval, other: Interval) -> bool:
@@ -75,49 +52,27 @@ def overlap(one: Interval, other: Interval) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]
 
 
-@lru_cache(maxsize=4096)
-def _interval(ours: tuple[float, ...], theirs: tuple[float, ...], paired: bool) -> Interval:
+def _ratio_of_medians(ours: Any, theirs: Any, axis: int) -> Any:
     import numpy
 
-    def ratio(a: Any, b: Any, axis: int = -1) -> Any:
-        return numpy.median(a, axis=axis) / numpy.median(b, axis=axis)
-
-    # scipy.stats.bootstrap takes the ends from the resampled ratios themselves: no normal approximation.
-    return _resampled((ours, theirs), ratio, paired)
+    return numpy.median(ours, axis=axis) / numpy.median(theirs, axis=axis)
 
 
-@lru_cache(maxsize=64)
-def _of_means(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
+def _perplexity(*sides: Any, axis: int) -> Any:
     import numpy
 
-    draw = numpy.random.default_rng(SEED)
-
-    def means(values: tuple[float, ...]) -> Any:
-        side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
-        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(FEWER)])
-
-    with numpy.errstate(divide="ignore"):
-        ratios = means(above) / means(below)
-    half = 50 * (1 - LEVEL)
-    low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
-    return float(low), float(high)
+    nats, tokens, *others = [side.sum(axis=axis) for side in sides]
+    ours = numpy.exp(nats / tokens)
+    return ours - numpy.exp(others[0] / others[1]) if others else ours
 
 
 @lru_cache(maxsize=4096)
-def _of_documents(sides: tuple[tuple[float, ...], ...]) -> Interval:
-    import numpy
-
-    def difference(*drawn: Any, axis: int = -1) -> Any:
-        sums = [numpy.sum(side, axis=axis) for side in drawn]
-        ours = numpy.exp(sums[0] / sums[1])
-        return ours if len(sums) == 2 else ours - numpy.exp(sums[2] / sums[3])
-
-    return _resampled(sides, difference, True)
-
-
-def _resampled(sides: Sequence[Sequence[float]], statistic: Any, paired: bool) -> Interval:
+def _bootstrap(statistic: Callable[..., Any], sides: tuple[tuple[float, ...], ...], paired: bool) -> Interval | None:
+    if min(map(len, sides)) < 2:
+        return None
     from scipy.stats import bootstrap
 
+    # It takes the ends from the resampled statistics themselves: no normal approximation.
     interval = bootstrap(
         sides,
         statistic,
@@ -129,3 +84,25 @@ def _resampled(sides: Sequence[Sequence[float]], statistic: Any, paired: bool) -
         random_state=SEED,
     ).confidence_interval
     return float(interval.low), float(interval.high)
+
+
+@lru_cache(maxsize=64)
+def mean_ratio_interval(above: tuple[float, ...], below: tuple[float, ...]) -> Interval | None:
+    """The 95 % interval of mean(above) / mean(below), each side resampled by itself.
+
+    Returns:
+        None where one side has fewer than two values, or the values below are all 0.
+    """
+    if min(len(above), len(below)) < 2 or not any(below):
+        return None
+    import numpy
+
+    draw = numpy.random.default_rng(SEED)
+    means = [
+        side[draw.integers(0, len(side), (FEWER, len(side)))].mean(axis=1) for side in map(numpy.array, (above, below))
+    ]
+    with numpy.errstate(divide="ignore"):
+        ratios = means[0] / means[1]
+    half = 50 * (1 - LEVEL)
+    low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
+    return float(low), float(high)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 QUANTILES = (50, 90, 99)  # per cent
-WINDOW = 60.0  # seconds of one window of a long run
 
 
 @dataclass(frozen=True)
@@ -99,23 +98,3 @@ class Limits:
 def goodput(requests: Iterable[RequestTimes], seconds: float, limits: Limits) -> float:
     """Requests a second that keep the limits, as `vllm bench serve --goodput` counts them."""
     return sum(map(limits.kept, requests)) / seconds
-
-
-def windows(requests: Iterable[RequestTimes], seconds: float, length: float = WINDOW) -> list[dict[str, float]]:
-    """The whole windows of a run, in order; what is left of it at the end is not one. tok_s: tokens that arrived in it,
-    a second; those of a request are spread evenly over its outputs, because an output does not say how many it holds.
-    ttft, tpot: the 99th percentile in milliseconds over the requests that ended in it; left out where none did."""
-    count = int(seconds / length + 1e-9)
-    ended: list[list[RequestTimes]] = [[] for _ in range(count)]
-    tokens = [0.0] * count
-    for request in requests:
-        for event in request.events:
-            if event < count * length:
-                tokens[int(event / length)] += request.tokens / len(request.events)
-        if request.events[-1] < count * length:
-            ended[int(request.events[-1] / length)].append(request)
-    found = []
-    for made, some in zip(tokens, ended, strict=True):
-        tails = {name: quantiles(values) for name, values in by_name(some).items() if name in ("ttft", "tpot")}
-        found.append({"tok_s": made / length} | {name: tail[-1] for name, tail in tails.items() if tail is not None})
-    return found

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from statistics import median
 from typing import Any
 
 from selfspec_cli.early_exit.counters import Snapshot, VerifyCounts
@@ -68,9 +69,8 @@ class Measurement:
     """What one arm did on a live engine.
 
     outputs: a digest of each request's output tokens in the last repeat, "" for a prompt of a load test that was not
-    answered. engine: facts of the engine by the names of a
-    row's columns (layer, weights_mib, draft_mib, kv_blocks, peak_mem_mib, sm_util, ...) and `step_bytes`. perplexity:
-    None where it was not asked for. seconds: that measuring took, warm-up and perplexity included.
+    answered. engine: facts of the engine by the names of a row's columns, and `step_bytes`. perplexity: None where it
+    was not asked for. seconds: that measuring took, warm-up and perplexity included.
     """
 
     repeats: tuple[Repeat, ...]
@@ -134,6 +134,12 @@ class Point:
         """Generated tokens a second of every repeat; empty where repeats were not kept."""
         return tuple(repeat.tok_s for repeat in self.repeats)
 
+    @property
+    def revision(self) -> str:
+        """The git revision that measured it, in ten digits; empty where that is not known."""
+        git = self.git or {}
+        return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
+
 
 KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")
 """The sections of a file."""
@@ -178,13 +184,6 @@ def control(point: Point) -> tuple[int, int] | None:
     return None if same is None or not answered else (same, answered)
 
 
-def median(values: Sequence[float]) -> float:
-    """The median of at least one value."""
-    import statistics
-
-    return statistics.median(values)
-
-
 def output_digests(outputs: Iterable[Sequence[int]]) -> tuple[str, ...]:
     """A digest of each output's token ids: equal outputs, equal digests."""
     return tuple(hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16] for tokens in outputs)
@@ -195,7 +194,7 @@ def to_json(point: Point) -> str:
     document = {"format": FORMAT} | {name: getattr(point, name) for name in KEPT}
     document["compared_with"] = point.compared_with and asdict(point.compared_with)
     document["repeats"] = [_repeat_to_plain(repeat) for repeat in point.repeats]
-    lines = ",\n ".join(_entry(name, value) for name, value in document.items())
+    lines = ",\n ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in document.items())
     return f"{{{lines}}}\n"
 
 
@@ -221,17 +220,20 @@ def from_json(text: str) -> Point:
         raise ValueError(f"it is no point: {error}") from error
 
 
-def _entry(name: str, value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+def _json(value: Any) -> str:
     # A file name that is no UTF-8 has surrogates in Python. JSON can escape them; UTF-8 cannot hold them.
-    text = re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
-    return f"{json.dumps(name)}: {text}"
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _repeat_to_plain(repeat: Repeat) -> dict[str, Any]:
     """Times as whole microseconds, which is finer than what they are good for, and half as long."""
+
+    def micro(seconds: float) -> int:
+        return round(seconds * MICRO)
+
     requests = [
-        {"arrival_us": _micro(one.arrival), "tokens": one.tokens, "events_us": list(map(_micro, one.events))}
+        {"arrival_us": micro(one.arrival), "tokens": one.tokens, "events_us": list(map(micro, one.events))}
         for one in repeat.requests
     ]
     verified = None if repeat.verified is None else asdict(repeat.verified)
@@ -245,7 +247,3 @@ def _repeat_from_plain(data: Mapping[str, Any]) -> Repeat:
     )
     verified = None if data["verified"] is None else VerifyCounts(**data["verified"])
     return Repeat(data["seconds"], requests, verified, data["drafting"])
-
-
-def _micro(seconds: float) -> int:
-    return round(seconds * MICRO)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.record import documents
-from selfspec_cli.whole import written
 
 FOLDER = "profiles"
 PARTS = {
@@ -62,18 +61,6 @@ class Profile:
     def name(self) -> str:
         """Of its file, without the suffix."""
         return f"{self.key}-{self.run_id}"
-
-
-def save(results: str | os.PathLike[str], profile: Profile, trace: bytes) -> Path:
-    """Write a profile's trace, and then the profile, each whole or not at all; the profile's file.
-
-    Raises:
-        OSError: one could not be written.
-    """
-    folder = Path(results) / FOLDER
-    with written(folder / profile.trace) as part:
-        part.write_bytes(trace)
-    return documents.save(folder / f"{profile.name}.json", profile)
 
 
 def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:

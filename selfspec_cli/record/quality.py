@@ -71,9 +71,7 @@ class Scores:
 
     def interval(self, other: Scores | None = None) -> Interval | None:
         """The 95 % interval of the perplexity, or of what it is above another's of the same documents."""
-        if other is None:
-            return perplexity_interval(self.nats, self.tokens)
-        return perplexity_interval(self.nats, self.tokens, other.nats, other.tokens)
+        return perplexity_interval(self.nats, self.tokens, *((other.nats, other.tokens) if other else ()))
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,6 @@ def perplexity(nats: Sequence[float], tokens: Sequence[int]) -> float:
     return math.exp(math.fsum(nats) / sum(tokens))
 
 
-def save(results: str | os.PathLike[str], finding: Finding) -> Path:
-    """Write a finding, whole or not at all; raises OSError."""
-    return documents.save(Path(results) / FOLDER / f"{finding.name}.json", finding)
-
-
 @dataclass
 class Book:
     """The newest findings of a results folder, by arm and kind; verdicts by what they name."""
@@ -139,13 +132,10 @@ class Book:
         values: dict[str, Any] = {}
         verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
         if verdict is not None:
-            cases = verdict.get("cases")
-            values |= {"verdict": str(verdict["verdict"])}
-            values |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
-        if arm_key is not None:
-            for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
-                finding = self.findings.get((kind, arm_key))
-                values |= columns(finding) if finding is not None else {}
+            values["verdict"] = str(verdict["verdict"])
+        for kind in PROTOCOLS:
+            if (finding := self.findings.get((kind, arm_key or ""))) is not None:
+                values |= _columns(finding)
         return values
 
 
@@ -165,38 +155,29 @@ def attach(points: Iterable[Point], book: Book) -> list[Point]:
     return [replace(point, quality=book.columns(point.arm_key, point.key)) for point in points]
 
 
-def _of_text(finding: Finding) -> dict[str, Any]:
-    columns = _perplexities(finding, None, "ppl", "delta_ppl")
-    return columns | {"ppl_protocol": in_words(finding.protocol)}
+PROTOCOLS = {TEXT: "ppl_protocol", GENERATED: "generated_protocol", EVAL: "scores_protocol"}
+PERPLEXITIES = {None: "ppl", GREEDY: "ppl_of_greedy", SAMPLED: "ppl_of_sampled"}
+"""The perplexity of each part of a finding (None: of the text), by its name; `delta_` before it is the difference."""
 
 
-def _of_generated(finding: Finding) -> dict[str, Any]:
-    columns = _perplexities(finding, GREEDY, "ppl_of_greedy", "delta_ppl_of_greedy")
-    columns |= _perplexities(finding, SAMPLED, "ppl_of_sampled", "delta_ppl_of_sampled")
-    return columns | {"generated_protocol": in_words(finding.protocol)}
-
-
-def _perplexities(finding: Finding, part: str | None, name: str, delta: str) -> dict[str, Any]:
-    ours, theirs = finding.scores(part), finding.scores(part, baseline=True)
-    if ours is None:
-        return {}
-    columns: dict[str, Any] = {name: ours.perplexity, delta: None}
-    columns |= _ends(name, ours.interval())
-    if theirs is not None:
-        columns |= {delta: ours.perplexity - theirs.perplexity} | _ends(delta, ours.interval(theirs))
+def _columns(finding: Finding) -> dict[str, Any]:
+    """What a finding says, by the names of a row's columns and of the perplexities that only a command shows."""
+    columns: dict[str, Any] = {PROTOCOLS[finding.kind]: in_words(finding.protocol)}
+    if finding.kind == EVAL:
+        return columns | {"scores": "; ".join(map(score_in_words, finding.found["scores"]))}
+    for part, name in PERPLEXITIES.items():
+        ours, theirs = finding.scores(part), finding.scores(part, baseline=True)
+        if ours is not None:
+            columns |= {name: ours.perplexity, f"delta_{name}": None} | _ends(name, ours.interval())
+            if theirs is not None:
+                delta = ours.perplexity - theirs.perplexity
+                columns |= {f"delta_{name}": delta} | _ends(f"delta_{name}", ours.interval(theirs))
     return columns
 
 
 def _ends(name: str, pair: Interval | None) -> dict[str, Any]:
     low, high = pair or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
-
-
-def _of_eval(finding: Finding) -> dict[str, Any]:
-    return {
-        "scores": "; ".join(score_in_words(score) for score in finding.found["scores"]),
-        "scores_protocol": in_words(finding.protocol),
-    }
 
 
 def score_in_words(score: Mapping[str, Any]) -> str:

@@ -3,26 +3,20 @@
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record.columns import KINDS, Record
 
-COLUMNS = {column.name: str(column.type) for column in fields(Record)}
 SHORT = {"tok_s": "tok_s_median", "machine": "device", "id": "point", "run": "run_id"}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
-    "!=": operator.ne,
-    "=": operator.eq,
     "<": operator.lt,
     ">": operator.gt,
 }
 _CONDITION = re.compile(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)")
-
-Condition = Callable[[Record], bool]
 
 
 def chosen(rows: Iterable[Record], words: Sequence[str]) -> list[Record]:
@@ -35,7 +29,7 @@ def chosen(rows: Iterable[Record], words: Sequence[str]) -> list[Record]:
     return [row for row in rows if all(holds(row) for holds in conditions)]
 
 
-def condition(word: str) -> Condition:
+def condition(word: str) -> Callable[[Record], bool]:
     """COLUMN, an operator (= != < > <= >=, or ~ for a part of the text), and a value; = and != take a,b,c.
 
     An empty value means that nothing was measured. A row without a value meets no comparison of size.
@@ -43,31 +37,30 @@ def condition(word: str) -> Condition:
     match = _CONDITION.fullmatch(word.strip())
     if match is None:
         raise ConfigError(f"cannot read the condition {word!r}: write COLUMN=VALUE, such as gate=varH or speedup>1.5")
-    name, sign, text = match[1], match[2], match[3].strip()
-    name = SHORT.get(name, name)
-    if name not in COLUMNS:
-        raise ConfigError(closest(name, COLUMNS, "column"))
+    name, sign, text = SHORT.get(match[1], match[1]), match[2], match[3].strip()
+    if name not in KINDS:
+        raise ConfigError(closest(name, KINDS, "column"))
     if sign == "~":
         return lambda row: text.lower() in str(getattr(row, name) or "").lower()
-    values = [_value(name, part.strip(), word) for part in (text.split(",") if sign in ("=", "!=") else [text])]
     if sign in ("=", "!="):
+        values = [_value(name, part.strip(), word) for part in text.split(",")]
         return lambda row: (getattr(row, name) in values) == (sign == "=")
-    compare, limit = _COMPARE[sign], values[0]
-    return lambda row: getattr(row, name) is not None and compare(getattr(row, name), limit)
+    limit = _value(name, text, word)
+    return lambda row: getattr(row, name) is not None and _COMPARE[sign](getattr(row, name), limit)
 
 
 def _value(name: str, text: str, word: str) -> Any:
-    """A value in the type of its column."""
-    kind = COLUMNS[name]
+    """A value in the type of its column; None for no text."""
+    kind = KINDS[name]
     if not text:
         return None
     if kind.startswith("bool"):
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"{word}: {name} is true or false")
         return text.lower() == "true"
-    if kind.startswith(("int", "float")):
-        try:
-            return float(text)
-        except ValueError as error:
-            raise ConfigError(f"{word}: {name} is a number, not {text!r}") from error
-    return text
+    if not kind.startswith(("int", "float")):
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{word}: {name} is a number, not {text!r}") from error

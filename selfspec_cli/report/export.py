@@ -59,18 +59,18 @@ def drawing(figure: Figure, panel: Panel) -> dict[str, Any]:
     }
 
 
-def png(figure: Figure, panel: Panel, file: str | Path) -> Path:
-    """Write one panel as PNG, its folder too."""
+def write(figure: Figure, panel: Panel, file: Path) -> Path:
+    """Write one panel as SVG or PNG, as the name of the file ends; its folder too."""
     import vl_convert
 
-    return _write(Path(file), vl_convert.vegalite_to_png(drawing(figure, panel), scale=2, show_warnings=False))
-
-
-def svg(figure: Figure, panel: Panel, file: str | Path) -> Path:
-    """Write one panel as SVG, its folder too."""
-    import vl_convert
-
-    return _write(Path(file), vl_convert.vegalite_to_svg(drawing(figure, panel), show_warnings=False).encode())
+    spec = drawing(figure, panel)
+    if file.suffix == ".svg":
+        content = vl_convert.vegalite_to_svg(spec, show_warnings=False).encode()
+    else:
+        content = vl_convert.vegalite_to_png(spec, scale=2, show_warnings=False)
+    with written(file) as part:
+        part.write_bytes(content)
+    return file
 
 
 def every(figures: list[Figure], folder: str | Path) -> list[Path]:
@@ -79,16 +79,9 @@ def every(figures: list[Figure], folder: str | Path) -> list[Path]:
     for figure in figures:
         for number, panel in enumerate(figure.panels[:MOST_PANELS], start=1):
             stem = figure.name + (f"_{number:02}_{_slug(panel)}" if len(figure.panels) > 1 else "")
-            files.append(svg(figure, panel, Path(folder) / f"{stem}.svg"))
-            files.append(png(figure, panel, Path(folder) / f"{stem}.png"))
+            files += [write(figure, panel, Path(folder) / f"{stem}.{kind}") for kind in ("svg", "png")]
     return files
 
 
 def _slug(panel: Panel) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{panel.group} {panel.name}".lower()).strip("-")[:80]
-
-
-def _write(file: Path, content: bytes) -> Path:
-    with written(file) as part:
-        part.write_bytes(content)
-    return file

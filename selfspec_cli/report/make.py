@@ -50,15 +50,15 @@ def pictures(results: str | Path, out: str | Path) -> list[Path]:
     files = []
     for figure in figures.of_sources(sources.read(results, no_points=True)):
         panel = max(figure.panels, key=lambda panel: len(panel.points))
-        files.append(export.png(figure, panel, Path(out) / f"{figure.name}.png"))
+        files.append(export.write(figure, panel, Path(out) / f"{figure.name}.png"))
     return files
 
 
 def roc_figures(folder: Path) -> dict[str, str]:
     """Draw the curves that `selfspec roc` wrote to a folder, beside them; name -> path."""
     from selfspec_cli.report import export
-    from selfspec_cli.report.figures import roc
+    from selfspec_cli.report.figures import drafts
 
     panels = json.loads((folder / "curves.json").read_text(encoding="utf-8"))["panels"]
-    files = export.every(roc.roc({folder.name: panels}), folder)
+    files = export.every(drafts.roc({folder.name: panels}), folder)
     return {f"figure {number}": str(file) for number, file in enumerate(files, start=1) if file.suffix == ".png"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -22,7 +23,7 @@ from selfspec_cli.report.figures.base import Figure, Panel
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish
-from selfspec_cli.whole import cache_dir, written
+from selfspec_cli.whole import atomic_write, cache_dir
 
 LIMIT = 3_000_000  # bytes of a page
 CONFIG = config("var(--ink)", "var(--muted)", "var(--line)") | {
@@ -40,16 +41,14 @@ def html(sources: Sources, figures: list[Figure]) -> str:
     """The page as text; it makes no request, and is at most LIMIT long if points are not too many for it."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
-    templates = Environment(
-        loader=PackageLoader("selfspec_cli.report"), autoescape=select_autoescape(), trim_blocks=True
-    )
+    loader = PackageLoader("selfspec_cli.report")
+    templates = Environment(loader=loader, autoescape=select_autoescape(), trim_blocks=True)
     together = groups(sources.rows)
     places = {row.point: place for place, row in enumerate(sources.rows)}
     templates.filters["plain"] = lambda text: text.replace("`", "")
     show = templates.get_template("page.html").render
-    headlines = (
-        [f"{group.title}, {group.rows[0].device}: {group.headline}" for group in together] if len(together) > 1 else []
-    )
+    headlines = [f"{group.title}, {group.rows[0].device}: {group.headline}" for group in together]
+    headlines = headlines if len(headlines) > 1 else []
     words = {
         "version": __version__,
         "lead": overview(together),
@@ -76,11 +75,10 @@ def html(sources: Sources, figures: list[Figure]) -> str:
 
 
 def limited(figure: Figure, most: int) -> Figure:
-    """A figure with at most so many panels, those of most points, which says so."""
+    """Keep the `most` panels with the most points, and say in the caption how many were dropped."""
     if len(figure.panels) <= most:
         return figure
-    chosen = sorted(figure.panels, key=lambda panel: -len(panel.points))[:most]
-    kept = {id(panel) for panel in chosen}
+    kept = {id(panel) for panel in sorted(figure.panels, key=lambda panel: -len(panel.points))[:most]}
     left_out = (
         f" {most} of {len(figure.panels):,} panels are here, those of most points; the table has all points, "
         "and selfspec report --where makes a page of some."
@@ -91,20 +89,18 @@ def limited(figure: Figure, most: int) -> Figure:
 
 def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
     """A figure as data; points by their place in the table."""
-    panels = []
-    for panel in figure.panels:
-        rows = [row | {"point": places[row["point"]]} if "point" in row else row for row in panel.data]
-        panels.append(
-            {
-                "note": panel.note,
-                "axis": panel.axis,
-                "colours": panel.colours,
-                "title": ", ".join(filter(None, (panel.group, panel.name))),
-                "origin": _origin(panel),
-                "rows": rows,
-                "points": [places[point] for point in panel.points],
-            }
-        )
+    panels = [
+        {
+            "note": panel.note,
+            "axis": panel.axis,
+            "colours": panel.colours,
+            "title": ", ".join(filter(None, (panel.group, panel.name))),
+            "origin": _origin(panel),
+            "rows": [row | {"point": places[row["point"]]} if "point" in row else row for row in panel.data],
+            "points": [places[point] for point in panel.points],
+        }
+        for panel in figure.panels
+    ]
     return {"name": figure.name, "spec": figure.spec(), "panels": panels}
 
 
@@ -133,20 +129,17 @@ def targets(sources: Sources) -> list[dict[str, str]]:
             measured = [value for row in rows if (value := getattr(row, name)) is not None]
             reached = any(target.reached(row, name) for row in rows)
             best = (min if less_is_better(name) else max)(measured) if measured else None
-            shown.append(
-                {
-                    "experiment": target.experiment,
-                    "arm": arm,
-                    "target": wish(name, low, high),
-                    "source": target.source,
-                    "measured": "not measured" if best is None else f"{best:.4g}",
-                    "reached": "" if best is None else "yes" if reached else "no",
-                }
-            )
+            about = {"experiment": target.experiment, "arm": arm, "source": target.source}
+            found = {
+                "target": wish(name, low, high),
+                "measured": "not measured" if best is None else f"{best:.4g}",
+                "reached": "" if best is None else "yes" if reached else "no",
+            }
+            shown.append(about | found)
     return shown
 
 
-def checks(sources: Sources) -> list[dict[str, str]]:
+def checks(sources: Sources) -> list[dict[str, Any]]:
     """Verdicts of performance checks, the newest first, and what decided those that are not green."""
     shown = []
     for line in sources.checks[: -MOST_CHECKS - 1 : -1]:
@@ -156,16 +149,7 @@ def checks(sources: Sources) -> list[dict[str, str]]:
             for result in deciding
         ]
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        shown.append(
-            {
-                "time": line["time"],
-                "check": line["check"],
-                "outcome": line["outcome"],
-                "because": "; ".join(words[:3]) + more,
-                "code": line["place"]["code"],
-                "device": line["place"]["device"],
-            }
-        )
+        shown.append(line | line["place"] | {"because": "; ".join(words[:3]) + more})
     return shown
 
 
@@ -189,11 +173,8 @@ def _vega() -> str:
     import vl_convert
 
     text = packed(vl_convert.javascript_bundle(None))  # type: ignore[arg-type] # None: all of Vega as globals
-    try:
-        with written(file) as part:
-            part.write_text(text, encoding="ascii")
-    except OSError:
-        pass  # the next page takes as long again
+    with suppress(OSError):  # else the next page takes as long again
+        atomic_write(file, text)
     return text
 
 
@@ -204,5 +185,4 @@ def packed(text: str) -> str:
 
 def write(sources: Sources, figures: list[Figure], file: Path) -> None:
     """Write the page; it is there whole, or as it was before."""
-    with written(file) as part:
-        part.write_text(html(sources, figures), encoding="utf-8")
+    atomic_write(file, html(sources, figures))

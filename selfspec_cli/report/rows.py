@@ -11,9 +11,8 @@ from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.columns import Record, disturbed
 from selfspec_cli.record.intervals import overlap
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import UNVERIFIED
+from selfspec_cli.record.tables import UNVERIFIED, asked
 
 RIVALS = ("vllm", "ngram", "draft_model")
 """Arms that draft by vLLM's own methods."""
@@ -132,17 +131,9 @@ def groups(rows: Iterable[Record]) -> list[Group]:
 
 
 def _alike(row: Record) -> tuple[object, ...]:
-    return (
-        row.model_fingerprint or row.model,
-        row.model,
-        row.workload,
-        row.batch,
-        row.input_len,
-        row.output_len,
-        row.temperature,
-        row.device,
-        *load_patterns.comparable(row),
-    )
+    names = ("model", "workload", "batch", "input_len", "output_len", "temperature", "device")
+    values = (getattr(row, name) for name in names)
+    return (row.model_fingerprint or row.model, *values, *load_patterns.comparable(row))
 
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:
@@ -190,41 +181,38 @@ def headline(rows: Iterable[Record]) -> str:
     rows = list(rows)
     candidates, have_intervals = fastest(rows)
     if not candidates:
-        return " ".join([NOTHING, *_of_others(rows)])
-    return " ".join([_fastest_in_words(candidates, have_intervals, rows), *_of_the_host(rows), *_of_others(rows)])
+        return " ".join(filter(None, (NOTHING, _of_others(rows))))
+    found = _fastest_in_words(candidates, have_intervals, rows)
+    return " ".join(filter(None, (found, _of_the_host(rows), _of_others(rows))))
 
 
 NOTHING = "No verified arm has been measured yet."
-
-
 LITTLE_BUSY = 0.5
 """Share of the time for which the multiprocessors of a GPU are busy. Plain decoding at the cost of 5 to 8 B parameters
 keeps them busy for 0.7 of it on an H100, and at the cost of 1.8 B for 0.3 to 0.4, where the host decided how fast it
 was (results/published/gpu/smollm2.jsonl.xz/slow_host_h100)."""
 
 
-def _of_the_host(rows: Iterable[Record]) -> list[str]:
+def _of_the_host(rows: Iterable[Record]) -> str:
     """What is said where the GPU had little to do in plain decoding."""
-    busy = next((row.sm_util for row in rows if row.arm == "baseline" and row.sm_util is not None), None)
-    if busy is None or busy >= LITTLE_BUSY:
-        return []
-    return [
+    busy = next((row.sm_util for row in rows if row.arm == "baseline" and row.sm_util is not None), 1.0)
+    said = (
         f"While plain decoding was timed the GPU's multiprocessors were busy {busy:.0%} of the time, so the "
         "speedup says as much of the host as of the GPU."
-    ]
+    )
+    return said if busy < LITTLE_BUSY else ""
 
 
-def _of_others(rows: Sequence[Record]) -> list[str]:
+def _of_others(rows: Sequence[Record]) -> str:
     """What is said where others had the processor too."""
     measured = [row for row in rows if row.status == OK]
-    busy = [row for row in measured if disturbed(row.cpu_own, row.cpu_others)]
-    if not busy:
-        return []
-    most = max(row.cpu_others or 0 for row in busy)
-    return [
-        f"Do not trust these figures: other programs had up to {most:.0%} of the processor while {len(busy)} of "
-        f"{len(measured)} arms were timed. Measure again when nothing else runs here."
-    ]
+    shares = [row.cpu_others or 0 for row in measured if disturbed(row.cpu_own, row.cpu_others)]
+    if not shares:
+        return ""
+    return (
+        f"Do not trust these figures: other programs had up to {max(shares):.0%} of the processor while {len(shares)} "
+        f"of {len(measured)} arms were timed. Measure again when nothing else runs here."
+    )
 
 
 def _fastest_in_words(candidates: Sequence[Record], have_intervals: bool, rows: Sequence[Record]) -> str:

@@ -89,43 +89,30 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
     sources.warnings, sources.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
     keys = {row.key for row in sources.rows}
     sources.profiles = [profile for profile in profiled.values() if not where or profile.key in keys]
-    _beside(sources, Path(root))
+    _read_curves(sources, Path(root))
     return sources
 
 
 def _no_points(root: Path) -> str:
     """What a place without points holds, and what to do."""
-    if archive.inside(root) is None:
+    packed = archive.inside(root)
+    if packed is None:
         return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
-    held = [file.relative_to(root).as_posix() for file in archive.contents(root) if file.is_relative_to(root)]
+    held = [file.relative_to(root).as_posix() for file in archive.contents(packed) if file.is_relative_to(root)]
     more = f" and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
     return (
         f"{root} holds no points to report, but these other results: {', '.join(held[:MOST_NAMED])}{more}. "
-        f"To read one: xzcat {(archive.inside(root) or (root,))[0]} | grep '\"{held[0]}\"'"
+        f"To read one: xzcat {packed} | grep '\"{held[0]}\"'"
     )
 
 
-def _beside(sources: Sources, root: Path) -> None:
-    """Add what lies beside the points."""
+def _read_curves(sources: Sources, root: Path) -> None:
+    """Add what `selfspec roc` left beside the points; a file that cannot be read is a warning."""
     alone = archive.is_folder(root / folder.RUNS)
     for file in archive.below(root / "roc" if alone else root, "curves.json"):
-        if (document := _document(file, sources.warnings)) is not None:
-            sources.curves[_name(file, root)] = document["panels"]
-
-
-def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:
-    """A JSON file that may be missing; one that cannot be read is a warning."""
-    try:
-        document = json.loads(archive.read_text(file))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        warnings.append(f"{file}: {' '.join(str(error).split())}; left out")
-        return None
-    return document if isinstance(document, dict) else None
-
-
-def _name(file: Path, root: Path) -> str:
-    """A short name of the place that a file lies in."""
-    parts = [part for part in file.parent.relative_to(root).parts if part != "roc"]
-    return archive.shown("/".join(parts) or root.resolve().name)
+        try:
+            place = [part for part in file.parent.relative_to(root).parts if part != "roc"]
+            name = archive.shown("/".join(place) or root.resolve().name)
+            sources.curves[name] = json.loads(archive.read_text(file))["panels"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            sources.warnings.append(f"{file}: {' '.join(str(error).split())}; left out")

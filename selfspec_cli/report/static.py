@@ -12,11 +12,10 @@ from typing import Any
 from selfspec_cli.record.columns import Summary, plain
 from selfspec_cli.record.columns import text as file_of
 from selfspec_cli.record.point import OK
-from selfspec_cli.report import details
-from selfspec_cli.report.formats import Format
+from selfspec_cli.report import Format, details
 from selfspec_cli.report.rows import groups, label, overview
 from selfspec_cli.report.sources import Sources
-from selfspec_cli.report.table import cells, columns, filled
+from selfspec_cli.report.table import cells, filled
 
 
 def text(sources: Sources, form: Format) -> str:
@@ -26,13 +25,12 @@ def text(sources: Sources, form: Format) -> str:
     if form is Format.json:
         return as_json(document(sources))
     parts = [overview(groups(sources.rows))]
-    shown = filled(sources.rows, columns(sources.targets))
+    shown = filled(sources.rows, sources.targets)
     for group in groups(sources.rows):
-        head = [name for name, _, _ in shown]
         body = [cells(row, shown) for row in group.rows if row.status == OK]
         failed = [f"{label(row)}: {row.status}" for row in group.rows if row.status != OK]
         title = f"{group.title}, {group.rows[0].device}"
-        parts += [f"### {title}", table(head, body), group.headline, *failed]
+        parts += [f"### {title}", table([*shown], body), group.headline, *failed]
     origins = details.provenance(sources.points)
     parts += [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
     return "\n\n".join(parts) + "\n"
@@ -62,15 +60,10 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 def document(sources: Sources) -> dict[str, Any]:
     """The report as JSON: what was found, rows, targets, provenance. What was not measured is null."""
     together = groups(sources.rows)
-    tables_ = [
-        {
-            "title": group.title,
-            "machine": group.rows[0].device,
-            "found": group.headline,
-            "points": [row.point for row in group.rows],
-        }
-        for group in together
-    ]
+    tables_ = []
+    for group in together:
+        about = {"title": group.title, "machine": group.rows[0].device, "found": group.headline}
+        tables_.append(about | {"points": [row.point for row in group.rows]})
     return {
         "found": overview(together),
         "tables": tables_,

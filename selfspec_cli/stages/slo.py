@@ -22,8 +22,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import latency
 from selfspec_cli.record.intervals import LEVEL
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.load_columns import FACT
 from selfspec_cli.record.point import Measurement, median
+from selfspec_cli.record.tables import SEARCHED
 from selfspec_cli.stages.load import Loader
 
 VALUES: dict[str, Callable[[RequestTimes], float | None]] = {
@@ -184,4 +184,4 @@ class Search:
             "sure": all(verdicts[load].sure for load in (low, high) if load is not None),
             "tried": [[load, verdict.kept, verdict.sure] for load, verdict in verdicts.items()],
         }
-        return replace(found, engine=found.engine | {name: int(chosen) if whole else chosen, FACT: facts})
+        return replace(found, engine=found.engine | {name: int(chosen) if whole else chosen, SEARCHED: facts})

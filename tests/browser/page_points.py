@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import points
+from points import RUN
+
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.point import Measurement, Point, Repeat, compare, point_id
+from selfspec_cli.record.point import Measurement, Repeat, compare
 from selfspec_cli.record.profiles import Profile
 
-RUN = "20261121-000000-aaaa"
 CONFIG = {
     "model": {"name": "m", "path": "m", "dtype": "float32"},
     "gate": {"kind": "varH"},
@@ -33,57 +35,32 @@ def _measured(tok_s, drafts, batch, ppl):
 
 
 def _point(number, arm, measured, **more):
-    key = f"{number:012x}"
-    fields = {
-        "id": point_id(key, RUN),
-        "key": key,
-        "run_id": RUN,
-        "number": number,
-        "status": "ok",
-        "reason": None,
-        "time": "2026-11-21T00:00:00+0000",
-        "seconds": 2.0,
-        "start_seconds": 10.0,
-        "device": "a machine",
-        "arm": arm,
-        "engine": measured.engine,
-        "perplexity": measured.perplexity,
-        "outputs": measured.outputs,
-        "repeats": measured.repeats,
+    about = {
         "command": ["selfspec", "sweep", "experiment=m4_varh"],
         "config": CONFIG | {"k": arm.get("k")},
-        "digests": {"model": "m0"},
         "versions": {"selfspec": "0.1.0", "python": "3.11"},
         "hardware": {"cores": 2},
-        "git": {"revision": "a" * 40, "dirty": False},
     }
-    return Point(**fields | more)
+    return points.point(f"{number:012x}", arm, measured, number=number, **about | more)
 
 
 def sweep_points(batches=(1, 4), thresholds=(4.0, 5.0, 6.0), lengths=(2, 4, 6)):
     """Baselines, gates of three thresholds, three draft lengths, a lossy arm, a loss and a failure, at each batch."""
     made = []
     for batch in batches:
-        work = {
-            "model": "m",
-            "workload": "headline",
-            "batch": batch,
-            "input_len": 32,
-            "output_len": 8,
-            "temperature": 0.0,
-            "repeats": 5,
-        }
+        work = {"batch": batch, "output_len": 8, "repeats": 5}
         base_measured = _measured(100.0, None, batch, 10.0)
-        base = _point(len(made), {"arm": "baseline"} | work, base_measured)
+        shared = points.BASELINE | work
+        base = _point(len(made), shared, base_measured)
         made.append(base)
-        draft = {"arm": "layer_skip", "E": 4, "head": "lens", "vocab": "full"} | work
+        draft = shared | {"arm": "layer_skip", "E": 4, "head": "lens", "vocab": "full"}
         arms = [
             (draft | {"k": 4, "gate": "varH", "threshold": tau}, 110.0 + 30 * n, 10.0)
             for n, tau in enumerate(thresholds)
         ]
         arms += [(draft | {"k": k, "gate": "none"}, 85.0 + 10 * k, 10.0) for k in lengths]
         arms += [(draft | {"k": 9, "gate": "none"}, 80.0, 10.0)]
-        arms += [({"arm": "skip", "E": 12, "head": "lsq", "vocab": "full"} | work, 190.0, 11.5)]
+        arms += [(shared | {"arm": "skip", "E": 12, "head": "lsq", "vocab": "full"}, 190.0, 11.5)]
         for arm, speed, ppl in arms:
             drafts = None if arm["arm"] == "skip" else VerifyCounts(100, 400, 250, [90, 70, 50, 40])
             measured = _measured(speed / batch**0.2, drafts, batch, ppl)

@@ -11,8 +11,7 @@ from points import against, baseline
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.report import by_category, figures, sources
-from selfspec_cli.report.formats import Format
+from selfspec_cli.report import Format, by_category, figures, sources
 
 
 def request(category, seconds, steps):

@@ -143,22 +143,22 @@ def test_a_removed_sentence_takes_its_own_line_with_it(quoted):
 
 
 def test_a_row_of_the_readme_is_one_setting(doc_pages):
-    readme = sys.modules["figure_readme"]
+    readme = sys.modules["figure_tables"]
     for keys, words in (
         ({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
         ({1: "1c455bf81bc9"}, "another load"),
         ({8: "1" * 12}, "no point"),
     ):
         with pytest.raises(ValueError, match=words):
-            readme._cells(readme.Line("m", "s", ("rivals/gpu",), keys))
-    cells = readme._cells(
+            readme.setting_cells(readme.Line("m", "s", ("rivals/gpu",), keys))
+    cells = readme.setting_cells(
         readme.Line("m", "s", ("gpu/smollm2/h100", "gpu/smollm2/slow_host_h100"), {1: "e7dd82f25482"})
     )
     assert cells == ["1.64x (2 runs)", "", "", "", ""]
 
 
 def test_the_milestones_of_a_model_of_28_layers_count_its_own_bytes(doc_pages, monkeypatch):
-    sprint = sys.modules["figure_milestones"]
+    sprint = sys.modules["figure_tables"]
     weights = {"full": 28.0 * 90 + 470, "draft": 12.0 * 90 + 470, "full_kv_token": 28.0, "draft_kv_token": 12.0}
     m1, m4 = ({"command": ["selfspec", "sweep", f"experiment={name}"]} for name in ("m1_skip", "m4_varh"))
     base = points.baseline(**m4)

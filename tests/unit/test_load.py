@@ -19,7 +19,7 @@ from selfspec_cli.load_patterns.base import LoadPattern
 from selfspec_cli.load_patterns.poisson import moments, poisson
 from selfspec_cli.load_patterns.trace import Request, asked_requests, is_trace
 from selfspec_cli.record import tables
-from selfspec_cli.record.load_words import asked as in_words
+from selfspec_cli.record.tables import asked as in_words
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import load_prompts, preflight
 from selfspec_cli.stages.load_prompts import of_requests

@@ -5,11 +5,15 @@ from dataclasses import fields, replace
 import pytest
 from points import ARM, BASELINE, against, baseline, drafts, failed, measured, point, repeat
 
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters
-from selfspec_cli.record import archive, columns, tables
+from selfspec_cli.record import columns, tables
 from selfspec_cli.record.intervals import overlap, speedup_interval
-from selfspec_cli.record.point import compare, from_json, output_digests, to_json
+from selfspec_cli.record.latency import Limits, RequestTimes, goodput
+from selfspec_cli.record.point import Measurement, Repeat, compare, from_json, output_digests, to_json
+from selfspec_cli.report.rows import group_title
 
 OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
 
@@ -112,16 +116,15 @@ def test_a_column_is_of_one_table_and_key_and_point_join_them():
     own = [column for kind in kinds.values() for column in columns.header(kind) if column not in ("key", "point")]
     assert len(own) == len(set(own))
     assert {*own, "key", "point"} == {field.name for field in fields(columns.Record)}
-    assert sorted(columns.header(columns.Record)) == sorted(columns.NAMES)
+    assert sorted(columns.header(columns.Record)) == sorted(columns.KINDS)
     for kind in columns.TABLES.values():
         assert "key" in columns.header(kind) and columns.header(kind)[-1] == "point"
     assert len(columns.header(columns.Summary)) <= 48  # what everybody reads
-    assert set(columns.TABLES) < set(archive.MADE)
     meanings = columns.meanings(columns.Record)
     assert all(meanings[name] for name in ("delta_ppl_low", "clients", "sm_util"))
     wrapped = meanings["goodput"]
     assert wrapped.startswith("requests a second") and wrapped.endswith("median of the runs")
-    assert len(columns.NAMES) <= 90
+    assert len(columns.KINDS) <= 90
 
 
 @pytest.mark.parametrize("where", ["arm", "quality", "figures"])
@@ -193,25 +196,61 @@ def test_a_file_is_plain_json_and_short():
     assert set(BASELINE) < set(document["arm"])
 
 
+# ---- points of load tests --------------------------------------------------------------------------------------------
+
+
+def request(sent, first, last, tokens=5, outputs=3):
+    """A request with its first output after `first` seconds and its last after `last`."""
+    between = [first + (last - first) * part / (outputs - 1) for part in range(outputs)]
+    return RequestTimes(sent, tuple(sent + moment for moment in between), tokens)
+
+
+def test_goodput_counts_requests_within_every_limit_and_no_others():
+    # TTFT 100, 300, 100 ms; TPOT 100, 100, 300 ms; end to end 500, 700, 1300 ms
+    some = [request(0, 0.1, 0.5), request(0, 0.3, 0.7), request(0, 0.1, 1.3)]
+    limits = (Limits(ttft=200), Limits(tpot=200), Limits(ttft=200, tpot=200), Limits(ttft=1000, tpot=1000))
+    assert [goodput(some, 2.0, limit) for limit in limits] == [1.0, 1.0, 0.5, 1.5]
+    assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, Limits(tpot=0.001)) == 1.0  # one token has no TPOT
+
+
+def test_a_row_of_a_load_test_says_what_was_asked_and_what_was_found():
+    runs = (Repeat(seconds, (request(0, seconds / 10, seconds / 4),) * 4) for seconds in (0.2, 0.2 / 1.1, 0.2 / 0.9))
+    asked = {"batch": None, "arrivals": "closed", "clients": 8, "tpot_limit_ms": 40.0}
+    made = point(arm=BASELINE | asked, measurement=Measurement(tuple(runs), engine={"failed_requests": 2}))
+    for row in (tables.row(made), tables.row(from_json(to_json(made)))):
+        assert (row.arrivals, row.clients, row.batch, row.failed_requests) == ("closed", 8, None, 2)
+        assert (row.req_s, row.goodput) == pytest.approx((20.0, 20.0))  # all requests have a TPOT below 40 ms
+        assert group_title(row).startswith("m, headline: 32 tokens in, 4 out, 8 clients")
+    other = tables.row(point())
+    assert (other.arrivals, other.req_s, other.goodput) == (None,) * 3
+
+
+def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
+    plain, timed, closed, rate = (
+        compose_runs(None, ["method=baseline", "workload.num_prompts=8", *words])[0]
+        for words in ([], ["load.seconds=5"], ["load.clients=4"], ["load.rate=2", "load.burst=8"])
+    )
+    assert [cfg.load.kind for cfg in (plain, timed, closed, rate)] == ["", "", "closed", "poisson"]
+    # A setting that a bench does not look at changes no key, so what was measured before is found again.
+    assert Keys().settings(plain) == Keys().settings(timed)
+    assert len({Keys().settings(cfg) for cfg in (plain, closed, rate)}) == 3
+    columns = tables.identity(rate)
+    assert (columns["arrivals"], columns["rate"], columns["burst"], columns["batch"]) == ("bursty", 2.0, 8, None)
+
+
 # ---- intervals of speedups ------------------------------------------------------------------------------------------
 
 
 BASE = [100.0, 104.0, 96.0, 101.0, 99.0]
 
 
-def test_the_interval_holds_the_ratio_of_the_medians_and_is_the_same_every_time():
+def test_the_interval_holds_the_ratio_of_the_medians_and_varies_with_both_sides():
     ours = [150.0, 156.0, 144.0, 151.0, 149.0]
     low, high = speedup_interval(ours, BASE)
-    assert low < 1.5 < high
-    assert min(ours) / max(BASE) <= low and high <= max(ours) / min(BASE)
-    assert speedup_interval(ours, BASE) == (low, high)
-
-
-def test_both_sides_count():
-    steady = [150.0] * 5
-    low, high = speedup_interval(steady, BASE)
+    assert min(ours) / max(BASE) <= low < 1.5 < high <= max(ours) / min(BASE)
+    low, high = speedup_interval([150.0] * 5, BASE)
     assert high - low > 0.02  # the baseline varies
-    assert speedup_interval(steady, [100.0] * 5) == (1.5, 1.5)
+    assert speedup_interval([150.0] * 5, [100.0] * 5) == (1.5, 1.5)
 
 
 def test_what_slows_both_sides_of_a_pair_is_no_uncertainty():

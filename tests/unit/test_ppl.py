@@ -12,7 +12,7 @@ from bigrams import nats
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.engine import scoring
 from selfspec_cli.engine.scoring import Passage
-from selfspec_cli.record import folder, quality
+from selfspec_cli.record import documents, folder, quality
 from selfspec_cli.stages import ppl
 from selfspec_cli.stages.ppl import Request
 
@@ -156,13 +156,13 @@ def test_a_probability_of_zero_is_told_and_makes_no_column(opened, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_ends_the_command(opened, monkeypatch):
-    def save(results, finding):
+    def save(file, finding):
         if finding.arm["arm"] == "skip":
             raise OSError(28, "No space left on device", "results/quality/x.json")
-        return kept(results, finding)
+        return kept(file, finding)
 
-    kept = quality.save
-    monkeypatch.setattr(quality, "save", save)
+    kept = documents.save
+    monkeypatch.setattr(documents, "save", save)
     with pytest.raises(folder.RecordError, match="free some space"):
         ppl.run([SKIP], SMALL, open_engine=opened)
 

@@ -133,24 +133,20 @@ def test_the_workflow_runs_what_ci_runs_on_every_python_of_the_metadata():
     assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
 
 
-def test_a_fault_is_reported_with_what_doctor_says_and_the_citation_is_of_this_version():
+def test_a_fault_is_reported_with_what_doctor_says():
     fault = {part["id"]: part for part in _read(".github/ISSUE_TEMPLATE/fault.yml")["body"]}
     assert "doctor --json" in fault["doctor"]["attributes"]["label"]
     assert fault["doctor"]["validations"]["required"]
-    cited = _read("CITATION.cff")
-    assert (cited["version"], cited["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
 
 
-def test_the_package_and_the_model_beside_it_have_the_version_of_the_metadata():
+def test_package_model_citation_and_change_log_have_the_version_of_the_metadata():
+    version, cited = PROJECT["project"]["version"], _read("CITATION.cff")
     model = tomllib.loads((ROOT / "packaging" / "reference_model" / "pyproject.toml").read_text(encoding="utf-8"))
-    assert selfspec_cli.__version__ == model["project"]["version"] == PROJECT["project"]["version"]
-
-
-def test_the_change_log_and_the_citation_date_the_version_alike():
-    version = re.escape(PROJECT["project"]["version"])
+    assert selfspec_cli.__version__ == model["project"]["version"] == cited["version"] == version
+    assert cited["license"] == PROJECT["project"]["license"]
     log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    (dated,) = re.findall(rf"^## {version} \((.+)\)$", log, re.MULTILINE)
-    assert str(_read("CITATION.cff").get("date-released", "unreleased")) == dated
+    (dated,) = re.findall(rf"^## {re.escape(version)} \((.+)\)$", log, re.MULTILINE)
+    assert str(cited.get("date-released", "unreleased")) == dated
 
 
 def test_the_metadata_name_the_pythons_that_are_tested_and_no_host_of_a_registry():

@@ -84,12 +84,12 @@ def test_a_stride_that_skips_or_repeats_is_refused(stride):
 
 
 def test_a_finding_is_kept_and_its_newest_is_a_column(tmp_path):
-    quality.save(tmp_path, finding())
+    folder.save_finding(tmp_path, finding())
     newer = finding(
         found={"documents": ["a"], "scores": {"nats": [3.0], "tokens": [3]}, "baseline": None},
         run="20261122-000001-aaaa",
     )
-    quality.save(tmp_path, newer)
+    folder.save_finding(tmp_path, newer)
     (tmp_path / "quality" / "other.json").write_text("[]")
     book = quality.read(tmp_path)
     assert book.findings == {(TEXT, ARM): newer}

@@ -66,13 +66,13 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures,
             against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text}),
         ):
             folder.save(tmp_path / "cpu", point)
-    (lost,) = figures("figure_readme").lost(tmp_path)
+    (lost,) = figures("figure_tables").lost(tmp_path)
     assert (
         lost.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
         and " 1.50x (m, English documentation, " in lost
     )
     assert lost.endswith(f", batch 1, {baseline().device})")
-    assert list(figures("figure_readme").lost(tmp_path / "none")) == []
+    assert list(figures("figure_tables").lost(tmp_path / "none")) == []
 
 
 def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same_size(rivals):

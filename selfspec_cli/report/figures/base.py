@@ -49,7 +49,7 @@ class Panel:
     """One set of data of a figure.
 
     group: what it has in common with other panels. points: ids of the points in it. axis: title of the axis of load.
-    colours: of each name that is drawn, in the order of a legend (`figures.colours`).
+    colours: of each name that is drawn, in the order of a legend (`figures.coloured`).
     """
 
     group: str
@@ -188,10 +188,14 @@ def by_arm(*layers: Any) -> Any:
     return alt.layer(*layers, titles_above()).properties(width="container", height=alt.Step(STEP))
 
 
-def lines(x: Any, y: Any, tips: Sequence[Any], size: int) -> Any:
-    """A line for each series, with a dot of `size` square pixels for each of its points."""
-    each = rows_chart().encode(x=x, y=y, color=colour("series"), tooltip=tips)
-    return each.mark_line(strokeWidth=2) + each.mark_point(filled=True, size=size, opacity=1)
+def dots(chart: Any, size: int) -> Any:
+    """A dot of `size` square pixels for each row of a chart."""
+    return chart.mark_point(filled=True, size=size, opacity=1)
+
+
+def unit_line(**place: str) -> Any:
+    """A dashed line at a speedup of 1. place: its encoding, of `one:Q`."""
+    return alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(**place)
 
 
 def load_axis() -> Any:
@@ -203,11 +207,6 @@ def load_axis() -> Any:
 def beside() -> Any:
     """Arms stand next to each other at one load, so that no interval hides another."""
     return alt.XOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[NAMES]))
-
-
-def below() -> Any:
-    """The same in a chart whose rows are categories: arms stand below each other in each of them."""
-    return alt.YOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[NAMES]))
 
 
 def dashes() -> Any:
@@ -236,11 +235,16 @@ def measured(group: Group) -> list[Record]:
     return sorted(rows, key=lambda row: (row.arm != "baseline", -(row.speedup or 0)))
 
 
+def name_of(row: Record) -> str:
+    """The name of an arm; the title of what it is in says where acceptance was set."""
+    return label(replace(row, acceptance_length=None))
+
+
 def labels(rows: Sequence[Record]) -> list[str]:
-    """A name for each row of a group, no two alike; the group's title says where acceptance was set."""
+    """A name for each row of a group, no two alike."""
     names: list[str] = []
     for row in rows:
-        name = label(replace(row, acceptance_length=None))
+        name = name_of(row)
         names.append(f"{name} [{row.key[:6]}]" if name in names else name)
     return names
 
@@ -248,6 +252,11 @@ def labels(rows: Sequence[Record]) -> list[str]:
 def sig(value: float | None, digits: int = 5) -> float | None:
     """A number rounded to `digits` significant digits."""
     return None if value is None else float(f"{value:.{digits}g}")
+
+
+def numbers(row: Record, **columns: str) -> dict[str, Any]:
+    """Columns of a row by their names in a chart, rounded; and the point that they are of."""
+    return {name: sig(getattr(row, column)) for name, column in columns.items()} | {"point": row.point}
 
 
 def short(row: Record) -> str:

@@ -9,24 +9,10 @@ import altair as alt
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.load_words import asked
 from selfspec_cli.record.point import OK, Point, control
-from selfspec_cli.report.figures.base import (
-    LONGEST,
-    Figure,
-    Panel,
-    arm_axis,
-    bars,
-    by_arm,
-    colour,
-    figure,
-    labels,
-    of_rows,
-    rows_chart,
-    short,
-    sig,
-    spans,
-)
+from selfspec_cli.record.tables import asked
+from selfspec_cli.report.figures import base
+from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import Group
 
 PERPLEXITIES = {
@@ -44,20 +30,25 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
     for group in groups:
         rows = [row for row in group.rows if row.status == OK]
         for column, meaning in PERPLEXITIES.items():
-            measured = [row for row in rows if getattr(row, column) is not None][:LONGEST]
+            measured = [row for row in rows if getattr(row, column) is not None][: base.LONGEST]
             ends = [(getattr(row, f"{column}_low", None), getattr(row, f"{column}_high", None)) for row in measured]
             data = [
                 _dot(name, row, getattr(row, column), *pair)
-                for name, row, pair in zip(labels(measured), measured, ends, strict=True)
+                for name, row, pair in zip(base.labels(measured), measured, ends, strict=True)
             ]
             values = [dot["value"] for dot in data] + [0.0] * (column != "ppl")
             if len(data) > 1 and max(values) - min(values) >= SEEN:  # else the table says it
-                panels.append(_panel(group, meaning, measured, data))
+                panels.append(base.of_rows(f"{group.title}, {base.short(rows[0])}", meaning, data, measured))
     about = (
         "Lower is better. ΔPPL is what an arm has more than the baseline. The line is the 95 % interval by bootstrap "
         "over documents or prompts; no line: one sum was kept. An arm whose outputs are all the baseline's has 0."
     )
-    return figure("perplexity", "Perplexity", about, _dots("perplexity"), panels)
+    axis = alt.Axis(title="perplexity", tickCount=6, format=".4~g")
+    x = alt.X("value:Q", axis=axis, scale=alt.Scale(zero=False, padding=12))
+    tips = ["arm:N", "value:Q", "low:Q", "high:Q", "point:N"]
+    dots = base.rows_chart().mark_point(filled=True, size=90, opacity=1, yOffset=4)
+    dots = dots.encode(x=x, y=base.arm_axis(), color=base.colour("arm", legend=False), tooltip=tips)
+    return base.figure("perplexity", "Perplexity", about, base.by_arm(base.spans(tips), dots), panels)
 
 
 def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
@@ -67,15 +58,16 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
     panels = []
     for group in groups:
         arms = [row for row in group.rows if row.status == OK and row.arm != "baseline"]
-        rows = [row for row in arms if row.identical is not None and row.outputs][:LONGEST]
-        base = by_id.get(group.rows[0].point)
+        rows = [row for row in arms if row.identical is not None and row.outputs][: base.LONGEST]
+        plain = by_id.get(group.rows[0].point)
         data = [
             _equal(name, row.identical or 0, row.outputs or 1, row.point)
-            for name, row in zip(labels(rows), rows, strict=True)
+            for name, row in zip(base.labels(rows), rows, strict=True)
         ]
-        if data and base is not None and base.arm["arm"] == "baseline":
-            data = [_equal(name, *counts, base.id) for name, counts in controls(base, points).items()] + data
-        panels.append(_panel(group, "outputs equal to plain decoding's, token for token", rows, data))
+        if data and plain is not None and plain.arm["arm"] == "baseline":
+            data = [_equal(name, *counts, plain.id) for name, counts in controls(plain, points).items()] + data
+        where = f"{group.title}, {base.short(group.rows[0])}"
+        panels.append(base.of_rows(where, "outputs equal to plain decoding's, token for token", data, rows))
     x = alt.X(
         "share:Q", axis=alt.Axis(title="share of outputs", format="%", tickCount=6), scale=alt.Scale(domain=[0, 1])
     )
@@ -85,22 +77,22 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
         "Plain decoding differs from itself in the same way at another batch size: that is the control, in grey. "
         "`selfspec verify` tells such near-ties from faults."
     )
-    chart = by_arm(bars(x, tips, color=colour("arm", legend=False)))
-    return figure("identical", "Identical outputs", about, chart, panels)
+    chart = base.by_arm(base.bars(x, tips, color=base.colour("arm", legend=False)))
+    return base.figure("identical", "Identical outputs", about, chart, panels)
 
 
-def controls(base: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]:
+def controls(plain: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]:
     """(equal, compared) outputs of a baseline and of plain decoding measured again with the same prompts, by name.
 
     Of several measurements at one load the newest counts.
     """
     counts: dict[str, tuple[int, int]] = {}
-    if (again := control(base)) is not None:
+    if (again := control(plain)) is not None:
         counts["control: plain decoding, asked again"] = again
     for other in points:
-        if other is base or not other.outputs or _prompts(other) != _prompts(base):
+        if other is plain or not other.outputs or _prompts(other) != _prompts(plain):
             continue
-        pairs = [pair for pair in zip(base.outputs, other.outputs, strict=True) if all(pair)]
+        pairs = [pair for pair in zip(plain.outputs, other.outputs, strict=True) if all(pair)]
         if pairs:
             load = asked(tables.of_arm(other.arm))
             counts[f"control: plain decoding, {load}"] = (sum(one == two for one, two in pairs), len(pairs))
@@ -116,7 +108,7 @@ def _prompts(point: Point) -> tuple[Any, ...]:
 def _equal(name: str, same: int, outputs: int, point: str) -> dict[str, Any]:
     return {
         "arm": name,
-        "share": sig(same / outputs),
+        "share": base.sig(same / outputs),
         "identical": same,
         "outputs": outputs,
         "text": f"{same} of {outputs}",
@@ -127,18 +119,5 @@ def _equal(name: str, same: int, outputs: int, point: str) -> dict[str, Any]:
 def _dot(name: str, row: Record, value: float, low: float | None, high: float | None) -> dict[str, Any]:
     # Perplexities that are equal differ by rounding, in the ninth digit.
     ends = {"value": value, "low": low, "high": high}
-    rounded = {end: None if number is None else sig(round(number, 6)) for end, number in ends.items()}
+    rounded = {end: None if number is None else base.sig(round(number, 6)) for end, number in ends.items()}
     return {"arm": name, **rounded, "text": f"{rounded['value']:.4g}", "point": row.point}
-
-
-def _panel(group: Group, name: str, rows: list[Record], data: list[dict[str, Any]]) -> Panel:
-    return of_rows(f"{group.title}, {short(rows[0])}" if rows else "", name, data, rows)
-
-
-def _dots(title: str) -> Any:
-    x = alt.X(
-        "value:Q", axis=alt.Axis(title=title, tickCount=6, format=".4~g"), scale=alt.Scale(zero=False, padding=12)
-    )
-    tips = ["arm:N", "value:Q", "low:Q", "high:Q", "point:N"]
-    dots = rows_chart().mark_point(filled=True, size=90, opacity=1, yOffset=4)
-    return by_arm(spans(tips), dots.encode(x=x, y=arm_axis(), color=colour("arm", legend=False), tooltip=tips))

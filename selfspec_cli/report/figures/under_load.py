@@ -6,32 +6,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import altair as alt
 
 from selfspec_cli import load_patterns
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.point import median
 from selfspec_cli.record.tables import UNVERIFIED
-from selfspec_cli.report.figures.base import (
-    RED,
-    Figure,
-    Panel,
-    beside,
-    colour,
-    dashes,
-    figure,
-    load_axis,
-    measured,
-    rows_chart,
-    short,
-    sig,
-    slower,
-    times_axis,
-    whiskers,
-)
-from selfspec_cli.report.rows import RIVALS, Group, acceptance, label, sampling, task
+from selfspec_cli.report.figures import base
+from selfspec_cli.report.figures.base import Figure, Panel
+from selfspec_cli.report.rows import RIVALS, Group, acceptance, sampling, task
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
@@ -54,47 +39,23 @@ class Family:
     def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
         """A panel of these rows."""
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
-        points = tuple(row.point for row in self.rows)
-        return Panel(
-            short(self.rows[0]), self.title, data, points, " ".join(filter(None, (note, more))), AXES[self.axis]
+        panel = base.of_rows(
+            base.short(self.rows[0]), self.title, data, self.rows, " ".join(filter(None, (note, more)))
         )
+        return replace(panel, axis=AXES[self.axis])
 
     def load(self, row: Record) -> float:
         """How much was asked at once."""
         return float(getattr(row, self.axis))
 
+    def loads(self, *, arms: bool = False) -> set[float]:
+        """The loads of all rows; arms: of those that draft."""
+        return {self.load(row) for row in self.rows if not arms or row.arm != "baseline"}
 
-def families(groups: Iterable[Group]) -> list[Family]:
-    """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
-    last measured."""
-    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
-    titles: dict[tuple[Any, ...], str] = {}
-    for group in groups:
-        rows = measured(group)
-        arms = [row for row in rows if row.arm != "baseline"]
-        axis = _axis(rows[0]) if arms else ""
-        if not arms or getattr(rows[0], axis) is None:
-            continue
-        first = arms[0]
-        drawn = ("rate", "load_share") if axis == "rate" else (axis,)
-        load = load_patterns.comparable(first, without=drawn)
-        names = ("model", "device", "workload", "input_len", "output_len", "temperature")
-        key = (*(getattr(first, name) for name in names), first.acceptance_length, axis, load)
-        by_family[key] += rows
-        more = ", in a load test" if axis != "batch" else ""
-        titles[key] = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
-    families = [_fewer(Family(titles[key], key[-2], rows)) for key, rows in by_family.items()]
-    families = [
-        family for family in families if len({family.load(row) for row in family.rows if row.arm != "baseline"}) > 1
-    ]
-    families.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
-    return sorted(
-        families,
-        key=lambda family: (
-            any(row.acceptance_length is not None for row in family.rows),
-            len({family.load(row) for row in family.rows}) < ENOUGH_LOADS,
-        ),
-    )
+    def series(self, rows: Iterable[Record] | None = None) -> list[tuple[dict[str, Any], Record]]:
+        """Rows, each with its series and load as data, in the order in which a line goes through them."""
+        ordered = sorted(self.rows if rows is None else rows, key=lambda row: (base.name_of(row), self.load(row)))
+        return [({"series": base.name_of(row), "load": base.sig(self.load(row))}, row) for row in ordered]
 
 
 def _axis(row: Record) -> str:
@@ -103,11 +64,47 @@ def _axis(row: Record) -> str:
     return "clients" if row.clients is not None else "rate"
 
 
+def _key(row: Record) -> tuple[Any, ...]:
+    """What rows of one family have in common."""
+    axis = _axis(row)
+    drawn = ("rate", "load_share") if axis == "rate" else (axis,)
+    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
+    return (*(getattr(row, name) for name in names), axis, load_patterns.comparable(row, without=drawn))
+
+
+def families(groups: Iterable[Group]) -> list[Family]:
+    """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
+    last measured."""
+    by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    firsts: dict[tuple[Any, ...], Record] = {}
+    for group in groups:
+        rows = base.measured(group)
+        first = next((row for row in rows if row.arm != "baseline"), None)
+        if first is not None and getattr(first, _axis(first)) is not None:
+            by_family[_key(first)] += rows
+            firsts[_key(first)] = first
+    together = [_fewer(Family(_title(firsts[key]), _axis(firsts[key]), rows)) for key, rows in by_family.items()]
+    together = [family for family in together if len(family.loads(arms=True)) > 1]
+    together.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
+    return sorted(
+        together,
+        key=lambda family: (
+            any(row.acceptance_length is not None for row in family.rows),
+            len(family.loads()) < ENOUGH_LOADS,
+        ),
+    )
+
+
+def _title(row: Record) -> str:
+    more = ", in a load test" if row.arrivals is not None else ""
+    return ", ".join(filter(None, (task(row) + more, sampling(row), acceptance(row))))
+
+
 def _fewer(family: Family) -> Family:
     """A family with as many arms as a reader can tell apart: those with the most loads, then the fastest."""
     arms: dict[str, list[Record]] = defaultdict(list)
     for row in family.rows:
-        arms[name_of(row)].append(row)
+        arms[base.name_of(row)].append(row)
 
     def rank(rows: list[Record]) -> tuple[int, float]:
         return -len({family.load(row) for row in rows}), -median([row.speedup or 0.0 for row in rows])
@@ -119,54 +116,35 @@ def _fewer(family: Family) -> Family:
     return replace(family, rows=[row for rows in kept for row in rows], left_out=len(arms) - len(kept))
 
 
-def name_of(row: Record) -> str:
-    """The name of an arm; the family's title says where acceptance was set."""
-    return label(replace(row, acceptance_length=None))
-
-
-def _series(family: Family, rows: Iterable[Record]) -> list[tuple[str, float, Record]]:
-    """(name, load, row) in the order in which a line goes through them."""
-    return sorted(((name_of(row), family.load(row), row) for row in rows), key=lambda one: (one[0], one[1]))
-
-
 def speedups(families: Sequence[Family]) -> list[Figure]:
     """The speedup of each arm over the baseline of the same load, with its interval."""
     panels = []
     for family in families:
         data = [
-            {
-                "series": name,
-                "load": sig(load),
-                "speedup": sig(row.speedup),
-                "low": sig(row.speedup_low),
-                "high": sig(row.speedup_high),
-                "tok_s": sig(row.tok_s_median),
-                "slower": slower(row),
-                "point": row.point,
-            }
-            for name, load, row in _series(family, (row for row in family.rows if row.arm != "baseline"))
+            dot
+            | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+            | {"slower": base.slower(row)}
+            for dot, row in family.series(row for row in family.rows if row.arm != "baseline")
         ]
         panels.append(family.panel(data, at_a_glance(family)))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
-    middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=scale)
-    each = rows_chart().encode(x=load_axis(), xOffset=beside(), color=colour("series"))
+    middle = alt.Y("median(speedup):Q", axis=base.times_axis("speedup"), scale=scale)
+    each = base.rows_chart().encode(x=base.load_axis(), xOffset=base.beside(), color=base.colour("series"))
     line = each.mark_line(strokeWidth=2.5).encode(y=middle)  # of a median: with tooltips it would be of each point
-    dots = each.mark_point(filled=True, size=70, opacity=1)
-    dots = dots.encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
-    losses = rows_chart().transform_filter("datum.slower")
-    losses = losses.mark_point(size=190, color=RED, strokeWidth=2, shape="circle")
-    marked = losses.encode(x=load_axis(), xOffset=beside(), y="speedup:Q", tooltip=tips)
-    one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
-    bars = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips)
-    chart = (one + line + bars + dots + marked).properties(width="container", height=320)
+    marks = base.dots(each, 70).encode(y=alt.Y("speedup:Q", scale=scale), tooltip=tips)
+    losses = base.rows_chart().transform_filter("datum.slower")
+    losses = losses.mark_point(size=190, color=base.RED, strokeWidth=2, shape="circle")
+    marked = losses.encode(x=base.load_axis(), xOffset=base.beside(), y="speedup:Q", tooltip=tips)
+    bars = base.whiskers(base.load_axis(), xOffset=base.beside(), color=base.colour("series"), tooltip=tips)
+    chart = (base.unit_line(y="one:Q") + line + bars + marks + marked).properties(width="container", height=320)
     about = (
         "Tokens a second over plain decoding's at the same load. A vertical line is the 95 % interval; none: repeats "
         "were not kept. vLLM's own methods are grey. A red ring: slower than plain decoding, with the whole interval "
         "below 1. Where several runs measured an arm, its line goes through their median. At a load, arms stand in the "
         "order of the legend."
     )
-    return figure("by_load", "Speedup by load", about, chart, panels)
+    return base.figure("by_load", "Speedup by load", about, chart, panels)
 
 
 def at_a_glance(family: Family) -> str:
@@ -176,10 +154,10 @@ def at_a_glance(family: Family) -> str:
         return ""
     by_load: dict[float, list[float]] = defaultdict(list)
     for row in ours:
-        if name_of(row) == name_of(ours[0]):
+        if base.name_of(row) == base.name_of(ours[0]):
             by_load[family.load(row)].append(row.speedup or 0.0)
     words = [f"{median(values):.2f}x at {load:g}" for load, values in sorted(by_load.items())]
-    return f"{name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
+    return f"{base.name_of(ours[0])}: {', '.join(words)} {AXES[family.axis]}."
 
 
 def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
@@ -188,38 +166,37 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
     for family in families:
         cards = gpus(family.rows[0].device)
         together: dict[tuple[str, float], list[Record]] = defaultdict(list)
-        for name, load, row in _series(family, family.rows):
+        for dot, row in family.series():
             if row.tok_s_median and user_speed(row):
-                together[name, load].append(row)
+                together[dot["series"], dot["load"]].append(row)
+        numbered = base.name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
         data = [
             {
                 "series": name,
-                "load": sig(load),
-                "user": sig(median([user_speed(row) or 0 for row in rows])),
-                "gpu": sig(median([(row.tok_s_median or 0) / cards for row in rows])),
+                "load": load,
+                "user": base.sig(median([user_speed(row) or 0 for row in rows])),
+                "gpu": base.sig(median([(row.tok_s_median or 0) / cards for row in rows])),
+                "number": load if name == numbered else None,  # of one line: else they would run into each other
                 "point": rows[-1].point,
             }
             for (name, load), rows in together.items()
         ]
-        numbered = name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
-        for dot in data:  # of one line: numbers at every dot run into each other
-            dot["number"] = dot["load"] if dot["series"] == numbered else None
         panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
     tips = ["series:N", "load:O", "user:Q", "gpu:Q", "point:N"]
-    base = rows_chart().encode(x=x, y=y)
-    line = base.mark_line(strokeWidth=2)
-    line = line.encode(color=colour("series"), strokeDash=dashes(), order="load:Q", tooltip=tips)
-    dots = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour("series"), tooltip=tips)
-    number = base.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
+    each = base.rows_chart().encode(x=x, y=y)
+    line = each.mark_line(strokeWidth=2)
+    line = line.encode(color=base.colour("series"), strokeDash=base.dashes(), order="load:Q", tooltip=tips)
+    marks = base.dots(each, 60).encode(color=base.colour("series"), tooltip=tips)
+    number = each.transform_filter("isValid(datum.number)").mark_text(align="left", dx=7, dy=-6, fontSize=11)
     number = number.encode(text="number:N")
-    chart = (line + dots + number).properties(width="container", height=340)
+    chart = (line + marks + number).properties(width="container", height=340)
     about = (
         "Further to the right is a faster answer, further up a GPU that serves more; what is above and to the right of "
         "another is better at both. Dashes: plain decoding. On a CPU the machine takes the GPU's place."
     )
-    return figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
+    return base.figure("users", "Tokens a second: one user against one GPU", about, chart, panels)
 
 
 def user_speed(row: Record) -> float | None:
@@ -240,16 +217,8 @@ def waits(families: Sequence[Family]) -> list[Figure]:
     panels = []
     for family in families:
         data = [
-            {
-                "series": name,
-                "load": sig(load),
-                "what": what,
-                "value": sig(getattr(row, f"{what}_ms")),
-                "low": sig(getattr(row, f"{what}_ms")),
-                "high": sig(getattr(row, f"{what}_p99_ms")),
-                "point": row.point,
-            }
-            for name, load, row in _series(family, family.rows)
+            dot | {"what": what} | base.numbers(row, value=f"{what}_ms", low=f"{what}_ms", high=f"{what}_p99_ms")
+            for dot, row in family.series()
             for what in WAITS
             if getattr(row, f"{what}_ms") is not None
         ]
@@ -257,17 +226,13 @@ def waits(families: Sequence[Family]) -> list[Figure]:
     tips = ["series:N", "load:O", "value:Q", alt.Tooltip("high:Q", title="p99"), "point:N"]
 
     def part(what: str, title: str) -> Any:
-        each = rows_chart().transform_filter(f"datum.what == '{what}'")
-        each = each.encode(x=load_axis(), xOffset=beside(), color=colour("series"))
-        scale = alt.Scale(zero=True)
-        line = each.mark_line(strokeWidth=2).encode(
-            y=alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=scale), strokeDash=dashes()
-        )
-        dots = each.mark_point(filled=True, size=60, opacity=1)
-        dots = dots.encode(y=alt.Y("value:Q", scale=scale), tooltip=tips)
-        tails = whiskers(load_axis(), xOffset=beside(), color=colour("series"), tooltip=tips).transform_filter(
-            f"datum.what == '{what}' && isValid(datum.high)"
-        )
+        tails = base.whiskers(base.load_axis(), xOffset=base.beside(), color=base.colour("series"), tooltip=tips)
+        tails = tails.transform_filter(f"datum.what == '{what}' && isValid(datum.high)")
+        each = base.rows_chart().transform_filter(f"datum.what == '{what}'")
+        each = each.encode(x=base.load_axis(), xOffset=base.beside(), color=base.colour("series"))
+        middle = alt.Y("median(value):Q", axis=alt.Axis(title=title), scale=alt.Scale(zero=True))
+        line = each.mark_line(strokeWidth=2).encode(y=middle, strokeDash=base.dashes())
+        dots = base.dots(each, 60).encode(y=alt.Y("value:Q", scale=alt.Scale(zero=True)), tooltip=tips)
         return (tails + line + dots).properties(width="container", height=210)
 
     chart = alt.vconcat(*(part(what, title) for what, title in WAITS.items()))
@@ -275,4 +240,4 @@ def waits(families: Sequence[Family]) -> list[Figure]:
         "Lower is better. The dot is the median over requests, the end of the line above it the 99th percentile. "
         "Dashes: plain decoding."
     )
-    return figure("waits", "What a request waits for, by load", about, chart, panels)
+    return base.figure("waits", "What a request waits for, by load", about, chart, panels)

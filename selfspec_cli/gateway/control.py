@@ -16,13 +16,12 @@ from starlette.exceptions import HTTPException
 from selfspec_cli import __version__
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.errors import GatewayError, bad_request, invalid
+from selfspec_cli.gateway.errors import MOST_SAID, GatewayError, bad_request, invalid, wrong_value
 from selfspec_cli.gateway.policies import POLICIES
 
 if TYPE_CHECKING:
     from selfspec_cli.gateway.cache import AnswerCache
 
-MOST_SAID = 200  # characters of a wrong value
 LOOK = ["GET", "HEAD"]
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
 
@@ -77,12 +76,10 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> Response:
         """A body that is not what is needed; the first problem of it."""
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return _answer(bad_request(f"the body is not JSON: {first['ctx']['error']}"))
-        name = ".".join(str(part) for part in first["loc"] if part != "body")
-        given = "" if first["type"] == "missing" else f"={first['input']!r:.{MOST_SAID}}"
-        return _answer(bad_request(f"{name or 'body'}{given}: {first['msg']}", name or None))
+        problems = error.errors()
+        if problems[0]["type"] == "json_invalid":
+            return _answer(bad_request(f"the body is not JSON: {problems[0]['ctx']['error']}"))
+        return _answer(wrong_value(problems))
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:

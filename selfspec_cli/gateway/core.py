@@ -14,12 +14,10 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.cache import AnswerCache
-from selfspec_cli.gateway.caching import Caching
+from selfspec_cli.gateway.cache import AnswerCache, Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
 from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.limits import Keys, Meter, Tenant
-from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.queues import Batch, Places
@@ -28,6 +26,7 @@ from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.routing import Routing
 from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.storage import LOG, RequestLog, print_fault
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
@@ -47,9 +46,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises SettingsError: a file that is in the way."""
         self.folder = Path(settings.results_dir) / FOLDER
-        self.log = RequestLog(self.folder / FILE, settings.log_text)
+        self.log = RequestLog(self.folder / LOG, settings.log_text)
         cache = AnswerCache(self.folder / CACHE) if settings.cache.mib else None
-        self.upstream, self.caching = Upstream(settings.limits), Caching(settings.cache, cache, self.log.fault)
+        self.upstream, self.caching = Upstream(settings.limits), Caching(settings.cache, cache, print_fault)
         self.meter = Meter(self.folder / LIMITS)
         self.routing = Routing(settings, [replica(one) for one in settings.backends])
         self.tell: Callable[[str, bool], None] = lambda name, drains: None
@@ -156,7 +155,7 @@ class Gateway:
 
     def fault(self, error: Exception) -> GatewayError:
         """What a client is answered after a fault of the gateway's own, which is logged."""
-        self.log.fault(error)
+        print_fault(error)
         name = type(error).__name__
         return GatewayError(f"the gateway failed: {name}", 500, "internal_error", logged=f"the gateway failed: {name}")
 
@@ -199,7 +198,7 @@ class Gateway:
             try:
                 tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
             except sqlite3.Error as error:  # a disk that is full
-                self.log.fault(error)
+                print_fault(error)
         self.look()
         if out is None:
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.gateway import packed
+
+MOST_SAID = 200  # characters of a wrong value
 
 
 @dataclass(eq=False)
@@ -46,6 +49,14 @@ def invalid(message: str, status: int, **more: Any) -> GatewayError:
 def bad_request(message: str, param: str | None = None) -> GatewayError:
     """A mistake in a request. Its values may be quoted to the client, and are not logged."""
     return invalid(message, 400, param=param, logged=f"invalid request: {param or 'body'}")
+
+
+def wrong_value(problems: Sequence[Mapping[str, Any]]) -> GatewayError:
+    """The first of the problems that pydantic found in a body."""
+    first = problems[0]
+    name = ".".join(str(part) for part in first["loc"] if part != "body")
+    given = "" if first["type"] == "missing" else f"={first['input']!r:.{MOST_SAID}}"
+    return bad_request(f"{name or 'body'}{given}: {first['msg']}", name or None)
 
 
 def unavailable(message: str, seconds: float = 1.0, **more: Any) -> GatewayError:

@@ -15,10 +15,9 @@ from selfspec_cli.config.paths import read_yaml
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.limits import digest_of, is_digest
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, validated
 
 
 def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
@@ -40,7 +39,7 @@ def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
             _put(content, key.split("."), yaml.safe_load(text), word)
         except yaml.YAMLError as error:
             raise ConfigError(f"{word}: {' '.join(str(error).split())}") from error
-    settings: GatewaySettings = checked(GatewaySettings, content, "")
+    settings: GatewaySettings = validated(GatewaySettings, content)
     check(settings)
     return settings
 

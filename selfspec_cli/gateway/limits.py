@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from selfspec_cli.gateway.database import database
 from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.settings import KeySettings
+from selfspec_cli.gateway.storage import database
 
 EVERYBODY = "everybody"
 DAY = 86_400

@@ -26,8 +26,6 @@ from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, ask, free_port, tail
-from selfspec_cli.gateway.backends import pool
-from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.stages.launch import devices
 
 ROUTERS = ("vllm-router", "gateway")
@@ -175,6 +173,9 @@ def _front(
         return [sys.executable, "-m", "selfspec_cli", "gateway", *settings], {KEY: keys[0]} if keys else {}
     if router not in ROUTERS and "/" not in router:
         raise ConfigError(closest(router, ROUTERS, "router") + "; or the path of a vllm-router")
+    from selfspec_cli.gateway.backends import pool  # these need pydantic, which the bench alone does not bring
+    from selfspec_cli.gateway.settings import BackendSettings
+
     backend = BackendSettings(
         name="router",
         kind="pool",

@@ -17,11 +17,11 @@ from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.limits import DAY, Meter
 from selfspec_cli.gateway.load import Load, between, read
-from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.queues import Batch
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
+from selfspec_cli.gateway.storage import RequestLog
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
 from selfspec_cli.record.gateway_log import Ledger
 

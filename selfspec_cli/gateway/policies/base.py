@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic
+
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import SloSettings
+from selfspec_cli.gateway.settings import KNOWN, SloSettings, validated
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class Chooser:
         """An answer of this backend was judged, 0 to 1."""
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=KNOWN)
 class NoOptions:
     """Of a policy that has none."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of knobs.
+    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of pydantic.
     alone: it is of no use where each of several processes (`workers`) knows its own requests only."""
 
     name: str
@@ -57,4 +58,4 @@ class Policy:
         value out of its range, or a policy that several workers cannot have."""
         if self.alone and workers > 1:
             raise ConfigError(f"policy={self.name}: {workers} workers cannot share what it knows: workers=1")
-        return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
+        return validated(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")

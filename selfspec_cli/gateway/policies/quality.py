@@ -13,12 +13,13 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from selfspec_cli.early_exit.knobs import knob
+from pydantic.dataclasses import dataclass
+
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.settings import KNOWN, setting
 
 SIZE = 256
 KEPT = 2000  # judgements of each backend
@@ -48,11 +49,11 @@ def similarity(one: Vector, other: Vector) -> float:
     return sum(value * other.get(key, 0.0) for key, value in one.items())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=KNOWN)
 class Options:
     """What is expected of a backend."""
 
-    enough: float = knob(0.7, help="quality of which the cheapest backend is taken", unit="fraction", low=0, high=1)
+    enough: float = setting(0.7, "quality of which the cheapest backend is taken", ge=0, le=1)
 
 
 class _Quality(Chooser):

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.gateway import packed
+from selfspec_cli.gateway import wire
 from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 from selfspec_cli.gateway.settings import CacheSettings
-from selfspec_cli.gateway.storage import database
+from selfspec_cli.gateway.storage import database, print_fault
 
 VERSION = 4
 LARGEST = 1 << 22  # bytes of an answer that is kept, and up to which an equal request may still join
@@ -52,7 +52,7 @@ def key(request: Request) -> bytes:
     body = {name: value for name, value in sorted(request.body.items()) if name not in _NO_MATTER}
     usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
     value = [request.tenant, request.model, request.endpoint, request.stream, request.stream and usage, body]
-    return hashlib.sha256(packed.dumps(value)).digest()
+    return hashlib.sha256(wire.dumps(value)).digest()
 
 
 def specials(request: Request) -> set[str]:
@@ -84,7 +84,6 @@ class AnswerCache:
         self._db = database(path, VERSION, _TABLES)
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def size(self) -> dict[str, int]:
@@ -100,8 +99,8 @@ class AnswerCache:
         ).fetchone()
         if found is None:
             return None
-        number, raw, *tokens = found
-        return Kept(zlib.decompress(raw), *tokens, entry=f"{number:016x}")
+        number, raw, prompt_tokens, tokens = found
+        return Kept(zlib.decompress(raw), prompt_tokens, tokens, f"{number:016x}")
 
     def store(self, wanted: bytes, tenant: str, kept: Kept, now: float, most: int, oldest: float) -> None:
         """Keep an answer. most: bytes of all of them; what was used longest ago goes first, and what is older."""
@@ -121,7 +120,6 @@ class AnswerCache:
         return self._db.execute(statement, (_number(entry), tenant)).rowcount > 0
 
     def has(self, entry: str, tenant: str) -> bool:
-        """Whether there is an answer of this tenant by that id."""
         statement = "SELECT 1 FROM answer WHERE id = ? AND tenant = ?"
         return self._db.execute(statement, (_number(entry), tenant)).fetchone() is not None
 
@@ -161,19 +159,19 @@ class Flight:
         assert self.task is not None
         self.task.add_done_callback(lambda task: self._tell())
         self.readers += 1
+        place = 0
         try:
-            place = 0
-            while True:
-                while place < len(self.messages):
-                    message = self.messages[place]
-                    place += 1
-                    if place > self.furthest:
-                        self.furthest = place
-                        self._tell()
-                    await client.hand_on(message)
-                if self.task.done():
-                    return self.task.result()
-                await self._news.wait()
+            while place < len(self.messages) or not self.task.done():
+                if place == len(self.messages):
+                    await self._news.wait()
+                    continue
+                message = self.messages[place]
+                place += 1
+                if place > self.furthest:
+                    self.furthest = place
+                    self._tell()
+                await client.hand_on(message)
+            return self.task.result()
         finally:
             self.readers -= 1
             if not self.readers:
@@ -181,13 +179,10 @@ class Flight:
 
 
 class Caching:
-    """The cache on a request's way. cache: None where none is configured. fault: called with what failed in the cache.
-    flights: by key."""
+    """The cache on a request's way. cache: None where none is configured. flights: by key."""
 
-    def __init__(
-        self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], Any]
-    ) -> None:
-        self.settings, self.cache, self.fault = settings, cache, fault
+    def __init__(self, settings: CacheSettings, cache: AnswerCache | None) -> None:
+        self.settings, self.cache = settings, cache
         self.flights: dict[bytes, Flight] = {}
         self._files = ThreadPoolExecutor(1, "cache-file")
 
@@ -196,7 +191,6 @@ class Caching:
         return await asyncio.get_running_loop().run_in_executor(self._files, method, *values)
 
     def close(self) -> None:
-        """Close the file."""
         if self.cache is not None:
             self._files.submit(self.cache.close).result()
         self._files.shutdown()
@@ -208,10 +202,8 @@ class Caching:
         return fits and not elsewhere and request.cache != "none"
 
     async def answered(self, request: Request, out: Outcome, client: Client, ask: Ask) -> bool:
-        """Answer a request from the cache, or by a call that equal requests share; False where it is not cached.
-
-        ask: has a backend answer a request. Raises GatewayError as it does.
-        """
+        """Answer a request from the cache, or by a call that equal requests share; False where it is not cached. ask:
+        has a backend answer a request, and raises GatewayError."""
         if self.cache is None:
             return False
         if not self._wanted(request):
@@ -222,7 +214,7 @@ class Caching:
             hit = await self.call(self.cache.lookup, wanted, now, now - self.settings.ttl_s)
         except Exception as error:  # a cache that is broken costs no request
             out.cache = "failed"
-            self.fault(error)
+            print_fault(error)
             return False
         flight = self.flights.get(wanted)
         if hit is not None:
@@ -242,7 +234,6 @@ class Caching:
         return True
 
     async def _fly(self, flight: Flight, wanted: bytes, request: Request, out: Outcome, ask: Ask) -> Kept:
-        """Have a backend answer, and keep what it answers."""
         try:
             await ask(request, out, flight.client)
         finally:
@@ -254,7 +245,7 @@ class Caching:
             try:
                 await self.call(self.cache.store, wanted, request.tenant, kept, now, most, now - self.settings.ttl_s)
             except Exception as error:
-                self.fault(error)
+                print_fault(error)
         return kept
 
 

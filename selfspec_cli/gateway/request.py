@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.gateway import packed
+from selfspec_cli.gateway import wire
 from selfspec_cli.gateway.errors import bad_request, wrong_value
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -34,6 +34,7 @@ LONGEST_WAIT = 86_400_000  # milliseconds: a day
 LONGEST_ANSWER = 1 << 40  # tokens; any limit beyond is none
 LONGEST_SESSION = 256  # characters of its name that count
 BLOCK = 256  # characters of a prompt that are remembered as one piece
+EXCERPT = 2000  # characters
 EXPECTED = 128  # tokens of an answer before any was seen
 
 
@@ -64,12 +65,10 @@ class Request:
 
     @property
     def model(self) -> str:
-        """As the client calls it."""
         return str(self.body.get("model") or "auto")
 
     @property
     def stream(self) -> bool:
-        """Whether the answer is wanted in parts."""
         return bool(self.body.get("stream")) and self.endpoint in STREAMED
 
     @cached_property
@@ -81,7 +80,6 @@ class Request:
 
     @property
     def most_tokens(self) -> int | None:
-        """Limit of the answer that the client set."""
         limit = self.body.get("max_output_tokens" if self.endpoint == RESPONSES else "max_completion_tokens")
         limit = self.body.get("max_tokens") if limit is None else limit
         return min(limit, LONGEST_ANSWER) if isinstance(limit, int) and limit > 0 else None
@@ -98,6 +96,11 @@ class Request:
         contents = [one.get("content") for one in self.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+
+    @property
+    def excerpt(self) -> str:
+        """The ends of a long text: they say what it was about, and can be kept of thousands of requests."""
+        return self.text if len(self.text) <= EXCERPT else self.text[: EXCERPT // 2] + self.text[-EXCERPT // 2 :]
 
     @property
     def greedy(self) -> bool:
@@ -134,7 +137,7 @@ class Wishes(BaseModel):
 def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     """A request out of its body and headers; raises GatewayError (400) for one that no backend could answer."""
     try:
-        body = packed.loads(raw)
+        body = wire.loads(raw)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -189,7 +192,7 @@ def _wishes(said: dict[str, Any], headers: Mapping[str, str]) -> Wishes:
 def _measure(request: Request, content: Any) -> None:
     """How long the prompt is, and hashes of its beginnings."""
     ids = content if request.endpoint == COMPLETIONS and isinstance(content, list) else []
-    request.text = content if isinstance(content, str) else packed.dumps(content).decode()
+    request.text = content if isinstance(content, str) else wire.dumps(content).decode()
     if ids and all(isinstance(one, int) for one in ids):
         request.prompt_tokens = float(len(ids))
     else:

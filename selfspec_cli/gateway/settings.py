@@ -24,9 +24,12 @@ def setting(default: Any, about: str, **limits: Any) -> Any:
 
 
 @dataclass(config=KNOWN)
-class BackendSettings:
-    """One place that answers."""
+class NoOptions:
+    """Of a policy that has none."""
 
+
+@dataclass(config=KNOWN)
+class BackendSettings:
     name: str = setting("", "what routes, metrics and errors call it")
     kind: str = setting("openai", "how it is started and asked; a name of the registry of backends")
     url: str | None = setting(None, "its address; a server that answers there is adopted; unset: one is started")
@@ -106,8 +109,6 @@ class LedgerSettings:
 
 @dataclass(config=KNOWN)
 class GatewaySettings:
-    """A gateway."""
-
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8080, "port to listen on; 0 takes a free one", ge=0, le=65535)
     workers: int = setting(1, "processes that answer at that port", ge=1, le=256)
@@ -126,11 +127,8 @@ class GatewaySettings:
 
 
 def validated(schema: Any, content: Any, place: str = "") -> Any:
-    """Plain values as an instance of a schema. place: what its keys begin with in messages, such as `limits.`.
-
-    Raises:
-        ConfigError: a key that is not known, or a value that is none of its type or out of its range.
-    """
+    """Plain values as an instance of a schema; raises ConfigError for a key or a value that it has not. place: what its
+    keys begin with in messages, such as `limits.`."""
     try:
         return TypeAdapter(schema).validate_python(content)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.gateway import packed
+from selfspec_cli.gateway import wire
 
 LOG = "requests.jsonl"
 BUSY_SECONDS = 2.0  # for which a writer waits for the one before it
@@ -50,15 +50,13 @@ class RequestLog:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: dict[str, Any]) -> None:
-        """A request has ended."""
-        self._thread.submit(self._append, packed.dumps(row) + b"\n")
+        self._thread.submit(self._append, wire.dumps(row) + b"\n")
 
     def write(self) -> None:
         """Wait until every row is in the file."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what is left."""
         self._thread.shutdown()
 
     def _append(self, line: bytes) -> None:

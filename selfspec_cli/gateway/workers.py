@@ -71,7 +71,6 @@ class Crew:
         self.ending = asyncio.Event()
 
     def tell(self, *processes: asyncio.subprocess.Process) -> None:
-        """Send workers what they have to know."""
         line = json.dumps({"settings": self.settings, "drained": sorted(self.drained)}).encode() + b"\n"
         for process in processes:
             process.stdin.write(line)  # type: ignore[union-attr]

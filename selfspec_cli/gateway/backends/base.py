@@ -28,7 +28,6 @@ def need_address(settings: BackendSettings, key: str, url: str | None, query: bo
 
 
 def without_v1(url: str) -> str:
-    """An address without the API's /v1."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -88,5 +87,4 @@ def check_serve(settings: BackendSettings) -> None:
 
 
 def log_of(settings: BackendSettings, folder: Path) -> Path:
-    """Where the output of its server goes."""
     return folder / f"backend-{settings.name}.log"

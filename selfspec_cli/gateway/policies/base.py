@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pydantic
-
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import KNOWN, SloSettings, validated
+from selfspec_cli.gateway.settings import NoOptions, SloSettings, validated
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,6 @@ class Chooser:
 
     def learn(self, request: Request, replica: Replica, quality: float) -> None:
         """An answer of this backend was judged, 0 to 1."""
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=KNOWN)
-class NoOptions:
-    """Of a policy that has none."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from selfspec_cli.gateway.settings import KNOWN, setting
 
 @dataclass(frozen=True, config=KNOWN)
 class Options:
-    """When an answer is taken."""
-
     sure: float = setting(0.7, "least mean probability of the tokens of an answer that is taken", ge=0, le=1)
 
 

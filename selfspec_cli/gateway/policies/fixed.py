@@ -14,8 +14,6 @@ from selfspec_cli.gateway.settings import KNOWN, setting
 
 @dataclass(frozen=True, config=KNOWN)
 class Options:
-    """Which backend."""
-
     backend: str = setting("", "name of the backend that gets all requests; empty: the first")
 
 

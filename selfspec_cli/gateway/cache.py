@@ -129,7 +129,7 @@ def _number(entry: str) -> int | None:
     return int(entry, 16) if re.fullmatch("[0-7][0-9a-f]{15}", entry) else None
 
 
-class Flight:
+class SharedCall:
     """One call whose answer goes to all clients that ask the same. It goes on while one of them is there.
 
     messages: of ASGI, as they were sent. size: bytes of them. readers: clients. furthest: messages that one has taken.
@@ -179,11 +179,11 @@ class Flight:
 
 
 class Caching:
-    """The cache on a request's way. cache: None where none is configured. flights: by key."""
+    """The cache on a request's way. cache: None where none is configured. shared: calls under way, by key."""
 
     def __init__(self, settings: CacheSettings, cache: AnswerCache | None) -> None:
         self.settings, self.cache = settings, cache
-        self.flights: dict[bytes, Flight] = {}
+        self.shared: dict[bytes, SharedCall] = {}
         self._files = ThreadPoolExecutor(1, "cache-file")
 
     async def call(self, method: Callable[..., Any], *values: Any) -> Any:
@@ -216,31 +216,31 @@ class Caching:
             out.cache = "failed"
             print_fault(error)
             return False
-        flight = self.flights.get(wanted)
+        shared = self.shared.get(wanted)
         if hit is not None:
             out.cache, out.route, out.reason = "hit", "cache", "exact"
             client.headers["x-selfspec-cache"] = f"hit; entry={hit.entry}"
             await _replay(hit, request, out, client)
-        elif flight is None or flight.size > LARGEST or not flight.readers:  # without readers it is being ended
+        elif shared is None or shared.size > LARGEST or not shared.readers:  # without readers it is being ended
             out.cache = "miss"
-            flight = self.flights[wanted] = Flight()
-            flight.task = asyncio.ensure_future(self._fly(flight, wanted, request, out, ask))
-            await flight.follow(client)
+            shared = self.shared[wanted] = SharedCall()
+            shared.task = asyncio.ensure_future(self._ask_once(shared, wanted, request, out, ask))
+            await shared.follow(client)
         else:
             out.cache = out.reason = "shared"
             client.headers["x-selfspec-cache"] = "shared"
-            kept = await flight.follow(client)
+            kept = await shared.follow(client)
             out.route, out.prompt_tokens, out.tokens = "cache", kept.prompt_tokens, kept.tokens
         return True
 
-    async def _fly(self, flight: Flight, wanted: bytes, request: Request, out: Outcome, ask: Ask) -> Kept:
+    async def _ask_once(self, shared: SharedCall, wanted: bytes, request: Request, out: Outcome, ask: Ask) -> Kept:
         try:
-            await ask(request, out, flight.client)
+            await ask(request, out, shared.client)
         finally:
-            if self.flights.get(wanted) is flight:
-                del self.flights[wanted]
-        kept = Kept(b"".join(one.get("body", b"") for one in flight.messages), out.prompt_tokens, out.tokens)
-        if flight.size <= LARGEST and self.cache is not None:
+            if self.shared.get(wanted) is shared:
+                del self.shared[wanted]
+        kept = Kept(b"".join(one.get("body", b"") for one in shared.messages), out.prompt_tokens, out.tokens)
+        if shared.size <= LARGEST and self.cache is not None:
             now, most = time.time(), int(self.settings.mib * 2**20)
             try:
                 await self.call(self.cache.store, wanted, request.tenant, kept, now, most, now - self.settings.ttl_s)

@@ -14,8 +14,7 @@ from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 
-KNOWN = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Of a schema: its keys are all that there are."""
+ONLY_KNOWN_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def setting(default: Any, about: str, **limits: Any) -> Any:
@@ -23,12 +22,12 @@ def setting(default: Any, about: str, **limits: Any) -> Any:
     return Field(default=default, description=about, **limits)
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class NoOptions:
     """Of a policy that has none."""
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class BackendSettings:
     name: str = setting("", "what routes, metrics and errors call it")
     kind: str = setting("openai", "how it is started and asked; a name of the registry of backends")
@@ -50,7 +49,7 @@ class BackendSettings:
     at_once: int | None = setting(None, "most requests in flight there", ge=1)
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class KeySettings:
     """One client's key, and its limits."""
 
@@ -64,7 +63,7 @@ class KeySettings:
     admin: bool = setting(False, "may look at routes and settings, drain backends, and evict cached answers")
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class LimitSettings:
     """What nobody may exceed, and how long the gateway waits."""
 
@@ -81,7 +80,7 @@ class LimitSettings:
     )
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class SloSettings:
     """What `cheapest_within_slo` and `sticky_until_saturated` are held to."""
 
@@ -89,7 +88,7 @@ class SloSettings:
     tpot_ms: float = setting(100.0, "time per output token that is tolerated", gt=0)
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class CacheSettings:
     """Answers that are given again to the same request of the same tenant."""
 
@@ -100,14 +99,14 @@ class CacheSettings:
     )
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class LedgerSettings:
     """What routing gained: some requests are its baseline, and the others are compared with them."""
 
     plain_share: float = setting(0.01, "requests that go to the first backend, without drafts or cache", ge=0, le=1)
 
 
-@dataclass(config=KNOWN)
+@dataclass(config=ONLY_KNOWN_KEYS)
 class GatewaySettings:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8080, "port to listen on; 0 takes a free one", ge=0, le=65535)

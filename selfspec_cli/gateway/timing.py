@@ -24,22 +24,10 @@ import numpy as np
 FORGET = 0.98  # weight of all that came before, with each new time
 FEW = 3  # times below which nothing is predicted
 NEW = 0.1  # least weight of a new time in the mean of its point of a curve
-_NAMES = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:prefix_cache_queries_total": "prefix_queries",
-    "vllm:spec_decode_num_drafts_total": "drafts",
-    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
-    "vllm:selfspec_draft_rounds_total": "draft_rounds",
-    "vllm:selfspec_draft_steps_total": "draft_steps",
-    "vllm:selfspec_draft_cost": "draft_cost",
-    "vllm:selfspec_draft_length": "draft_length",
-    "vllm:selfspec_expected_step_seconds": "step",
-}
-GAUGES = ("draft_cost", "draft_length", "step")
+GAUGES = ("selfspec_draft_cost", "selfspec_draft_length", "selfspec_expected_step_seconds")
 MOST = 1e15  # that anything may be counted
 ROUNDS = 100  # of drafting, over which the tokens that a round brings are a mean
-_LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
+_LINE = re.compile(r"^vllm:(\w+)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
 
@@ -168,7 +156,7 @@ class Timing:
 
 
 Counts = dict[str, float]
-"""Totals since the server began, and gauges as they are, by the names of _NAMES; without what it does not say."""
+"""Totals since the server began, and gauges as they are, by vLLM's names; without what it does not say."""
 
 
 def read(text: str) -> Counts:
@@ -176,11 +164,10 @@ def read(text: str) -> Counts:
     count is left out."""
     found: Counts = {}
     for name, value in _LINE.findall(text):
-        key, number = _NAMES[name], -1.0
         with suppress(ValueError):
-            number = float(value)
-        if 0 <= number < MOST:
-            found[key] = max(found.get(key, 0.0), number) if key in GAUGES else found.get(key, 0.0) + number
+            if 0 <= (number := float(value)) < MOST:
+                before = found.get(name, 0.0)
+                found[name] = max(before, number) if name in GAUGES else before + number
     return found
 
 
@@ -208,17 +195,25 @@ def between(before: Counts | None, now: Counts, last: Load) -> Load:
     """The load by two looks; where no round ended between them, what a round costs and brings stays as it was. Few
     rounds say little of what one brings, so they count as much as others before them."""
     work, tokens, counted = last.work, last.tokens, last.rounds
-    rounds = _more(before, now, "drafts")
+    rounds = _more(before, now, "spec_decode_num_drafts_total")
     if rounds:
         counted = min(ROUNDS, last.rounds + rounds)
-        brought = 1.0 + (_more(before, now, "accepted") or 0.0) / rounds
+        brought = 1.0 + (_more(before, now, "spec_decode_num_accepted_tokens_total") or 0.0) / rounds
         tokens += min(1.0, rounds / counted) * (brought - tokens)
-        ours, steps, cost = _more(before, now, "draft_rounds"), _more(before, now, "draft_steps"), now.get("draft_cost")
-        if ours and steps is not None and cost is not None:
-            work = 1.0 + cost * steps / ours
-    caches, step = now.get("prefix_queries") != 0, now.get("step") if now.get("draft_length") != 0 else None
-    running, waiting = now.get("running", 0.0), now.get("waiting", 0.0)
-    return Load(running, waiting, work, tokens, "drafts" in now, caches, "running" in now, step or None, counted)
+        ours, steps = (_more(before, now, f"selfspec_draft_{name}_total") for name in ("rounds", "steps"))
+        if ours and steps is not None and "selfspec_draft_cost" in now:
+            work = 1.0 + now["selfspec_draft_cost"] * steps / ours
+    return Load(
+        now.get("num_requests_running", 0.0),
+        now.get("num_requests_waiting", 0.0),
+        work,
+        tokens,
+        drafts="spec_decode_num_drafts_total" in now,
+        caches=now.get("prefix_cache_queries_total") != 0,
+        known="num_requests_running" in now,
+        step=(now.get("selfspec_expected_step_seconds") or None) if now.get("selfspec_draft_length") != 0 else None,
+        rounds=counted,
+    )
 
 
 def _more(before: Counts | None, now: Counts, name: str) -> float | None:

@@ -147,17 +147,17 @@ async def test_equal_requests_at_once_share_one_call(tmp_path):
 async def test_a_shared_call_goes_on_when_its_first_client_leaves_and_ends_when_all_do(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path, cache=EXACT) as on:
         first = asyncio.ensure_future(on.stream(PROMPT))
-        await until(lambda: on.gateway.caching.flights)
+        await until(lambda: on.gateway.caching.shared)
         second = asyncio.ensure_future(on.stream(PROMPT))
         await asyncio.sleep(0.2)
         first.cancel()
         assert (await second).text == answer("once", 12)
         assert len(on.fakes["a"].asked) == 1
         alone = asyncio.ensure_future(on.stream(PROMPT | {"prompt": "twice"}))
-        await until(lambda: on.gateway.caching.flights)
+        await until(lambda: on.gateway.caching.shared)
         await asyncio.sleep(0.1)
         alone.cancel()
-        await until(lambda: not on.gateway.caching.flights and not on.fakes["a"].running)
+        await until(lambda: not on.gateway.caching.shared and not on.fakes["a"].running)
 
 
 async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
@@ -167,7 +167,7 @@ async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
             assert "error" in stream.events[-1]
         on.fakes["a"].refuse = 400
         assert {one[0] for one in await asyncio.gather(*(on.post(PROMPT) for _ in range(3)))} == {400}
-        assert not on.gateway.caching.flights
+        assert not on.gateway.caching.shared
 
 
 async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):

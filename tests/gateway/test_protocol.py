@@ -202,4 +202,4 @@ async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):
                 await client.completions.create(model="tyo", prompt="x")
             assert unknown.value.code == "model_not_found"
         rows = await on.rows()
-        assert (sum(row["survived"] for row in rows), [row["cache"] for row in rows][1:3]) == (1, ["hit", "hit"])
+        assert (sum(row["survived"] for row in rows), [row["cache"] for row in rows][1:3]) == (1, ["hit", "miss"])

@@ -37,7 +37,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Policy:
-    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of pydantic.
+    """An object of the registry. make: from its options and the limits to a chooser. options: a pydantic dataclass.
     alone: it is of no use where each of several processes (`workers`) knows its own requests only."""
 
     name: str

@@ -19,10 +19,10 @@ from pydantic.dataclasses import dataclass
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import EMBEDDINGS, Request
-from selfspec_cli.gateway.settings import KNOWN, setting
+from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 
-@dataclass(frozen=True, config=KNOWN)
+@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
 class Options:
     sure: float = setting(0.7, "least mean probability of the tokens of an answer that is taken", ge=0, le=1)
 

@@ -9,10 +9,10 @@ from pydantic.dataclasses import dataclass
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import KNOWN, setting
+from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 
-@dataclass(frozen=True, config=KNOWN)
+@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
 class Options:
     backend: str = setting("", "name of the backend that gets all requests; empty: the first")
 

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import KNOWN, setting
+from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 SIZE = 256
 KEPT = 2000  # judgements of each backend
@@ -38,7 +38,7 @@ def features(text: str) -> np.ndarray:
     return counts / (np.linalg.norm(counts) or 1.0)
 
 
-@dataclass(frozen=True, config=KNOWN)
+@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
 class Options:
     enough: float = setting(0.7, "quality of which the cheapest backend is taken", ge=0, le=1)
 

@@ -13,7 +13,7 @@ MOST_SAID = 200  # characters of a wrong value
 
 @dataclass(eq=False)
 class GatewayError(Exception):
-    """What a client is told instead of an answer. status: of HTTP. code: such as context_length_exceeded.
+    """What a client gets instead of an answer. status: of HTTP. code: such as context_length_exceeded.
     logged: what the log says, if the message may hold text of a prompt; None logs the message."""
 
     message: str

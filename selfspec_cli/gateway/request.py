@@ -150,17 +150,9 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     needed = next((name for name in NEEDED[endpoint] if name in body), None)
     if needed is None:
         raise bad_request(f"{NEEDED[endpoint][0]} is missing", NEEDED[endpoint][0])
-    request = Request(
-        endpoint,
-        body,
-        id=headers.get("x-request-id", ""),
-        session=str(headers.get("x-session-id") or body.get("user") or "")[:LONGEST_SESSION],
-        policy=wishes.policy,
-        backend=wishes.backend,
-        cache=wishes.cache,
-        kind=wishes.kind or "interactive",
-        priority=wishes.priority,
-    )
+    said = wishes.model_dump(exclude={"deadline_ms"}, exclude_none=True)
+    session = str(headers.get("x-session-id") or body.get("user") or "")[:LONGEST_SESSION]
+    request = Request(endpoint, body, id=headers.get("x-request-id", ""), session=session, **said)
     if wishes.deadline_ms is not None:
         request.deadline = request.began + wishes.deadline_ms / 1000
     try:

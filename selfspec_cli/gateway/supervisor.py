@@ -76,13 +76,10 @@ class Supervisor:
         new = [replica for replica in self.replicas if replica not in self._tasks]
         if self.starts:
             await asyncio.gather(*map(self._start, new))
-        hosts = {
-            one: urlsplit(one.url).hostname
-            for one in self.replicas
-            if BACKENDS[one.settings.kind].command is serve_command  # others may be anywhere
-        }
-        for replica, host in hosts.items():
-            replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
+        served = [one for one in self.replicas if BACKENDS[one.settings.kind].command is serve_command]
+        for replica in served:  # others may be anywhere
+            host = urlsplit(replica.url).hostname
+            replica.neighbours = [one for one in served if urlsplit(one.url).hostname == host and one is not replica]
         for replica in new:
             self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
 
@@ -128,10 +125,9 @@ class Supervisor:
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
         environment |= {name: str(value) for name, value in settings.environment.items()}
+        command = kind.command(settings, parts.port or _free_port())
         with open(log, "ab") as out:
-            self.processes[replica.name] = children.start(
-                kind.command(settings, parts.port or _free_port()), out, environment
-            )
+            self.processes[replica.name] = children.start(command, out, environment)
         self.say(f"{replica.name}: starting at {replica.url}; its log: {log}")
 
     async def _look_on(self, replica: Replica) -> None:

@@ -98,23 +98,17 @@ def admitted(gateway: Gateway, scope: Scope) -> KeySettings:
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and origin not in gateway.settings.origins and origin.partition("://")[2] != host:
         raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
-    name = _name(host)
-    if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_address(name):
-        said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}"
+    if gateway.keys.everybody and not _is_here(host, gateway.settings.host):
+        said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {host}"
         raise GatewayError(said, 403, "permission_error")
     return tenant
 
 
-def _name(host: str) -> str:
-    """Of a Host header; empty where it holds none."""
+def _is_here(host: str, own: str) -> bool:
+    """Whether a Host header names this machine, as `own` does, or is an address in numbers: no page can have that."""
     with suppress(ValueError):
-        return urlsplit(f"//{host}").hostname or ""
-    return ""
-
-
-def _is_address(host: str) -> bool:
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in (*LOCAL, own) or bool(ipaddress.ip_address(name))
     return False
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from selfspec_cli.early_exit.knobs import knob
+from pydantic.dataclasses import dataclass
+
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
 class Options:
-    """Which backend."""
-
-    backend: str = knob("", help="name of the backend that gets all requests; empty: the first")
+    backend: str = setting("", "name of the backend that gets all requests; empty: the first")
 
 
 class _Fixed(Chooser):

@@ -18,7 +18,7 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import RunConfig, Runner, dump
 from selfspec_cli.engine.arguments import llm_arguments
-from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.whole import atomic_write
 
 FOLDER = "deploy"
@@ -87,7 +87,7 @@ class Deployment:
 
 
 def _distribution() -> str:
-    return (versions.installed() or ("vllm", ""))[0]
+    return (releases.installed() or ("vllm", ""))[0]
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import device_features
-from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
+from selfspec_cli.vllm_plugin.subclasses import copied_as, overriding
 from selfspec_cli.vllm_plugin.v2.chosen_tokens import with_chosen_tokens
 
 if TYPE_CHECKING:

@@ -402,22 +402,17 @@ def product(
     bias: Tensor | None,
     dtype: torch.dtype,
     *,
-    rows_at_once: int | None = None,
-    parts: int | None = None,
-    stages: int | None = None,
-    warps: int | None = None,
     asm: bool = True,
-    early: bool | None = None,
     only_compile: bool = False,
+    **settings: int,
 ) -> Tensor:
     """2 to 32 tokens of `in` inputs times a copy [out, in], plus bias [out] -> [tokens, out] in dtype.
 
     rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
-    out the same every time. rows_at_once, parts, stages, warps: see `Settings`; None: what `usual_settings` says. asm:
-    False where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None:
-    where the device can. only_compile: launch nothing, and return what nobody has written. Raises ValueError for other
-    numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
+    out the same every time. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing, and
+    return what nobody has written. settings: of `Settings`, where they are not `usual_settings`. Raises ValueError for
+    other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
     """
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
@@ -425,14 +420,11 @@ def product(
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
     if tokens == 1:
         raise ValueError("1 token: that is a product of lowbit_one_token.py")
-    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, bits, tokens)
-    wanted = Settings(
-        rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
-    )
+    device, room = words.device, padded(tokens)
+    wanted = usual_settings(rows, groups, bits, tokens)._replace(**settings)
     rows_at_once, parts, stages, warps = possible(wanted, rows, groups, bits, tokens)
     of_warp = min(rows_at_once, ROWS_OF_WARP)
-    across, arrived = rows_at_once // of_warp, none_arrived(device)
-    early = launches_early(device) if early is None else early
+    across, arrived, early = rows_at_once // of_warp, none_arrived(device), launches_early(device)
     out = torch.empty(tokens, rows, dtype=dtype, device=device)
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
     grid = (triton.cdiv(rows, rows_at_once), parts)

@@ -171,7 +171,7 @@ class EarlyExitWorker:
             runner.sample_tokens = MethodType(keep_seeds_of_prompts(type(runner).sample_tokens), runner)
 
     def early_exit_weights(self) -> dict[str, int]:
-        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, copies of weights)."""
+        """Bytes of the target's weights, and of what drafting adds (the exit head, copies of weights)."""
         from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()

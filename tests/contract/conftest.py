@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make(folder, monkeypatch):
-    """A scheduler as an engine on CUDA makes it, asynchronous or not, over so many KV blocks."""
+    """A scheduler as an engine on CUDA makes it, asynchronous or not. blocks: of its KV cache."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

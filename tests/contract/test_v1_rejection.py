@@ -1,4 +1,4 @@
-"""Steps that vLLM's samplers get wrong beside drafts, by its own modules on a few logits; starts no engine."""
+"""Steps that vLLM's samplers get wrong together with drafts, by its own modules on a few logits; starts no engine."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def processors_of(params, custom=()):
 
 
 def test_drafts_are_verified_with_their_requests_bias_and_min_p():
-    """The rows of the drafts of two requests, beside what vLLM's sampler makes of each row alone without drafts."""
+    """The rows of two requests' drafts, compared with what vLLM's sampler makes of each row alone without drafts."""
     params = [SamplingParams(min_p=0.3, logit_bias={3: 4.0, 9: -4.0}), SamplingParams(min_p=0.05)]
     drafts, logits = [2, 3], torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
     temperature = torch.tensor([0.7, 1.3])
@@ -220,7 +220,7 @@ STOPS = {0: {1}, 1: {2, 3}, 3: {4}}
 
 
 def with_min_tokens(drafts, written=(5, 2, 9, 3), least=6):
-    """What vLLM's sampler gets for four requests with so many tokens written, and with min_tokens."""
+    """What vLLM's sampler gets for four requests with min_tokens. written: tokens that each has."""
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     added = [
         (

@@ -74,7 +74,7 @@ def asked_of(requests):
 
 
 def add(scheduler, name, prompt, most, extra=None):
-    """A request for `most` tokens behind a prompt of so many, which waits in the scheduler."""
+    """A request for `most` tokens after `prompt` tokens of a prompt, which waits in the scheduler."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -88,7 +88,7 @@ def add(scheduler, name, prompt, most, extra=None):
 
 
 class Tokens:
-    """In place of an event on the device that is over after so many looks at it. looked: called at each."""
+    """In place of an event on the device that is over after `late` looks at it. looked: called at each."""
 
     def __init__(self, late, looked=lambda: None):
         self.left, self.looked = late, looked

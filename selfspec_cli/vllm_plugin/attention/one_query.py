@@ -34,7 +34,7 @@ USUAL = {
     32: ((256, 8, 1, 8), (128, 8, 2, 8), (128, 8, 2, 8)),
     64: ((128, 8, 2, 4), (128, 8, 2, 4), (128, 8, 2, 4)),
 }
-"""Up to so many requests times KV heads: keys of a step, warps, stages and splits for each room. Measured on an NVIDIA
+"""Requests times KV heads, at most -> keys of a step, warps, stages and splits for each room. Measured on an NVIDIA
 H200 at 1,024, 4,096 and 32,768 tokens, 128 dimensions, 2 and 8 heads (gpu/tune_kernels_h200.json)."""
 SEVERAL = (128, 4, 2)  # keys of a step, warps and stages for more; and where `has_room` says no
 

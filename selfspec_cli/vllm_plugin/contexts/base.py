@@ -66,7 +66,7 @@ class ContextKernel:
 
 
 def blocks_left_out(seq_lens: Tensor, window: int, block_size: int) -> Tensor:
-    """Blocks of the KV cache between the first one and those that hold the last `window` of so many tokens.
+    """Number of KV cache blocks between the first block and those that hold the last `window` tokens of a context.
 
     seq_lens: [n] -> [n], as integers of the same kind.
     """

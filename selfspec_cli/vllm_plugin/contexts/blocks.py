@@ -179,7 +179,7 @@ def chosen_blocks(weights: Tensor, seq_lens: Tensor, window: int, most: int, pag
 
 
 def only(blocks: Tensor, kept: Tensor) -> Tensor:
-    """Block tables [n, columns] of the `kept` blocks alone, in their order; what lies behind them is not read."""
+    """Block tables [n, columns] of the `kept` blocks alone, in their order; what comes after them is not read."""
     columns = blocks.shape[1]
     places = torch.where(kept, kept.cumsum(1) - 1, columns)
     return blocks.new_zeros(len(blocks), columns + 1).scatter_(1, places, blocks)[:, :columns]

@@ -18,7 +18,7 @@ from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy, with_re
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
-SUFFIX = ".draft"  # of the name under which the copy is found in a forward pass, beside the target's own
+SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the target's own has none
 
 
 def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:

@@ -207,7 +207,7 @@ def _some_products(
     for step in tl.static_range(1, AT_ONCE):
         at = start + step * ALONG
         given += (_tokens(rounded, factors, at, last, tokens, BITS, TOKENS, WARPS, ALONG),)  # type: ignore[assignment]
-    tl.debug_barrier()  # or the last loads would be put behind the first products, which wait for the first loads
+    tl.debug_barrier()  # or the last loads would come after the first products, which wait for the first loads
     for step in tl.static_range(AT_ONCE):
         packed, scale = held[step]
         low, high, factor = given[step]
@@ -217,7 +217,7 @@ def _some_products(
 
 @triton.jit
 def _all_parts(partial, size, inside, PARTS: tl.constexpr, HELD: tl.constexpr):
-    """The sum over all parts, each `size` behind the one before. HELD: registers hold what all of them found."""
+    """The sum over all parts, each `size` after the one before. HELD: registers hold what all of them found."""
     sums = tl.zeros(inside.shape, tl.float32)
     if HELD:
         for part in tl.static_range(PARTS):
@@ -321,7 +321,7 @@ REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; 
 
 
 def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
-    """What `product` takes for weights [rows, groups * 64] of so many bits and a number of tokens.
+    """Settings of `product` for weights [rows, groups * 64] of `bits` bits and a number of tokens.
 
     Found on an H100 (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits, where an NVIDIA H200 had others that were 5 %
     faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); what lies between
@@ -359,7 +359,7 @@ def _of_large(rows: int, groups: int, tokens: int) -> Settings:
 
 
 def _of_small(rows: int, groups: int, tokens: int) -> Settings:
-    if groups <= 64:  # as q, k and v, or the product behind attention
+    if groups <= 64:  # as q, k and v, or the product after attention
         return Settings(128, 4, 4) if rows > 4096 and groups > SHORT and tokens > 16 else Settings(16, 1, 4)
     if rows <= 2048:  # as down of a small model; two stages at 5 to 8 tokens were within 3 % of the best
         return Settings(16, 4, 4 if tokens <= 4 or 8 < tokens <= 16 else 2)
@@ -369,7 +369,7 @@ def _of_small(rows: int, groups: int, tokens: int) -> Settings:
 
 
 def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -> Settings:
-    """`wanted` for weights [rows, groups * 64] of so many bits, and 2 to 32 tokens, as far as there is room for it."""
+    """`wanted` for weights [rows, groups * 64] of `bits` bits, and 2 to 32 tokens, as far as there is room for it."""
     of_warp = min(wanted.rows_at_once, ROWS_OF_WARP)
     warps = max(wanted.warps, wanted.rows_at_once // of_warp)
     parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1

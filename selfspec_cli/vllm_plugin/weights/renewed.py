@@ -41,8 +41,8 @@ def after_new_weights(original: Function) -> Function:
 def keep_weights_asleep(original: Function) -> Function:
     """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
 
-    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but not what lies
-    beside them: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
+    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but nothing
+    else: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
     same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
     """
 

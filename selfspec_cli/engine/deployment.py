@@ -19,7 +19,6 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import RunConfig, dump
 from selfspec_cli.engine.arguments import llm_arguments, runner_variables
-from selfspec_cli.vllm_plugin import versions
 from selfspec_cli.whole import atomic_write
 
 FOLDER = "deploy"
@@ -61,7 +60,7 @@ class Deployment:
         asks for the version of a package called vllm and fails; there it is the server's own module, which ignores how
         many API servers are asked for.
         """
-        name, _ = versions.installed() or ("vllm", "")
+        name, _ = releases.installed() or ("vllm", "")
         if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
         python = _program("python")

@@ -17,7 +17,7 @@ from selfspec_cli.config.model_digest import WEIGHT_FILES
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight
-from selfspec_cli.vllm_plugin import versions as vllm_versions
+from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.vllm_plugin.releases import admission
 
 
@@ -71,8 +71,8 @@ def _vllm() -> list[Check]:
         return [Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")]
     ((name, version),) = versions.items()
     torch = machine.versions().get("torch", "missing")
-    moved = [] if vllm_versions.known(version) else admission.differences(version)
-    about = f"{words}, torch {torch}: {vllm_versions.described(name, version)}"
+    moved = [] if releases.known(version) else admission.differences(version)
+    about = f"{words}, torch {torch}: {releases.described(name, version)}"
     return [Check("vllm", not moved, about), *(Check("moved in vllm", False, line) for line in moved)]
 
 

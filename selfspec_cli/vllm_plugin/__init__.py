@@ -2,49 +2,41 @@
 
 detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
 patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
-subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; how an engine gets them;
-                  overrides.py makes a subclass
-vllm_names.py     every name of vLLM that is imported (data)
-releases/         the table of supported releases, with what differs in each; seams.py is all that is used of vLLM, and
-                  admission.py looks for it in a release that nobody has tried, by its source (source.py); versions.py
-                  says which one is installed
-spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
-target_facts.py   the configured target and this machine, for the choice of what drafts (early_exit/defaults.py)
-rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
-strict.py         setting `strict`: what would be warned of is an error
-described.py      what the log says that an engine does
-compile_cache.py  a second start on a CPU compiles nothing
-interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
+subclasses.py     what is overridden of vLLM's classes (worker, scheduler, model runners), and how an engine gets them
+vllm_names.py     the names of vLLM that are imported
+releases/         the supported releases, how they differ, and which is installed; seams.toml is all that is used of
+                  vLLM, and admission.py looks for it in the source (source.py) of an untried release
+spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings;
+                  target_facts.py: the target and this machine, for the choice of what drafts; described.py: the log;
+                  strict.py: warnings become errors
 refusals.py       what early exit cannot do, refused by name before an engine starts
+compile_cache.py  what was compiled once is found again
+interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the draft: a view of the target with some of its layers; shared weights, no copy unless asked for
+exit_head.py      an exit head bound to the loaded model; live_gate.py: the gate of a running engine
+rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
+contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 fused_step/       all decoder layers of a draft step as one kernel: models.py says of which models, drafting.py runs it,
                   layout.py lays out its weights, launch.py compiles it; wide/ is another one for 9 to 64 tokens
-weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
-                  target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
-                  experts.py those of experts; fp8.py and lowbit.py the kernels for some of them,
-                  lowbit_one_token.py and lowbit_few_tokens.py for integers,
-                  compiled_ahead.py compiles them; rounding.py rounds tokens for them, fused.py has norms and
-                  activations do so; sharded.py splits a head over ranks, renewed.py follows weights that are
-                  replaced, step_bytes.py counts what is read
-exit_head.py      an exit head bound to the loaded model
+weights/          what a draft step multiplies by. replace.py puts other parts into shared modules; linear.py: the
+                  target's own weights (gemv.py for one token); copied.py: copies of any kind, experts.py those of
+                  experts; fp8.py and lowbit.py (lowbit_one_token.py, lowbit_few_tokens.py, compiled_ahead.py) multiply
+                  by them; rounding.py and fused.py round tokens for that; renewed.py follows weights that are
+                  replaced; step_bytes.py counts what is read
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
-contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: which requests
                   draft nothing, such as those with min_p; thinking.py: thinking budgets
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
-live_gate.py      the gate of a running engine
-loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves, tests and times heads in the
                   worker; moments.py looks at what linear layers see, and makes copies for it
 observe/          profiler.py names what a profiler shows, and starts one; gpu_meter.py says how busy a GPU was;
-                  watch.py counts what must not happen while drafting;
-                  metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there
+                  watch.py counts what must not happen while drafting; metrics.py adds to a server's /metrics what
+                  drafting counted, transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
-                  that engine's worker, v1.py and v2.py the faults on each runner; no other module imports them
-wrap.py           how a fault, or what counts, comes and goes on a live engine
+                  that engine's worker, v1.py and v2.py the faults on each runner; wrap.py puts them in and out
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 
@@ -53,7 +45,7 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
 
     It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
-    raises: beside a vLLM that nobody has tried it waits for a request for early exit, which is taken if all that is
+    raises. With a vLLM that nobody has tried it waits for a request for early exit, which is taken if all that is
     used is there, and refused with what moved if it is not.
     """
     try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.vllm_plugin.detection import answer_on_request
 from selfspec_cli.vllm_plugin.patches import PATCHES, Stage
 
@@ -37,14 +37,14 @@ def register() -> None:
     exit cannot be had, or nobody has tried it, only a request for early exit is answered. Never raises.
     """
     try:
-        reason = versions.refusal()
+        reason = releases.refusal()
         if reason is None:
             return apply("config", imported_only=True)
         answer, said = _admit, ""  # an untried release is compared when early exit is asked for
-        if versions.installed() is None:
+        if releases.installed() is None:
             answer, said = (lambda: reason), reason
     except Exception as error:
-        said = f"selfspec {versions.own_version()} could not prepare vLLM for it: {error}"
+        said = f"selfspec {releases.own_version()} could not prepare vLLM for it: {error}"
         answer = lambda: said  # noqa: E731 - like the one above
     try:
         _answer_requests(answer, said)
@@ -61,7 +61,7 @@ def _admit() -> str | None:
         while _entrances:
             setattr(*_entrances.pop())
         apply("config")
-        _logger().warning("%s", versions.untried())
+        _logger().warning("%s", releases.untried())
     return reason
 
 
@@ -89,7 +89,7 @@ def apply(stage: Stage, imported_only: bool = False) -> None:
     imported_only: leave out patches of modules that nobody has imported yet. Raises RuntimeError for another vLLM
     version or a target that is not there.
     """
-    reason = versions.refusal()
+    reason = releases.refusal()
     if reason is not None:
         raise RuntimeError(reason)
     found: list[tuple[str, Any, str, Any]] = []

@@ -67,7 +67,7 @@ def place_of(model: nn.Module) -> Place:
             "whatever drafts; serve it without a speculative_config"
         )
     root = inner if _takes_positions(inner) else model  # a wrapper may name a module of Hugging Face's
-    spoken = {id(part) for part in inner.modules()}  # a wrapper has towers for pictures beside it
+    spoken = {id(part) for part in inner.modules()}  # a wrapper also has towers for pictures
     candidates = [(path, module) for path, module in _by_depth(root) if id(module) in spoken]
     for end_layer in (True, False):
         for path, module in candidates:

@@ -25,7 +25,10 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
     if not settings.verify:
         parts = [f"decoding with {layers} alone", head, "without verification: the output is not the model's own"]
     else:
-        gate = gate_in_words(settings)
+        if settings.chooses_width:
+            gate = "as many as measured times and acceptance say"
+        else:
+            gate = "no gate" if settings.gate.kind == "none" else f"gate {settings.gate.kind} at {settings.threshold:g}"
         weights = None if settings.draft_weights == "shared" else f"{settings.draft_weights} copies of their weights"
         tokens = "1 token" if settings.k == 1 else f"up to {settings.k} tokens"
         free = f"prompt lookup of up to {settings.free_drafts} tokens" if settings.free_drafts else None
@@ -33,13 +36,6 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
         if not settings.layers_draft:
             parts = [f"drafting by {free} alone", gate]
     return ", ".join(part for part in parts if part)
-
-
-def gate_in_words(settings: ResolvedSettings) -> str:
-    """When drafts end."""
-    if settings.chooses_width:
-        return "as many as measured times and acceptance say"
-    return "no gate" if settings.gate.kind == "none" else f"gate {settings.gate.kind} at {settings.threshold:g}"
 
 
 class EarlyExitConfig(SpeculativeConfig):

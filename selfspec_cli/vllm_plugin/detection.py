@@ -21,8 +21,7 @@ Function = Callable[..., Any]
 def request_in(engine_args: Any) -> str | None:
     """What in vLLM's `EngineArgs` asks for early exit, in words; None for a plain engine. Never raises."""
     try:
-        spec = _mapping(getattr(engine_args, "speculative_config", None))
-        method = getattr(engine_args, "spec_method", None) or spec.get("method")
+        method, spec = _asked(engine_args)
         if method in METHODS:
             return f"method {method!r}"
         if "draft_weights" in spec:
@@ -38,8 +37,7 @@ def misspelt_method(engine_args: Any) -> str | None:
     try:
         from difflib import get_close_matches
 
-        spec = _mapping(getattr(engine_args, "speculative_config", None))
-        method = getattr(engine_args, "spec_method", None) or spec.get("method")
+        method, _ = _asked(engine_args)
         near = get_close_matches(str(method).lower(), METHODS, n=1, cutoff=0.7)
         return f"selfspec: did you mean the method {near[0]!r}, given {method!r}?" if near else None
     except Exception:
@@ -49,8 +47,7 @@ def misspelt_method(engine_args: Any) -> str | None:
 def asks_for_no_layers(engine_args: Any) -> bool:
     """Whether early exit is asked for at layer 0, which means off. Never raises."""
     try:
-        spec = _mapping(getattr(engine_args, "speculative_config", None))
-        method = getattr(engine_args, "spec_method", None) or spec.get("method")
+        method, spec = _asked(engine_args)
         layer = spec.get("layer_skip")
         return method in METHODS and not isinstance(layer, bool) and str(layer).strip() == "0"
     except Exception:
@@ -65,6 +62,12 @@ def carried_by(vllm_config: Any) -> bool:
         return getattr(spec, SETTINGS_KEY, None) is not None or bool(more.get(SETTINGS_KEY) or more.get(COLLECT_KEY))
     except Exception:
         return False
+
+
+def _asked(engine_args: Any) -> tuple[Any, dict[str, Any]]:
+    """The method in vLLM's `EngineArgs`, and the speculative_config."""
+    spec = _mapping(getattr(engine_args, "speculative_config", None))
+    return getattr(engine_args, "spec_method", None) or spec.get("method"), spec
 
 
 def _mapping(value: Any) -> dict[str, Any]:

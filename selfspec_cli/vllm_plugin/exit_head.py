@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,28 +17,75 @@ from selfspec_cli.early_exit.artifact import load_head, model_fingerprint
 from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
-from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
+from selfspec_cli.early_exit.head_module import ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model, output_projection
 from selfspec_cli.vllm_plugin.refusals import refuse_fitted_copies
-from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection, CopiedWeight
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.linear import linear
 
 if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
-    from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
-
-    Bound = BoundHead | ShardedProjection | CopiedProjection | None
-
-
-def _read_by(bound: BoundHead | ShardedProjection | CopiedProjection) -> list[Tensor]:
-    """What a projection reads, apart from its bias."""
-    return [bound.weight] if isinstance(bound, BoundHead) else bound.tensors
-
+    from selfspec_cli.vllm_plugin.vllm_names import ParallelLMHead, VllmConfig
 
 SAME_LOGITS = 0.02
 """Relative difference that rounding to 16 bits may make."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The last product of a draft step.
+
+    logits: x [n, hidden] -> [n, V'], the bias included. tensors: what that reads on this rank, apart from the bias
+    [V']. copied: the copy of weights that makes the logits, and the bias that its product adds.
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    tensors: list[Tensor]
+    bias: Tensor | None
+    copied: tuple[CopiedWeight, Tensor | None] | None = None
+
+
+def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: VllmConfig) -> Projection:
+    """By this rank's share of `count` rows and that of the others; every rank calls it together, and has all logits.
+
+    rows: vLLM's ParallelLMHead (or one on copies). bias: [count] or None, kept whole.
+    """
+    from selfspec_cli.vllm_plugin.vllm_names import LogitsProcessor, set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        gather = LogitsProcessor(count)
+
+    def logits(x: Tensor) -> Tensor:
+        gathered_logits: Tensor = gather(rows, x)
+        return gathered_logits if bias is None else gathered_logits + bias
+
+    copy = getattr(rows, "copy_of_weight", None)
+    if copy is None:
+        return Projection(logits, [parameter.detach() for parameter in rows.parameters()], bias)
+    return Projection(logits, copy.read_by_a_step(), bias, (copy, None))
+
+
+def split(weight: Tensor, vllm_config: VllmConfig) -> ParallelLMHead:
+    """This rank's share of `weight` [rows, hidden], which is the same on every rank."""
+    from selfspec_cli.vllm_plugin.vllm_names import ParallelLMHead, set_current_vllm_config
+
+    rows, hidden = weight.shape
+    with set_current_vllm_config(vllm_config), torch.device(weight.device):
+        share = ParallelLMHead(rows, hidden, params_dtype=weight.dtype)
+    share.weight_loader(share.weight, weight)
+    share.quant_method.process_weights_after_loading(share)
+    return share
+
+
+def gathered(shard: Tensor, rows: int) -> Tensor:
+    """All rows of a weight that is split over ranks by rows, [rows, hidden], on every rank.
+
+    shard: this rank's rows, padded to the same number on every rank; padding is at the end of the whole.
+    """
+    from selfspec_cli.vllm_plugin.vllm_names import tensor_model_parallel_all_gather
+
+    return tensor_model_parallel_all_gather(shard.contiguous(), dim=0)[:rows]
 
 
 class TargetHead:
@@ -63,22 +112,22 @@ class TargetHead:
             return
         new = self._bind()
         assert new is not None
-        for old, tensor in zip(_read_by(self._bound), _read_by(new), strict=True):
+        for old, tensor in zip(self._bound.tensors, new.tensors, strict=True):
             if old.data_ptr() != tensor.data_ptr():
                 old.copy_(tensor)
 
     def _bound_to(
         self, target: nn.Module, vllm_config: VllmConfig, weights: DraftWeights, fitted: FittedWeights | None
-    ) -> Bound:
+    ) -> Projection | None:
         """What a draft step multiplies by for its logits; None for all that the target does to make its own."""
         head, vocab_size = self.head, self.vocab_size
-        copied = weights.copies and not head.has_rows  # a head's own rows are no copy of the target's
-        if head.vocab_ids is None and not head.has_rows and not copied:
+        copies = weights.copies and not head.has_rows  # a head's own rows are no copy of the target's
+        if head.vocab_ids is None and not head.has_rows and not copies:
             return None
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
         shards = vllm_config.parallel_config.tensor_parallel_size
-        weight = None if head.has_rows else plain_lm_head(target, shards)
-        if weight is None and not head.has_rows:
+        lm_head = None if head.has_rows else plain_lm_head(target, shards)
+        if lm_head is None and not head.has_rows:
             logging.getLogger("vllm.selfspec").warning(
                 "logits of %s are not its lm_head's alone (a norm, a scale, a cap or a bias), so drafts read all of "
                 "it: a draft vocabulary or copies of weights save nothing there",
@@ -86,43 +135,45 @@ class TargetHead:
             )
             return None
         if shards > 1:
-            return self._split(target, weight, weights if copied else None, vllm_config)
-        bound = head.bind(None if weight is None else weight[:vocab_size])
-        if copied and fitted is not None and LM_HEAD in fitted.copies:
+            return self._over_ranks(target, lm_head, weights if copies else None, vllm_config)
+        bound = head.bind(None if lm_head is None else lm_head[:vocab_size])
+        weight, bias = bound.weight, bound.bias
+        if not copies:
+            return Projection(lambda x: linear(x, weight, bias), [weight], bias)
+        if fitted is not None and LM_HEAD in fitted.copies:
             rows = torch.arange(vocab_size) if head.vocab_ids is None else head.vocab_ids.cpu()
             weights = fitted.kind_of(LM_HEAD, rows)
-        return CopiedProjection(weights, bound.weight, bound.bias) if copied else bound
+        copy = CopiedWeight(weights, weight)
+        return Projection(lambda x: copy(x, bias), copy.read_by_a_step(), bias, (copy, bias))
 
-    def _split(
+    def _over_ranks(
         self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: VllmConfig
-    ) -> ShardedProjection:
+    ) -> Projection:
         """The projection over tensor-parallel ranks, each with its share of the rows, or with copies of them.
 
         shard: this rank's share of the lm_head; None for a head with rows of its own.
         """
-        from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, split
-
         head, bias = self.head, None
         if shard is not None and head.vocab_ids is None:
             rows = language_model(target).lm_head  # split already
         else:
-            bound = head.bind(None if shard is None else _all_rows(shard, self.vocab_size))
+            bound = head.bind(None if shard is None else gathered(shard, self.vocab_size))
             rows, bias = split(bound.weight, vllm_config), bound.bias
             head.drop_rows()  # each rank keeps its share of them
         if copies is not None:
             rows = on_copy(copies, vllm_config.model_config.dtype, rows, "lm_head")
-        return ShardedProjection(rows, self.draft_vocab_size, bias, vllm_config)
+        return sharded(rows, self.draft_vocab_size, bias, vllm_config)
 
     @property
     def copied(self) -> tuple[CopiedWeight, Tensor | None] | None:
         """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; None where
         no copy makes them."""
-        return None if self._bound is None or isinstance(self._bound, BoundHead) else self._bound.copied
+        return None if self._bound is None else self._bound.copied
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
-        bound = [] if self._bound is None else _read_by(self._bound)
+        """Every weight that a draft step reads for its logits, but for the model's own lm_head as it is."""
+        bound = [] if self._bound is None else self._bound.tensors
         bias = [] if self._bound is None or self._bound.bias is None else [self._bound.bias]
         return [*self.head.parameters(), *self.head.buffers(), *bound, *bias]
 
@@ -143,8 +194,6 @@ class TargetHead:
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> draft logits [n, V']."""
-        if isinstance(self._bound, BoundHead):
-            return self._bound.logits(x, linear)
         if self._bound is not None:
             return self._bound.logits(self.head.transform(x))
         return self.head.logits(x, self._compute_logits)
@@ -199,13 +248,6 @@ def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmC
     return fitted_weights.load(path, kind, fingerprint(target, vllm_config))
 
 
-def _all_rows(shard: Tensor, rows: int) -> Tensor:
-    """The weight [rows, hidden] of which this tensor-parallel rank holds `shard`."""
-    from selfspec_cli.vllm_plugin.weights.sharded import gathered
-
-    return gathered(shard, rows)
-
-
 def embedding(target: nn.Module) -> Tensor:
     """The input embedding's weight, [vocabulary (padded), hidden]."""
     weight = input_embedding(target).weight
@@ -219,7 +261,7 @@ def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
     shape = config.hf_text_config.to_dict()
     rows, vocab_size = embedding(target), int(config.get_vocab_size())
     if vllm_config.parallel_config.tensor_parallel_size > 1:  # the name must not depend on the number of ranks
-        rows = _all_rows(rows, vocab_size)
+        rows = gathered(rows, vocab_size)
     rows = rows[:vocab_size]
     return model_fingerprint(shape, rows)
 
@@ -255,6 +297,6 @@ def _makes_all_of_the_logits(target: Any, weight: Tensor, shards: int) -> bool:
     logits = target.compute_logits(states)
     if logits is None:
         return False
-    rows = _all_rows(weight, logits.shape[1]) if shards > 1 else weight[: logits.shape[1]]
+    rows = gathered(weight, logits.shape[1]) if shards > 1 else weight[: logits.shape[1]]
     plain, logits = F.linear(states, rows).float(), logits.float()
     return bool((plain - logits).norm() <= SAME_LOGITS * logits.norm())

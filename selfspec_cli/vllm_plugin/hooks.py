@@ -118,7 +118,7 @@ def check_requests(original: Function) -> Function:
         check(self, settings)
         if not (self.min_p or self.logit_bias):
             return original(self, model_config, speculative_config, *args, **kwargs)
-        rest = copy.copy(self)  # what else vLLM refuses beside drafts
+        rest = copy.copy(self)  # what else vLLM refuses together with drafts
         rest.min_p, rest.logit_bias = 0.0, None
         original(rest, model_config, speculative_config, *args, **kwargs)
         return original(self, model_config, None, *args, **kwargs)

@@ -1,19 +1,16 @@
 """The gate of a running engine: its kind and threshold can change between any two rounds, without a reload."""
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import GATES, Rule, check_threshold
 from selfspec_cli.early_exit.gates.distribution import Distribution
 
-
-class Drafting(Protocol):
-    """What a gate remembers between the steps of a round: its statistic at the step before, [n], None at the first; and
-    the limits of requests that have their own."""
-
-    previous: Tensor | None
-    limits: Tensor | None  # [n], what each request's statistic is compared with; None: with the gate's own
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.v1.round import Round
 
 
 class LiveGate:
@@ -33,10 +30,10 @@ class LiveGate:
     def _accept(self, rule: Rule) -> None:
         """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
 
-    def decide(self, logits: Tensor, state: Drafting) -> Tensor | None:
-        """Draft logits [n, V] -> bool [n], true where drafting goes on; keeps a cumulative statistic in `state`.
+    def decide(self, logits: Tensor, state: Round) -> Tensor | None:
+        """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.
 
-        None: all go on.
+        A cumulative statistic is kept in `state.previous`.
         """
         gate = self._computes
         if gate is None or gate.statistic is None:

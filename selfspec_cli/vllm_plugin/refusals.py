@@ -53,8 +53,8 @@ NO_TARGETS = {
 
 
 def refuse_model(target: ModelConfig) -> None:
-    """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
-    recurrent state it would have moved on for good."""
+    """What a draft would spoil or get wrong. A rejected draft leaves nothing in a KV cache that is ever read; it would
+    have moved a recurrent state on for good."""
     if target.runner_type != "generate":
         raise SettingsError(
             f"model {target.model} is not supported with early exit: vLLM runs it as a {target.runner_type} model, "

@@ -26,7 +26,7 @@ class DraftPositions:
         model = vllm_config.model_config
         self.several = bool(model.uses_mrope)
         self.shifts = torch.zeros(most if self.several else 0, dtype=torch.int64, device=device)
-        # One place more than is used keeps rows from lying behind each other, which torch.compile would specialise on.
+        # One place more than is used keeps rows from being contiguous, which torch.compile would specialise on.
         room = (model.mrope_num_dims, most + 1) if self.several else (0, 0)
         self._room = torch.zeros(room, dtype=torch.int64, device=device)
 

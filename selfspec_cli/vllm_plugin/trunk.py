@@ -12,35 +12,30 @@ kernel (attention/).
 from __future__ import annotations
 
 import copy
+import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.view import as_text, drafting_layers
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
-from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies, on_fitted_copies
+from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
+from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
 from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
 from selfspec_cli.vllm_plugin.weights.linear import multiplies_with_pytorch, on_own_weight
-from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers, shallow_copy
+from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers, shallow_copy
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.vllm_plugin.vllm_names import CompilationConfig, InductorPass, VllmConfig
-
-
-def cut(model: nn.Module, layers: int) -> None:
-    """Make `model` itself end after its first `layers` layers (method `skip`). Call before its first forward."""
-    place = place_of(model)
-    if place.ends_at_end_layer:
-        place.decoder.end_layer = layers  # type: ignore[assignment]
-    else:
-        setattr(place.decoder, place.name, nn.ModuleList(list(place.layers)[:layers]))
 
 
 def first_layers(
@@ -125,9 +120,11 @@ def _replacements(
     kind, dtype = DRAFT_WEIGHTS[draft_weights], vllm_config.model_config.dtype
     if not kind.copies:
         return on_own_weight if multiplies_with_pytorch(vllm_config) else lambda module, name: None, None
-    linear = on_copies(kind, dtype) if fitted is None else on_fitted_copies(fitted, dtype)
-    made = linear if kernels is None else first_of(linear, kernels.activation)
-    return made, on_copied_experts(kind, vllm_config)
+    linear = on_copies(kind, dtype, fitted)
+    experts = on_copied_experts(kind, vllm_config)
+    if kernels is None:
+        return linear, experts
+    return lambda module, name: linear(module, name) or kernels.activation(module, name), experts
 
 
 def _view(decoder: nn.Module, tag: str) -> nn.Module:
@@ -191,3 +188,42 @@ def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:
     modules = {id(module) for layer in layers for module in layer.modules()}
     context = vllm_config.compilation_config.static_forward_context
     return {name for name, module in context.items() if id(module) in modules}
+
+
+# ---- what is done to a target right after it is loaded ---------------------------------------------------------------
+
+
+def after_loading(original: Callable[..., None]) -> Callable[..., None]:
+    """Override of a model runner's `load_model`: cut the target (method `skip`), or tap it (to fit exit heads)."""
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        settings, layers = settings_of(self.vllm_config), collects(self.vllm_config)
+        if settings is not None and not settings.verify:
+            _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
+        if layers:
+            from selfspec_cli.vllm_plugin.fitting.collect import Tap
+
+            Tap(self.get_model(), layers)
+
+    return load_model
+
+
+def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:
+    """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
+
+    Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated
+    model's own too.
+    """
+    head = load_exit_head(settings, model, vllm_config)
+    place = place_of(model)
+    if place.ends_at_end_layer:
+        place.decoder.end_layer = settings.layer  # type: ignore[assignment]
+    else:
+        setattr(place.decoder, place.name, nn.ModuleList(list(place.layers)[: settings.layer]))
+
+    def compute_logits(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return head.to_full_logits(head.logits(hidden_states))
+
+    model.compute_logits = compute_logits  # type: ignore[assignment]

@@ -85,9 +85,7 @@ class EarlyExitWorker:
     def early_exit_set_draft_length(self, k: int) -> None:
         """Draft at most k tokens from the next round on; 0 drafts nothing. Raises SettingsError beyond the k that the
         engine was started with, which is what it has room for."""
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "draft_length"):
-            raise SettingsError("this engine does not draft with its own layers, so its draft length is fixed")
+        drafter = self._early_exit_drafter_with("draft_length", "its draft length is fixed")
         most = drafter.settings.k
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
@@ -103,9 +101,7 @@ class EarlyExitWorker:
         from selfspec_cli.early_exit.length_table import LengthTable
         from selfspec_cli.early_exit.resolved import checked_table
 
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "set_table"):
-            raise SettingsError("this engine does not draft with its own layers, so it has no table of draft lengths")
+        drafter = self._early_exit_drafter_with("set_table", "it has no table of draft lengths")
         settings = drafter.settings
         known = checked_table(text, settings.k)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
@@ -124,9 +120,7 @@ class EarlyExitWorker:
         from selfspec_cli.early_exit.resolved import ResolvedSettings
         from selfspec_cli.vllm_plugin.weights.copied import facts_of
 
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "set_view"):
-            raise SettingsError("this engine does not draft with its own layers, so it has no view to change")
+        drafter = self._early_exit_drafter_with("set_view", "it has no view to change")
         config = self.vllm_config.model_config
         if not config.enforce_eager:
             raise SettingsError("a view can be changed on an eager engine only; allowed: enforce_eager = True")
@@ -144,6 +138,13 @@ class EarlyExitWorker:
         """The V1 runner's drafter or the V2 runner's speculator; None where nothing drafts."""
         return getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
 
+    def _early_exit_drafter_with(self, attribute: str, consequence: str) -> Any:
+        """The drafter. Raises SettingsError for one without this attribute, which is none of ours."""
+        drafter = self._early_exit_drafter()
+        if not hasattr(drafter, attribute):
+            raise SettingsError(f"this engine does not draft with its own layers, so {consequence}")
+        return drafter
+
     def early_exit_counters(self) -> dict[str, Any] | None:
         """What drafting did since the engine started; None for an engine without early exit."""
         counters = getattr(self._early_exit_drafter(), "counters", None)
@@ -151,9 +152,7 @@ class EarlyExitWorker:
 
     def early_exit_record(self, on: bool) -> None:
         """Begin an empty record of drafting, or drop the one there is."""
-        drafter: Any = self._early_exit_drafter()
-        if not hasattr(drafter, "recorder"):
-            raise SettingsError("this engine does not draft with its own layers, so there is nothing to record")
+        drafter = self._early_exit_drafter_with("recorder", "there is nothing to record")
         drafter.recorder = drafter.new_recorder() if on else None
 
     def early_exit_recorded(self) -> dict[str, Any]:
@@ -172,7 +171,7 @@ class EarlyExitWorker:
             runner.sample_tokens = MethodType(keep_seeds_of_prompts(type(runner).sample_tokens), runner)
 
     def early_exit_weights(self) -> dict[str, int]:
-        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, copies of weights)."""
+        """Bytes of the target's weights, and of what drafting adds (the exit head, copies of weights)."""
         from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
@@ -245,13 +244,13 @@ class EarlyExitWorker:
     # ---- fitting ------------------------------------------------------------------------------------------------
 
     def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
-        """Begin to collect for `heads` (short names); plan: the other fields of `collect.Plan`."""
+        """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `collect.Collector`."""
         from selfspec_cli.early_exit.head_spec import HeadSpec
-        from selfspec_cli.vllm_plugin.fitting.collect import Collector, Plan
+        from selfspec_cli.vllm_plugin.fitting.collect import Collector
 
         tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config
-        planned = Plan(tuple(map(HeadSpec.from_name, heads)), **plan)
-        tap.collector = Collector(tap.model, tap.layers, planned, int(config.get_vocab_size()), config.dtype)
+        specs = tuple(map(HeadSpec.from_name, heads))
+        tap.collector = Collector(tap.model, tap.layers, specs, config.get_vocab_size(), config.dtype, **plan)
 
     def early_exit_observe(self, layers: list[int] | None = None) -> None:
         """Begin to collect what the linear layers of `layers` see (all of them: None), anew."""
@@ -278,7 +277,7 @@ class EarlyExitWorker:
 
     def early_exit_collect_mode(self, mode: str) -> None:
         """What the forward passes from now on are for: fit, validate or test."""
-        self.model_runner.get_model().early_exit_tap.collector.begin(mode)
+        self.model_runner.get_model().early_exit_tap.collector.mode = mode
 
     def early_exit_collected(self) -> dict[str, Any]:
         """Pairs so far by mode, and under "error" why collecting stopped (None while all is well)."""

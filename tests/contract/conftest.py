@@ -1,9 +1,30 @@
-"""A scheduler as an engine on CUDA makes it."""
+"""The source of each supported release, and a scheduler as an engine on CUDA makes it."""
 
 from __future__ import annotations
 
 import pytest
 from v2_engine import BLOCK, LEN, MOST, K
+from vllm_source import VARIABLE, Source, folder_of, sources
+
+from selfspec_cli.vllm_plugin.releases import SUPPORTED
+
+
+@pytest.fixture(scope="module", params=SUPPORTED, ids=lambda release: release.release)
+def release(request):
+    """A supported release that is installed or unpacked here."""
+    version = request.param.release
+    if folder_of(version) is None:
+        pytest.skip(
+            f"vLLM {version} is neither installed nor under {sources()} (${VARIABLE}): "
+            f"python tests/contract/vllm_source.py {version}"
+        )
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def vllm(release):
+    """Its source."""
+    return Source(folder_of(release.release))
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make(folder, monkeypatch):
-    """A scheduler as an engine on CUDA makes it, asynchronous or not, over so many KV blocks."""
+    """A scheduler as an engine on CUDA makes it, asynchronous or not. blocks: of its KV cache."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

@@ -6,10 +6,9 @@ import importlib.util
 import json
 
 import pytest
-from vllm_source import folder_of
 
-from selfspec_cli.vllm_plugin import versions
-from selfspec_cli.vllm_plugin.releases import SUPPORTED, admission, seams
+from selfspec_cli.vllm_plugin import releases, vllm_names
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, admission
 from selfspec_cli.vllm_plugin.releases.source import Source
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
@@ -31,15 +30,6 @@ class MadeUp(Source):
         return text.replace(self.old, self.new) if module == self.module else text
 
 
-@pytest.fixture(scope="module", params=[each.release for each in SUPPORTED])
-def release(request):
-    """A supported release, and its source."""
-    folder = folder_of(request.param)
-    if folder is None:
-        pytest.skip(f"python tests/contract/vllm_source.py {request.param} has not unpacked it")
-    return versions.known(request.param), Source(folder)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -50,31 +40,28 @@ def release(request):
         ("class Scheduler(", "OTHER = [\nNone,\n]\n\n\nclass Scheduler("),
     ],
 )
-def test_one_that_changed_nothing_that_is_used_is_taken(release, old, new):
+def test_one_that_changed_nothing_that_is_used_is_taken(release, vllm, old, new):
     """However it is written: what an outline does not show is looked for in whole files."""
-    known, source = release
-    assert admission.moved(MadeUp(source, SCHEDULER, old, new), known) == []
+    assert admission.moved(MadeUp(vllm, SCHEDULER, old, new), release) == []
 
 
-def test_an_outline_says_of_all_that_is_used_what_whole_files_say(release):
-    known, source = release
-    outline = source.outline
-    for target in seams.signatures(known):
-        assert outline.parameters(target) == source.parameters(target), target
-    for target in seams.FIELDS:
-        assert outline.fields(target) == source.fields(target), target
-    for target, names in seams.ATTRIBUTES.items():
-        assert set(names.split()) <= outline.attributes(target) <= source.attributes(target), target
-    for target in [*seams.FIELDS, *seams.ATTRIBUTES]:
-        assert [kind.name for kind in outline.classes(target)] == [kind.name for kind in source.classes(target)]
+def test_an_outline_says_of_all_that_is_used_what_whole_files_say(release, vllm):
+    outline = vllm.outline
+    for target in admission.signatures(release):
+        assert outline.parameters(target) == vllm.parameters(target), target
+    for target in vllm_names.SEAMS["fields"]:
+        assert outline.fields(target) == vllm.fields(target), target
+    for target, names in vllm_names.SEAMS["attributes"].items():
+        assert set(names.split()) <= outline.attributes(target) <= vllm.attributes(target), target
+    for target in [*vllm_names.SEAMS["fields"], *vllm_names.SEAMS["attributes"]]:
+        assert [kind.name for kind in outline.classes(target)] == [kind.name for kind in vllm.classes(target)]
 
 
-def test_no_whole_file_is_parsed_of_one_that_changed_nothing(release):
+def test_no_whole_file_is_parsed_of_one_that_changed_nothing(release, vllm):
     """Half a second at the start of an engine."""
-    known, source = release
-    fresh = Source(source.folder)
+    fresh = Source(vllm.folder)
     fresh.tree = lambda module: pytest.fail(f"{module} was parsed")
-    assert admission.moved(fresh, known) == []
+    assert admission.moved(fresh, release) == []
 
 
 @pytest.mark.parametrize(
@@ -106,19 +93,17 @@ def test_no_whole_file_is_parsed_of_one_that_changed_nothing(release):
         ),
     ],
 )
-def test_one_that_renamed_something_is_refused_with_its_name(release, module, old, new, lines):
-    known, source = release
-    found = admission.moved(MadeUp(source, module, old, new), known)
+def test_one_that_renamed_something_is_refused_with_its_name(release, vllm, module, old, new, lines):
+    found = admission.moved(MadeUp(vllm, module, old, new), release)
     assert set(lines) <= set(found)
     assert all(line.partition(" ")[0].startswith("vllm.") for line in found)
 
 
 @pytest.mark.parametrize("quotes", ['"""', "'''"])
-def test_an_example_in_a_string_defines_nothing(release, quotes):
-    known, source = release
+def test_an_example_in_a_string_defines_nothing(release, vllm, quotes):
     old, new = "    def step_with_batch_queue(", "    def step_with_queue("
     example = f"    {quotes}\n{old}self): ...\n    {quotes}\n\n"
-    found = admission.moved(MadeUp(source, "vllm.v1.engine.core", old, example + new), known)
+    found = admission.moved(MadeUp(vllm, "vllm.v1.engine.core", old, example + new), release)
     assert "vllm.v1.engine.core:EngineCore.step_with_batch_queue is not there" in found
 
 
@@ -126,7 +111,7 @@ def test_a_comparison_is_made_once_for_a_version(tmp_path, monkeypatch):
     """And anew by another selfspec."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     agrees, missing = admission.compared("0.98.0", SUPPORTED)
-    assert (agrees.release, missing) == (versions.known(versions.installed()[1]).release, [])
+    assert (agrees.release, missing) == (releases.known(releases.installed()[1]).release, [])
     kept = tmp_path / "selfspec" / "vllm" / "0.98.0.json"
     known = json.loads(kept.read_text())
     monkeypatch.setattr(admission, "_questions", lambda release: [lambda source: ["everything"]])

@@ -4,16 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, chosen_blocks, only
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
 pytestmark = pytest.mark.contract
@@ -105,15 +102,13 @@ def group(**more: object) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, **more)
 
 
-def engine(layers: dict[str, object], context: str = "blocks:256", graphs: object = None) -> SimpleNamespace:
-    """vLLM's configuration, as far as it is asked, of an engine that was started with a context."""
-    started = ResolvedSettings.from_user({"layer_skip": 2, "draft_context": context}, 4)
+def engine(layers: dict[str, object]) -> SimpleNamespace:
+    """vLLM's configuration, as far as it is asked."""
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers, cudagraph_mode=graphs),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         device_config=SimpleNamespace(device=torch.device("cpu")),
         model_config=SimpleNamespace(dtype=torch.float32),
-        speculative_config=SimpleNamespace(**{SETTINGS_KEY: started.to_dict()}),
     )
 
 
@@ -130,8 +125,8 @@ def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
     )
 
 
-def kernel(layers: dict[str, object], **more: object):
-    return kernel_for(Context("blocks", (256,)), [group()], {"b", "d", "c", "a"}, engine(layers, **more))
+def kernel(layers: dict[str, object]):
+    return kernel_for(Context("blocks", (256,)), [group()], {"b", "d", "c", "a"}, engine(layers))
 
 
 def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_queries():
@@ -161,26 +156,6 @@ def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_
 def test_keys_that_cannot_be_read_are_refused(wrong, said):
     with pytest.raises(SettingsError, match=f"draft_context = blocks:256 is not supported for this model.*{said}"):
         kernel({name: layer(**wrong) for name in "abcd"})
-
-
-def test_a_live_engine_whose_passes_are_captured_cannot_begin_to_keep_queries():
-    layers = {name: layer() for name in "abcd"}
-    with pytest.raises(
-        SettingsError, match="draft_context = window:64 cannot become blocks on a live engine with CUDA"
-    ):
-        kernel(layers, context="window:64", graphs=CUDAGraphMode.FULL)
-    assert kernel(layers, context="window:64", graphs=CUDAGraphMode.NONE) is not None  # it runs eagerly
-    assert kernel(layers, context="window:64", graphs=CUDAGraphMode.FULL) is not None  # it keeps them already
-
-
-def test_a_live_engine_whose_passes_are_captured_goes_on_choosing_by_the_layer_whose_queries_they_keep():
-    """Fewer layers draft from now on, of which another one would be asked."""
-    layers = {name: layer() for name in "abcd"}
-    started = kernel(layers, graphs=CUDAGraphMode.FULL)
-    for graphs, asked in ((CUDAGraphMode.FULL, "d"), (CUDAGraphMode.NONE, "b")):
-        fewer = kernel_for(Context("blocks", (64,)), [group()], {"a", "b"}, engine(layers, graphs=graphs))
-        assert fewer.layer is layers[asked]
-        assert (fewer.kept is started.kept) == (asked == "d")
 
 
 def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():

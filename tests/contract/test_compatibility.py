@@ -8,13 +8,14 @@ import dataclasses
 import inspect
 import json
 import re
+import runpy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import architecture_table
-import field_table
+import limits_tables
 import pytest
-from compatibility import BY_VLLM, ONES, PAGE, PLAIN, RECORDS, REFUSALS, REFUSED, TESTS, Row, rows
+from compatibility import BY_VLLM, ONES, PAGE, PLAIN, REFUSALS, REFUSED, SHOWN, Row, rows
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
@@ -40,7 +41,7 @@ def named(beginning: str) -> Row:
 
 def with_tables(text: str) -> str:
     """The page with the tables that are generated written anew."""
-    for part in (architecture_table.section(architecture_table.lines()), field_table.section()):
+    for part in (limits_tables.architectures(), limits_tables.fields()):
         heading = part.strip().splitlines()[0]
         text = re.sub(
             rf"\n{heading}\n.*?(?=\n### )", lambda _, part=part: part.rstrip("\n") + "\n", text, flags=re.DOTALL
@@ -63,107 +64,72 @@ def test_a_row_says_what_tried_it():
     assert len(ALL) > 60
     assert [row.what for row in OURS] == list(dict.fromkeys(named(name).what for name, _ in REFUSALS))
     assert all(row.note for row in OURS)
-    tried = [named(name) for names in TESTS.values() for name in names]
+    tried = [named(name) for names in SHOWN["tests"].values() for name in names]
     by_vllm = {row.what for row in ALL if row.table == REFUSED} - {row.what for row in OURS}
     assert by_vllm == {"trace_decode_token_ids"}
     assert {row.what for row in tried} == {row.what for row in ALL if "CPU" in row.shown} | by_vllm
     assert len({row.what for row in tried}) == len(tried)
-    for test in TESTS:
+    for test in SHOWN["tests"]:
         file, _, name = test.partition("::")
         tree = ast.parse((REPO / "tests" / "engine" / f"{file}.py").read_text(encoding="utf-8"))
         assert f"test_{name}" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
 
 
-MOE, QUANTISED = ("mixtral", "qwen3_moe", "llama4"), ("+int4", "+gptq", "+awq")
-SEEN = {  # the beginning of a row's name -> whether a case on a GPU is one of it; of (case, engine, spec)
-    "tensor parallelism": lambda case, engine, spec: "tensor_parallel_size" in engine,
-    "expert parallelism": lambda case, engine, spec: "enable_expert_parallel" in engine,
-    "mixture of experts": lambda case, engine, spec: case["model"] in MOE,
-    "latent attention (MLA)": lambda case, engine, spec: case["model"] == "deepseek_v2",
-    "quantised targets": lambda case, engine, spec: is_quantised(case),
-    "multimodal models": lambda case, engine, spec: case["requests"] == "pictures",
-    "vLLM's Transformers backend": lambda case, engine, spec: engine.get("model_impl") == "transformers",
-    "positions of several dimensions": lambda case, engine, spec: case["model"].endswith("+positions"),
-    "LoRA requests": lambda case, engine, spec: "enable_lora" in engine,
-    "drafts drawn": lambda case, engine, spec: spec.get("draft_sample_method") == "probabilistic",
-    "preemption": lambda case, engine, spec: "kv_cache_memory_bytes" in engine,
-    "torch.compile, eager": lambda case, engine, spec: "compilation_config" in engine,
-    "draft length by batch size": lambda case, engine, spec: "num_speculative_tokens_per_batch_size" in spec,
-    "draft length by load": lambda case, engine, spec: "length_table" in spec,
-    "drafts from a request's own text": lambda case, engine, spec: "free_drafts" in spec,
-    "weights replaced": lambda case, engine, spec: case["requests"] == "replaced",
-    "an engine that sleeps": lambda case, engine, spec: case["requests"] == "asleep",
-    "layers left out": lambda case, engine, spec: "skip_layers" in spec,
-    "drafts with a window": lambda case, engine, spec: "draft_window" in spec,
-    "drafts over the blocks": lambda case, engine, spec: "blocks" in spec.get("draft_context", ""),
-    "fp8": lambda case, engine, spec: spec.get("draft_weights") == "fp8",
-    "int8, int4": lambda case, engine, spec: spec.get("draft_weights") in ("int8", "int4"),
-    "copies with tensor parallelism": lambda case, engine, spec: (
-        "draft_weights" in spec and "tensor_parallel_size" in engine
-    ),
-    "copies of experts": lambda case, engine, spec: "draft_weights" in spec and case["model"] in MOE,
-    "copies fitted to data (": lambda case, engine, spec: "draft_weights_path" in spec,
-    "copies of quantised weights": lambda case, engine, spec: "draft_weights" in spec and is_quantised(case),
-}
-
-
-def is_quantised(case):
-    return "quantization" in case["engine"] or case["model"].endswith(QUANTISED)
+def is_of(case, row):
+    """Whether a case of a record is of a row of compatibility.toml."""
+    if isinstance(row, list):
+        return any(is_of(case, one) for one in row)
+    texts = [(case[part].get(key), text) for part in ("engine", "spec") for key, text in row.get(part, {}).items()]
+    return (
+        all(value is not None and text in str(value) for value, text in texts)
+        and case["model"].endswith(tuple(row.get("model", [""])))
+        and case["requests"] == row.get("requests", case["requests"])
+    )
 
 
 @pytest.fixture(scope="module")
 def on_a_gpu():
     """Every case of the published records in which early exit changed no output, though some drafts were accepted."""
     found = []
-    for name in RECORDS:
+    for name in SHOWN["records"]:
         document = json.loads(archive.read_text(REPO / "results" / "published" / name))
         parts = document["groups"].values() if "groups" in document else [document]
         found += [case for part in parts for case in part["cases"] if "model" in case]
     return [case for case in found if case["accepted"] and not case["different"]]
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", SHOWN["gpu"])
 def test_a_row_says_tried_on_a_gpu_where_a_record_shows_it_and_nowhere_else(name, on_a_gpu):
     row = next(row for row in ALL if row.what.startswith(name) and row.shown)
-    shown = any(SEEN[name](case, case["engine"], case["spec"]) for case in on_a_gpu)
+    shown = any(is_of(case, SHOWN["gpu"][name]) for case in on_a_gpu)
     assert ("GPU" in row.shown) == shown, row
 
 
-def test_every_refusal_of_ours_has_a_row():
+def test_every_refusal_of_ours_has_a_row(monkeypatch):
     """Each function that refuses, each argument of which early exit takes 1 only, each property of a model."""
-    functions = {name for name in vars(refusals) if name.startswith("refuse_")}
-    covered = {
-        "refuse_engine": set(refusals.ONE_ONLY) | {"watermark_config", "offload_group_size", "enable_elastic_ep"},
-        "refuse_model": set(refusals.NO_TARGETS),
-    }
-    # A gate without an expression for CUDA is another package's own, and its message names that gate.
-    others = {"adapters", "fitted_copies", "runner", "gate", "context", "latents", "streamed_input"}
-    assert functions == {*covered, *(f"refuse_{name}" for name in others)}, "a new refusal wants a row"
+    functions, called = {name: each for name, each in vars(refusals).items() if name.startswith("refuse_")}, set()
+
+    def noting(name, *given):
+        called.add(name)
+        functions[name](*given)
+
+    for name in functions:
+        monkeypatch.setattr(refusals, name, partial(noting, name))
     said = "\n".join(message(refuse) for _, refuse in REFUSALS)
-    for name in covered["refuse_engine"]:
-        assert f"{name} =" in said or f"{name} is" in said, name
-    raises = inspect.getsource(refusals.refuse_engine).count("raise SettingsError")
+    # `refuse_runner` is `require_runner` by the environment. A gate without an expression for CUDA is another package's
+    # own, and its message names that gate.
+    assert functions.keys() - called == {"refuse_runner", "refuse_gate"}, "a new refusal wants a row"
+    of_engines = [*refusals.ONE_ONLY, "watermark_config", "offload_group_size", "enable_elastic_ep"]
+    assert [name for name in of_engines if f"{name} =" not in said and f"{name} is" not in said] == []
+    raises = inspect.getsource(functions["refuse_engine"]).count("raise SettingsError")
     assert raises == 4, "a new refusal of engine arguments wants a row"
-    for reason in refusals.NO_TARGETS.values():
-        assert reason in said
-    phrases = (
-        "enable_lora = True",
-        "as a pooling model",
-        "has no meaning for method",
-        "model runner",
-        "draft_weights_path is",
-        "draft_window =",
-        "(MLA)",
-        "input that streams in",
-    )
-    for phrase in phrases:
-        assert phrase in said
+    assert all(reason in said for reason in refusals.NO_TARGETS.values())
 
 
 def test_every_field_of_a_request_is_in_its_table():
-    known = field_table.runpy.run_path(str(field_table.FILE))
+    known = runpy.run_path(str(limits_tables.ENGINE / "request_fields.py"))
     fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - known["OF_VLLM"]
-    assert field_table.fields() == fields
+    assert limits_tables.named_fields() == fields
     assert set(known["NOTES"]) <= fields
     assert set(known["REFUSED"]) <= set(known["NOTES"]), "what is refused has its reason"
     assert set(known["V2_FIELDS"]) <= set(known["REFUSED"])

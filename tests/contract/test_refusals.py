@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import spec_config, versions
+from selfspec_cli.vllm_plugin import releases, spec_config
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.refusals import refuse_context
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.parametrize(("release", "allowed"), [("0.32.0", False), ("0.33.0", True)])
 def test_keys_that_only_one_release_has_are_allowed_on_that_one(monkeypatch, release, allowed):
-    monkeypatch.setattr(versions, "installed", lambda: ("vllm", f"{release}+cu130"))
+    monkeypatch.setattr(releases, "installed", lambda: ("vllm", f"{release}+cu130"))
     assert ("fly_window_size" in spec_config.vllm_keys()) is allowed
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.contract
 
 
 class Model(nn.Module):
-    """Holds an adapted layer in a list of layers, as a decoder does, and one beside it."""
+    """Holds an adapted layer in a list of layers, as a decoder does, and one outside of it."""
 
     def __init__(self, adapted):
         super().__init__()
@@ -111,7 +111,7 @@ def test_the_log_says_once_what_runs_instead(monkeypatch, caplog):
     assert said == [f"draft step: kernels for single products, because {reason}"]
 
 
-# ---- The draft's attention beside vLLM's FlashAttention: which layers it stands in for, and how their cache looks
+# ---- The draft's attention in place of vLLM's FlashAttention: which layers it stands in for, and how their cache looks
 
 
 HEADS, DIM, PAGE = 2, 64, 16

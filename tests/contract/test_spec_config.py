@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -60,11 +61,14 @@ def arguments():
 
 
 @pytest.fixture
-def warned(monkeypatch):
-    """What our logger warns of; vLLM sets its handlers up anew as it likes, so caplog would not see all of it."""
-    lines = []
-    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lambda text, *words: lines.append(text % words))
-    return lines
+def said(monkeypatch):
+    """What our logger says, by level; vLLM sets its handlers up anew as it likes, so caplog would not see all of it."""
+    lines = {"info": [], "warning": []}
+    for level, own in lines.items():
+        monkeypatch.setattr(
+            logging.getLogger("vllm.selfspec"), level, lambda text, *words, own=own: own.append(text % words)
+        )
+    return SimpleNamespace(**lines)
 
 
 def parsed(arguments, *words):
@@ -82,26 +86,26 @@ def test_a_second_engine_from_the_same_arguments_drafts_early_too(arguments, pat
     assert args.speculative_config == spec
 
 
-def test_layer_skip_of_0_is_an_engine_without_speculation(arguments, path, warned):
+def test_layer_skip_of_0_is_an_engine_without_speculation(arguments, path, said):
     spec = {"method": "layer_skip", "layer_skip": 0, "num_speculative_tokens": 3}
     args = arguments(model=path, skip_tokenizer_init=True, speculative_config=dict(spec))
     config = args.create_engine_config()
     assert config.speculative_config is None
     assert settings_of(config) is None
     assert args.speculative_config == spec
-    assert warned == ["layer_skip = 0: early exit is off, the engine runs plain vLLM"]
+    assert said.warning == ["layer_skip = 0: early exit is off, the engine runs plain vLLM"]
     args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "-sc", '{"layer-skip": 0}')
     assert args.create_engine_config().speculative_config is None
 
 
-def test_a_gate_on_a_head_without_a_scale_is_warned_of(arguments, path, tmp_path, warned):
+def test_a_gate_on_a_head_without_a_scale_is_warned_of(arguments, path, tmp_path, said):
     head, metadata = ExitHead("lsq", {"weight": torch.zeros(512, 64)}), HeadMetadata("lsq", 2, 64, 512)
     file = str(save_head(tmp_path / "heads" / "layer2_lsq.safetensors", head, metadata))
     for gate, expected in (("maxp", 1), ("none", 0)):
         spec = {"method": "layer_skip", "layer_skip": 2, "gate": gate, "head_path": file}
-        warned.clear()
+        said.warning.clear()
         arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
-        assert sum("reads a distribution" in line for line in warned) == expected
+        assert sum("reads a distribution" in line for line in said.warning) == expected
 
 
 def test_a_strict_engine_refuses_what_another_warns_of(arguments, path):
@@ -210,15 +214,6 @@ def test_other_methods_stay_vllms(arguments, path):
     assert config.speculative_config.method == "ngram"
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """What is said through our logger below vLLM's, whatever its level; vLLM sets its handlers up anew as it likes."""
-    lines = []
-    logger = logging.getLogger("vllm.selfspec")
-    monkeypatch.setattr(logger, "info", lambda text, *words: lines.append(text % words))
-    return lines
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -230,7 +225,7 @@ def said(monkeypatch):
 def test_the_log_says_what_the_engine_does_and_no_draft_model(arguments, path, said, more, words):
     spec = {"method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 4, **more}
     config = arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
-    assert sum(words in line for line in said) == 1
+    assert sum(words in line for line in said.info) == 1
     travelled = pickle.loads(pickle.dumps(config))
     for one in (config, copy.deepcopy(config), travelled):
         assert f"speculative_config=EarlyExit({words}" in str(one)
@@ -241,7 +236,7 @@ def test_the_log_says_what_the_engine_does_and_no_draft_model(arguments, path, s
 def test_skip_says_that_its_output_is_another(arguments, path, said):
     args = arguments(model=path, skip_tokenizer_init=True, speculative_config={"method": "skip", "layer_skip": 2})
     args.create_engine_config()
-    assert any("decoding with layers 0 to 1 of 8 alone, without verification" in line for line in said)
+    assert any("decoding with layers 0 to 1 of 8 alone, without verification" in line for line in said.info)
 
 
 def test_only_early_exit_on_a_cpu_leaves_the_artifacts_out(arguments, path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Steps that vLLM's rejection sampler gets wrong, by its own modules on a few logits; starts no engine."""
+"""Steps that vLLM's samplers get wrong together with drafts, by its own modules on a few logits; starts no engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scipy import stats
-from v1_metadata import metadata_of
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor, build_logitsprocs
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.logits_processor.state import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -19,12 +21,37 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v1.processors import build_all, constrain_drafts, not_to_draft
-from selfspec_cli.vllm_plugin.v1.sampling import chosen_tokens_beside_others, draw, without_drafts
+from selfspec_cli.vllm_plugin.v1.sampling import (
+    _with_drafts_counted,
+    bonus_token_after_drafts,
+    chosen_tokens_beside_others,
+    draw,
+    without_drafts,
+)
 from selfspec_cli.vllm_plugin.worker import register_kernels_once
 
 pytestmark = pytest.mark.contract
 
 VOCAB = 64
+UNUSED = """top_p top_k max_num_logprobs prompt_token_ids frequency_penalties presence_penalties repetition_penalties
+allowed_token_ids_mask"""
+
+
+def metadata_of(**changes):
+    """What vLLM's sampler is given of sampled requests without any parameter but a temperature."""
+    fields = {
+        "temperature": torch.tensor([0.8, 0.8]),
+        "all_greedy": False,
+        "all_random": True,
+        "no_penalties": True,
+        "generators": {},
+        "bad_words_token_ids": {},
+        "output_token_ids": [[7], [7]],
+        "spec_token_ids": [[], []],
+        "logitsprocs": LogitsProcessors(),
+        **dict.fromkeys(UNUSED.split()),
+    }
+    return SamplingMetadata(**fields | changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,3 +215,69 @@ def test_only_requests_without_a_custom_processor_are_drafted_for():
     assert not_drafted(params) == set()
     assert not_drafted(params, OfSome) == {1}
     assert not_drafted(params, OfSome, OfAll) == {0, 1, 2}
+
+
+# ---- Which stop tokens vLLM's own processor of min_tokens forbids for the token after a round
+
+
+STOPS = {0: {1}, 1: {2, 3}, 3: {4}}
+"""Stop tokens of the requests in rows 0, 1 and 3; the one in row 2 has no min_tokens."""
+
+
+def with_min_tokens(drafts, written=(5, 2, 9, 3), least=6):
+    """What vLLM's sampler gets for four requests with min_tokens. written: tokens that each has."""
+    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    added = [
+        (
+            row,
+            SimpleNamespace(min_tokens=least, all_stop_token_ids=stops, structured_outputs=None),
+            [],
+            [7] * written[row],
+        )
+        for row, stops in STOPS.items()
+    ]
+    processor.update_state(BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
+    return processor, metadata_of(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        output_token_ids=[[7] * count for count in written],
+        spec_token_ids=drafts,
+        logitsprocs=LogitsProcessors([processor]),
+    )
+
+
+def forbidden(function, given, bonus=True):
+    """(row, token) pairs that `function`, an `apply_logits_processors`, forbids."""
+    logits = function(Sampler(), torch.zeros(4, 8), given, bonus)
+    return {(row, token) for row, token in logits.isneginf().nonzero().tolist()}
+
+
+ALL = {(row, token) for row, stops in STOPS.items() for token in stops}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "want"),
+    [
+        ([[], [], [], []], ALL),
+        ([[5], [5], [], []], ALL - {(0, 1)}),  # 5 + 1 tokens reach 6, 2 + 1 do not
+        ([[], [5] * 4, [5] * 4, [5] * 2], ALL - {(1, 2), (1, 3)}),  # 2 + 4 reach it, 3 + 2 do not
+        ([[-1], [-1] * 4, [], [-1] * 3], set()),  # -1: drafted, and not yet known to the host
+    ],
+)
+def test_a_stop_token_is_forbidden_while_the_drafts_before_it_are_too_few(drafts, want):
+    processor, given = with_min_tokens(drafts)
+    theirs = original(Sampler.apply_logits_processors)
+    ours = bonus_token_after_drafts(theirs)
+    assert forbidden(ours, given) == want
+    assert forbidden(ours, given, bonus=False) == ALL  # a request without drafts: its next token is no bonus
+    assert forbidden(theirs, given) == ALL  # the fault, and that ours has changed nothing of vLLM's
+    assert set(processor.min_toks) == set(STOPS)
+    assert given.logitsprocs.non_argmax_invariant == [processor]
+
+
+def test_without_min_tokens_nothing_is_copied():
+    _, given = with_min_tokens([[5]] * 4, written=(6, 7, 8, 9))
+    assert _with_drafts_counted(given) is given
+    _, given = with_min_tokens(None)
+    assert _with_drafts_counted(given) is given

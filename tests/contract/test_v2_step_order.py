@@ -6,14 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from v2_engine import add, asked_of, crowd, engine_of
-from v2_orders import alternating
+from v2_engine import add, alternating, asked_of, crowd, engine_of
 
 from selfspec_cli.vllm_plugin.v2 import step_order
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Reader
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
 
 WIDTH = 4
@@ -106,11 +104,9 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     core.model_executor.sample_tokens = sample_tokens
     add(core.scheduler, "one", 20, 200)
     steps_until(core, lambda: reader._orders[1, WIDTH].host is not None)
-    assert (reader._orders[1, WIDTH].host, reader._orders[1, WIDTH].device) == (
-        2.0,
-        7.0,
-    )  # moments at which somebody looked: transport.py did, too
-    assert reader._orders[1, WIDTH].first
+    order = reader._orders[1, WIDTH]
+    assert (order.host, order.device) == (2.0, 7.0)  # moments at which somebody looked: transport.py did, too
+    assert order.first
 
 
 def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):

@@ -205,7 +205,7 @@ def test_the_times_that_the_engine_measured_are_read_with_the_first_step():
 
 
 def decoded(names, drafts, prefill="", new=()):
-    """A step that was scheduled for `names` with so many drafts each, as `read` takes it. prefill: requests with 64
+    """A step that was scheduled for `names` with `drafts` drafts each, as `read` takes it. prefill: requests with 64
     tokens of their prompts; new: those that came with this step."""
     scheduled = dict.fromkeys(names, 1 + drafts) | dict.fromkeys(prefill, 64)
     return SimpleNamespace(
@@ -339,7 +339,7 @@ def graph_of(manager, requests, drafts):
 
 
 def joined(manager, *tokens):
-    """The graph of a step in which each request has so many tokens, and its longest query."""
+    """The graph of a step in which each request has that many `tokens`, and its longest query."""
     manager.step = {str(place): number for place, number in enumerate(tokens)}
     found = manager.dispatch(len(tokens), sum(tokens), None, 0, None)
     return found.cg_mode.name, found.num_tokens, found.max_query_len

@@ -74,7 +74,7 @@ def asked_of(requests):
 
 
 def add(scheduler, name, prompt, most, extra=None):
-    """A request for `most` tokens behind a prompt of so many, which waits in the scheduler."""
+    """A request for `most` tokens after `prompt` tokens of a prompt, which waits in the scheduler."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -88,7 +88,7 @@ def add(scheduler, name, prompt, most, extra=None):
 
 
 class Tokens:
-    """In place of an event on the device that is over after so many looks at it. looked: called at each."""
+    """In place of an event on the device that is over after `late` looks at it. looked: called at each."""
 
     def __init__(self, late, looked=lambda: None):
         self.left, self.looked = late, looked
@@ -154,3 +154,32 @@ def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
     reader = step_order.reader_of(core)
     reader._orders = defaultdict(lambda: step_order.Order(first=first))
     return core, reader
+
+
+def alternating():
+    """In place of a reader's orders: one `Order` for every load, which says the other one each time that it is asked.
+
+    It decides nothing by times: for that the reader would ask again, and with two questions a step every step would
+    have the same order.
+    """
+    from selfspec_cli.vllm_plugin.v2.step_order import Order
+
+    class ByTurns(Order):
+        asked = 0
+
+        @property
+        def first(self):
+            self.asked += 1
+            return self.asked % 2 == 0
+
+        @first.setter
+        def first(self, decided):
+            pass
+
+        def add(self, host, device):
+            pass
+
+        def __getitem__(self, load):
+            return self
+
+    return ByTurns()

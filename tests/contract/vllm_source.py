@@ -22,12 +22,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.vllm_plugin.releases import source
 from selfspec_cli.vllm_plugin.releases.source import assigned_on_self as assigned_on_self
 from selfspec_cli.vllm_plugin.releases.source import top_level
 
 VARIABLE = "SELFSPEC_VLLM_SOURCES"
+
+V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+V2_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
 class Source(source.Source):
@@ -64,7 +70,7 @@ def sources() -> Path:
 
 def folder_of(release: str) -> Path | None:
     """The folder that holds the package `vllm` of `release`: the installed one, or an unpacked one; None if neither."""
-    found, spec = versions.installed(), importlib.util.find_spec("vllm")
+    found, spec = releases.installed(), importlib.util.find_spec("vllm")
     if found is not None and found[1].partition("+")[0] == release and spec is not None and spec.origin:
         return Path(spec.origin).parents[1]
     unpacked = sources() / release
@@ -102,7 +108,7 @@ def runnable(release: str) -> Path:
 
 def fetch_missing() -> None:
     """Unpack every supported release that is neither installed nor unpacked; where that cannot be had, say so."""
-    for release in [each.release for each in versions.SUPPORTED if folder_of(each.release) is None]:
+    for release in [each.release for each in releases.SUPPORTED if folder_of(each.release) is None]:
         try:
             print(f"vLLM {release} was unpacked to {fetch(release)}")
         except (OSError, subprocess.CalledProcessError) as error:

@@ -24,8 +24,8 @@ from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.stages import fit
 from selfspec_cli.texts import corpora
+from selfspec_cli.vllm_plugin.exit_head import gathered, sharded, split
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
-from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered, split
 
 pytestmark = pytest.mark.engine
 
@@ -157,11 +157,11 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
     with live(fitted.path) as engine:
         config = engine.llm.llm_engine.vllm_config
         rows = split(weight, config)
-        projection = ShardedProjection(rows, 100, bias, config)
+        projection = sharded(rows, 100, bias, config)
         torch.testing.assert_close(projection.logits(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
         assert torch.equal(gathered(rows.weight, 100), weight)
         assert projection.copied is None
-        copied = ShardedProjection(on_copy(DRAFT_WEIGHTS["int8"], torch.float32, rows, "lm_head"), 100, bias, config)
+        copied = sharded(on_copy(DRAFT_WEIGHTS["int8"], torch.float32, rows, "lm_head"), 100, bias, config)
         copy, added = copied.copied
         assert added is None  # to the product; the projection adds its own to all rows
         torch.testing.assert_close(copied.logits(x), copy(x)[:, :100] + bias)

@@ -60,7 +60,7 @@ from more_models import (
     without_video_processor,
 )
 from shapes import shape
-from v2_orders import alternating
+from v2_engine import alternating
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 

@@ -52,7 +52,7 @@ def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, sha
     slots[seq_lens == 0] = -1
     before = cache.clone()
     out = torch.empty(n, shared * heads * dim)
-    one_query.attend(query, key, value, cache, table, seq_lens, slots, dim**-0.5, out, at_once=32, early=False)
+    one_query.attend(query, key, value, cache, table, seq_lens, slots, dim**-0.5, out, at_once=32)
     got = out.unflatten(1, (-1, dim))
     assert one_query.fits(cache, heads, dim)
     for row, length in enumerate(lengths):
@@ -89,7 +89,7 @@ def test_one_request_in_the_setting_that_it_has():
     expected = wanted(query[0], key[0], value[0], cache.clone(), table[0], 300)
     out = torch.empty(1, 64)
     lengths, slots = torch.tensor([300]).int(), table[0, 299 // PAGE].long()[None] * PAGE + 299 % PAGE
-    one_query.attend(query, key, value, cache, table, lengths, slots, 0.25, out, early=False)
+    one_query.attend(query, key, value, cache, table, lengths, slots, 0.25, out)
     torch.testing.assert_close(out.unflatten(1, (4, 16))[0], expected, rtol=2e-3, atol=2e-3)
 
 

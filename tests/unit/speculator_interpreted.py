@@ -227,7 +227,7 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     ],
 )
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
-    """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (test_vllm_seams.py)."""
+    """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (vllm_says.toml)."""
     speculator, _ = start(config(**more))
     stepped, speculator._warm = [], True
     monkeypatch.setattr(speculator, "_one_step", lambda *arguments: stepped.append(arguments[2:4]))

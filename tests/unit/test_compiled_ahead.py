@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Copy(nn.Module):
-    """A copy of so many rows and columns, which notes what it is compiled for."""
+    """A copy [rows, columns], which notes what it is compiled for."""
 
     def __init__(self, rows, columns, noted=None):
         super().__init__()

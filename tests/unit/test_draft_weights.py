@@ -19,7 +19,7 @@ from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
 from selfspec_cli.vllm_plugin.weights import step_bytes
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, copied, plain_weight
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, keep_weights_asleep, refill
-from selfspec_cli.vllm_plugin.weights.replace import first_of, replace_in_layers, with_replaced
+from selfspec_cli.vllm_plugin.weights.replace import replace_in_layers, with_replaced
 
 FP8 = DRAFT_WEIGHTS["fp8"]
 INTEGERS = [DRAFT_WEIGHTS["int4"], DRAFT_WEIGHTS["int8"]]
@@ -309,13 +309,6 @@ def test_what_is_changed_computes_with_the_copies_and_the_layer_with_its_own_wei
 def test_a_module_without_linear_layers_is_shared_whole():
     norm = nn.Sequential(nn.LayerNorm(4), nn.SiLU())
     assert with_replaced(norm, lambda module, name: None) is norm
-
-
-def test_the_first_that_has_a_replacement_makes_it():
-    some, other, part = nn.Identity(), nn.Identity(), nn.Linear(1, 1)
-    none = lambda module, name: None  # noqa: E731
-    assert first_of(none, lambda module, name: some, lambda module, name: other)(part, "part") is some
-    assert first_of(none)(part, "part") is None
 
 
 class FusedExperts(nn.Module):

@@ -34,7 +34,7 @@ USUAL = {
     32: ((256, 8, 1, 8), (128, 8, 2, 8), (128, 8, 2, 8)),
     64: ((128, 8, 2, 4), (128, 8, 2, 4), (128, 8, 2, 4)),
 }
-"""Up to so many requests times KV heads: keys of a step, warps, stages and splits for each room. Measured on an NVIDIA
+"""Requests times KV heads, at most -> keys of a step, warps, stages and splits for each room. Measured on an NVIDIA
 H200 at 1,024, 4,096 and 32,768 tokens, 128 dimensions, 2 and 8 heads (gpu/tune_kernels_h200.json)."""
 SEVERAL = (128, 4, 2)  # keys of a step, warps and stages for more; and where `has_room` says no
 
@@ -261,10 +261,6 @@ def attend(
     scale: float,
     out: Tensor,
     at_once: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
-    splits: int | None = None,
-    early: bool | None = None,
 ) -> None:
     """Attention of one token a request, into out [n or more, query heads * dim]; its key and value go to the cache.
 
@@ -272,15 +268,12 @@ def attend(
     tokens of a block, 2 * dim]: each token's key, then its value (`fits`). table int32 [n or more, blocks a request].
     seq_lens int32 [n or more]: tokens of each request, with the new one; 0 for a closed request, whose result is 0.
     slots int64 [n or more]: where the new token belongs, counted in tokens; -1: nowhere. scale: of the scores. at_once:
-    keys of a step. splits: programs that a head of a request may have, a power of two up to `MOST_SPLITS`. at_once,
-    warps, stages, splits: None for what is usual. early: launch it, and what comes next, before the kernel in front has
-    ended; None: where the device can.
+    keys of a step; None for what is usual.
     """
-    early = launches_early(query.device) if early is None else early
+    early = launches_early(query.device)
     n, query_heads, dim = query.shape
     heads, page = cache.shape[1], cache.shape[2]
-    usual = usual_settings(n, heads, table.shape[1] * page, query.device)
-    at_once, warps, stages, splits = at_once or usual[0], warps or usual[1], stages or usual[2], splits or usual[3]
+    keys, warps, stages, splits = usual_settings(n, heads, table.shape[1] * page, query.device)
     rows = max(LEAST_ROWS, triton.next_power_of_2(query_heads // heads))
     parts = n * heads * splits * rows
     partial = torch.empty(parts * dim, dtype=torch.float32, device=query.device)
@@ -315,7 +308,7 @@ def attend(
         SHARED=query_heads // heads,
         ROWS=rows,
         PAGE=page,
-        KEYS=at_once,
+        KEYS=at_once or keys,
         SPLITS=splits,
         EARLY=early,
         num_warps=warps,
@@ -329,13 +322,8 @@ def usual_settings(requests: int, heads: int, context: int, device: torch.device
     pairs = requests * heads
     known = next((settings for most, settings in USUAL.items() if pairs <= most), None)
     if known is None or not has_room(device):
-        return (*SEVERAL, usual_splits(requests, heads))
+        return (*SEVERAL, min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // pairs + 1) // 2)))
     return known[0 if context <= BRIEF else 1 if context <= LONG else 2]
-
-
-def usual_splits(requests: int, heads: int) -> int:
-    """Programs that a head of a request may have, where nothing was measured."""
-    return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (requests * heads) + 1) // 2))
 
 
 @lru_cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -67,18 +66,8 @@ class ContextKernel:
 
 
 def blocks_left_out(seq_lens: Tensor, window: int, block_size: int) -> Tensor:
-    """Blocks of the KV cache between the first one and those that hold the last `window` of so many tokens.
+    """Number of KV cache blocks between the first block and those that hold the last `window` tokens of a context.
 
     seq_lens: [n] -> [n], as integers of the same kind.
     """
     return ((seq_lens - window) // block_size - 1).clamp_min(0)
-
-
-def without_blocks(blocks: Tensor, first: int, left_out: Tensor) -> Tensor:
-    """Block tables [n, columns] without the `left_out` [n] blocks after the first `first`: later ones move up to them.
-
-    What lies at the end is past the last block that is attended to.
-    """
-    places = torch.arange(blocks.shape[1], device=blocks.device)
-    moved = places + torch.where(places >= first, left_out.unsqueeze(1), 0)
-    return blocks.gather(1, moved.clamp_max(blocks.shape[1] - 1))

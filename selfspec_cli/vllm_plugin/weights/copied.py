@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
@@ -153,42 +152,23 @@ class CopiedLinear:
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class CopiedProjection:
-    """x [n, hidden] -> logits [n, rows] on a copy of lm_head rows [rows, hidden]. bias: [rows] or None."""
-
-    def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._copy = CopiedWeight(kind, weight)
-        self.bias = bias
-
-    @property
-    def copied(self) -> tuple[CopiedWeight, Tensor | None]:
-        """The copy, and the bias that its product adds."""
-        return self._copy, self.bias
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What a call reads, apart from the bias."""
-        return self._copy.read_by_a_step()
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, rows]."""
-        logits: Tensor = self._copy(x, self.bias)
-        return logits
-
-
 # ---- replacements for the target's linear layers --------------------------------------------------------------------
 
 
-def on_copies(kind: DraftWeights, dtype: torch.dtype) -> Make:
+def on_copies(kind: DraftWeights, dtype: torch.dtype, fitted: FittedWeights | None = None) -> Make:
     """For `replace.replace_in_layers`: a linear layer on a copy of its weight, None for what is no linear layer.
 
-    dtype: of the target's weights. What is made raises SettingsError for a linear layer whose weight is not plain and
-    of that dtype, and for weights that are not finite. Experts: experts.py.
+    dtype: of the target's weights. fitted: copies of that kind, made from data, to take where it has one. What is made
+    raises SettingsError for a linear layer whose weight is not plain and of that dtype, and for weights that are not
+    finite. Experts: experts.py.
     """
     from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        return copied(kind, dtype, module, name) if isinstance(module, LinearBase) else None
+        if not isinstance(module, LinearBase):
+            return None
+        stored = fitted.kind_of(name) if fitted is not None and name in fitted.copies else kind
+        return copied(stored, dtype, module, name)
 
     return make
 
@@ -242,16 +222,3 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
         units[torch.arange(count), torch.arange(start, start + count)] = one
         parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()
-
-
-def on_fitted_copies(fitted: FittedWeights, dtype: torch.dtype) -> Make:
-    """For `replace.with_replaced`, as `on_copies`: a linear layer on its stored copy, where there is one. Layers that a
-    file does not hold are rounded at load."""
-    rounded = on_copies(DRAFT_WEIGHTS[fitted.about.kind], dtype)
-
-    def make(module: nn.Module, name: str) -> nn.Module | None:
-        if name not in fitted.copies:
-            return rounded(module, name)
-        return copied(fitted.kind_of(name), dtype, module, name)
-
-    return make

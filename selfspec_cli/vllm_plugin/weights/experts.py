@@ -18,7 +18,7 @@ from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy, with_re
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
-SUFFIX = ".draft"  # of the name under which the copy is found in a forward pass, beside the target's own
+SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the target's own has none
 
 
 def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
@@ -60,6 +60,8 @@ def _copied(kind: DraftWeights, runner: Any, name: str, vllm_config: VllmConfig)
 
 def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
     """`experts` (vLLM's RoutedExperts) on copies of its weights."""
+    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, set_current_vllm_config
+
     own = plain_experts(kind, experts, name)
     if own["w13_weight"].dtype is not vllm_config.model_config.dtype or experts.moe_config.has_bias:
         raise kind.impossible(f"the experts of {name} have biases, or weights of another dtype than the model's")
@@ -70,7 +72,9 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
     if kernels is None:
         dtype = own["w13_weight"].dtype
         weights = {key: kind.dequantise(tensors, dtype).view(shape) for key, (shape, tensors) in copies.items()}
-        return _with_method(copy, _vllms_method(vllm_config, experts), weights)
+        with set_current_vllm_config(vllm_config):
+            method = UnquantizedFusedMoEMethod(experts.moe_config)
+        return _with_method(copy, method, weights)
     by_expert = {
         key: {part: tensor.view(shape[0], shape[1], -1) for part, tensor in tensors.items()}
         for key, (shape, tensors) in copies.items()
@@ -79,13 +83,6 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
     activation = {name: getattr(experts, own_name, None) for name, own_name in names.items()}
     kernel, config, tensors = kernels.experts(experts, by_expert["w13_weight"], by_expert["w2_weight"], **activation)
     return _with_method(copy, _method_of(experts, kernel, config), tensors)
-
-
-def _vllms_method(vllm_config: VllmConfig, experts: Any) -> Any:
-    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, set_current_vllm_config
-
-    with set_current_vllm_config(vllm_config):
-        return UnquantizedFusedMoEMethod(experts.moe_config)
 
 
 def _method_of(experts: Any, kernel: Any, config: Any) -> Any:

@@ -29,15 +29,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     "selfspec::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 )
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _one_token(x, weight) and x.dtype is weight.dtype:
+    one_token = x.is_cuda and x.numel() == weight.shape[1] and x.is_contiguous() and weight.is_contiguous()
+    if one_token and x.dtype is weight.dtype:
         from selfspec_cli.vllm_plugin.weights.gemv import gemv  # imports Triton, which a machine without a GPU may lack
 
         return gemv(x, weight, bias=bias)
     return F.linear(x, weight, bias)
-
-
-def _one_token(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cuda and x.numel() == weight.shape[1] and x.is_contiguous() and weight.is_contiguous()
 
 
 @_linear.register_fake

@@ -207,7 +207,7 @@ def _some_products(
     for step in tl.static_range(1, AT_ONCE):
         at = start + step * ALONG
         given += (_tokens(rounded, factors, at, last, tokens, BITS, TOKENS, WARPS, ALONG),)  # type: ignore[assignment]
-    tl.debug_barrier()  # or the last loads would be put behind the first products, which wait for the first loads
+    tl.debug_barrier()  # or the last loads would come after the first products, which wait for the first loads
     for step in tl.static_range(AT_ONCE):
         packed, scale = held[step]
         low, high, factor = given[step]
@@ -217,7 +217,7 @@ def _some_products(
 
 @triton.jit
 def _all_parts(partial, size, inside, PARTS: tl.constexpr, HELD: tl.constexpr):
-    """The sum over all parts, each `size` behind the one before. HELD: registers hold what all of them found."""
+    """The sum over all parts, each `size` after the one before. HELD: registers hold what all of them found."""
     sums = tl.zeros(inside.shape, tl.float32)
     if HELD:
         for part in tl.static_range(PARTS):
@@ -321,7 +321,7 @@ REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; 
 
 
 def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
-    """What `product` takes for weights [rows, groups * 64] of so many bits and a number of tokens.
+    """Settings of `product` for weights [rows, groups * 64] of `bits` bits and a number of tokens.
 
     Found on an H100 (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits, where an NVIDIA H200 had others that were 5 %
     faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); what lies between
@@ -359,7 +359,7 @@ def _of_large(rows: int, groups: int, tokens: int) -> Settings:
 
 
 def _of_small(rows: int, groups: int, tokens: int) -> Settings:
-    if groups <= 64:  # as q, k and v, or the product behind attention
+    if groups <= 64:  # as q, k and v, or the product after attention
         return Settings(128, 4, 4) if rows > 4096 and groups > SHORT and tokens > 16 else Settings(16, 1, 4)
     if rows <= 2048:  # as down of a small model; two stages at 5 to 8 tokens were within 3 % of the best
         return Settings(16, 4, 4 if tokens <= 4 or 8 < tokens <= 16 else 2)
@@ -369,7 +369,7 @@ def _of_small(rows: int, groups: int, tokens: int) -> Settings:
 
 
 def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -> Settings:
-    """`wanted` for weights [rows, groups * 64] of so many bits, and 2 to 32 tokens, as far as there is room for it."""
+    """`wanted` for weights [rows, groups * 64] of `bits` bits, and 2 to 32 tokens, as far as there is room for it."""
     of_warp = min(wanted.rows_at_once, ROWS_OF_WARP)
     warps = max(wanted.warps, wanted.rows_at_once // of_warp)
     parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1
@@ -402,22 +402,17 @@ def product(
     bias: Tensor | None,
     dtype: torch.dtype,
     *,
-    rows_at_once: int | None = None,
-    parts: int | None = None,
-    stages: int | None = None,
-    warps: int | None = None,
     asm: bool = True,
-    early: bool | None = None,
     only_compile: bool = False,
+    **settings: int,
 ) -> Tensor:
     """2 to 32 tokens of `in` inputs times a copy [out, in], plus bias [out] -> [tokens, out] in dtype.
 
     rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
-    out the same every time. rows_at_once, parts, stages, warps: see `Settings`; None: what `usual_settings` says. asm:
-    False where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None:
-    where the device can. only_compile: launch nothing, and return what nobody has written. Raises ValueError for other
-    numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
+    out the same every time. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing, and
+    return what nobody has written. settings: of `Settings`, where they are not `usual_settings`. Raises ValueError for
+    other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
     """
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
@@ -425,14 +420,11 @@ def product(
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
     if tokens == 1:
         raise ValueError("1 token: that is a product of lowbit_one_token.py")
-    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, bits, tokens)
-    wanted = Settings(
-        rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
-    )
+    device, room = words.device, padded(tokens)
+    wanted = usual_settings(rows, groups, bits, tokens)._replace(**settings)
     rows_at_once, parts, stages, warps = possible(wanted, rows, groups, bits, tokens)
     of_warp = min(rows_at_once, ROWS_OF_WARP)
-    across, arrived = rows_at_once // of_warp, none_arrived(device)
-    early = launches_early(device) if early is None else early
+    across, arrived, early = rows_at_once // of_warp, none_arrived(device), launches_early(device)
     out = torch.empty(tokens, rows, dtype=dtype, device=device)
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
     grid = (triton.cdiv(rows, rows_at_once), parts)

@@ -186,17 +186,15 @@ def product(
     rows_at_once: int | None = None,
     at_once: int | None = None,
     asm: bool = True,
-    early: bool | None = None,
     only_compile: bool = False,
 ) -> Tensor:
     """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype.
 
     rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program. at_once:
-    groups of a step of it. Both None for what is usual. asm: False where there is no PTX (Triton's interpreter). early:
-    launch it before the kernel in front has ended; None: where the device can. only_compile: launch nothing, and return
-    what nobody has written.
+    groups of a step of it. Both None for what is usual. asm: False where there is no PTX (Triton's interpreter).
+    only_compile: launch nothing, and return what nobody has written.
     """
-    early = launches_early(words.device) if early is None else early
+    early = launches_early(words.device)
     rows, groups = scales.shape
     bits = width_of(words, groups * GROUP_OF_COPIES)
     usual = usual_settings(rows, groups, bits)

@@ -41,8 +41,8 @@ def after_new_weights(original: Function) -> Function:
 def keep_weights_asleep(original: Function) -> Function:
     """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
 
-    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but not what lies
-    beside them: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
+    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but nothing
+    else: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
     same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
     """
 
@@ -84,17 +84,14 @@ def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: 
             refill(layer, trunk.remade_layer(place))  # type: ignore[operator]
             by_name.update(known)  # copies of experts are found by name in a forward pass: those that draft
     head.renew()
-    fitted = [name for name in ("head_path", "draft_weights_path") if _path(settings, name) is not None]
+    paths = {"head_path": settings.head.path, "draft_weights_path": settings.draft_weights_path}
+    fitted = [name for name, path in paths.items() if path is not None]
     if fitted:
         logging.getLogger("vllm.selfspec").warning(
             "the model has new weights, and %s was fitted to the old ones: drafts may be accepted less often, the "
             "output stays the model's own",
             " and ".join(fitted),
         )
-
-
-def _path(settings: ResolvedSettings, name: str) -> str | None:
-    return settings.head.path if name == "head_path" else settings.draft_weights_path
 
 
 def refill(old: nn.Module, new: nn.Module) -> None:

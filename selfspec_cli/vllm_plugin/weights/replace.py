@@ -17,15 +17,6 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""
 
 
-def first_of(*makes: Make) -> Make:
-    """What the first of `makes` has for a module that has anything."""
-
-    def make(module: nn.Module, name: str) -> nn.Module | None:
-        return next((made for made in (one(module, name) for one in makes) if made is not None), None)
-
-    return make
-
-
 def replace_in_layers(
     layers: nn.ModuleList,
     chosen: Sequence[int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,37 +33,26 @@ def step_bytes(
     groups = kv_cache.kv_cache_groups
     a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
     return {
-        "full": read_bytes([*parts, lm_head]),
-        "draft": read_bytes(exit_parts, head.tensors),
+        "full": weight_bytes([*parts, lm_head], of_a_step=True),
+        "draft": weight_bytes(exit_parts, head.tensors, of_a_step=True),
         "full_kv_token": a_layer * len(parts),
         "draft_kv_token": a_layer * len(exit_layers),
     }
 
 
-def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once."""
-    return _bytes(modules, tensors, lambda part: part.parameters(recurse=False))
+def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = (), of_a_step: bool = False) -> int:
+    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once.
 
-
-def read_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
-    """Likewise what one step reads of them, which is one layout of a copy that is there in two."""
-
-    def read(part: nn.Module) -> Iterable[torch.Tensor]:
-        return part.read_by_a_step() if isinstance(part, CopiedWeight) else part.parameters(recurse=False)
-
-    return _bytes(modules, tensors, read)
-
-
-def _bytes(
-    modules: Iterable[nn.Module],
-    tensors: Iterable[torch.Tensor],
-    weights: Callable[[nn.Module], Iterable[torch.Tensor]],
-) -> int:
-    """weights: those of a module itself.
-
-    vLLM packs linear weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts
-    with the size that it had.
+    of_a_step: what one step reads of them, which is one layout of a copy that is there in two. vLLM packs linear
+    weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts with the size that it
+    had.
     """
+
+    def weights(part: nn.Module) -> Iterable[torch.Tensor]:
+        if of_a_step and isinstance(part, CopiedWeight):
+            return part.read_by_a_step()
+        return part.parameters(recurse=False)
+
     parts = {id(part): part for module in modules for part in module.modules()}.values()
     own = [tensor for part in parts for tensor in [*weights(part), *part.buffers(recurse=False)]]
     storages = {

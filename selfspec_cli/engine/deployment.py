@@ -19,6 +19,7 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import RunConfig, dump
 from selfspec_cli.engine.arguments import llm_arguments, runner_variables
+from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.whole import atomic_write
 
 FOLDER = "deploy"

@@ -40,7 +40,7 @@ def test_an_ordinary_target_on_a_cpu(facts):
     found = facts(engine={"max_num_seqs": 8})
     layers = LlamaForCausalLM(LlamaConfig(**SIZES)).model.layers
     assert found.parameters == sum(weight.numel() for weight in layers.parameters() if weight.dim() == 2)
-    assert (found.bits, found.layers, found.exit_layer, found.left, found.memory) == (16, 3, None, None, None)
+    assert (found.bits, found.exit_layer, found.left, found.memory) == (16, None, None, None)
     assert found.logits == 8 * 64
     assert (found.weights.device, found.weights.quantization) == ("cpu", "")
 

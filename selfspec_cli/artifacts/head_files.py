@@ -38,7 +38,12 @@ def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
     file = full_head(cfg, layer)
     if file is None:
         return
-    metadata = read_metadata(file)
+    if file.suffix == ".pt":
+        from selfspec_cli.early_exit.artifact import load_head  # imports torch, which reads .pt files
+
+        metadata = load_head(file).metadata
+    else:
+        metadata = read_metadata(file)
     require_model(file, metadata, layer=layer, hidden=facts.hidden, vocab_size=facts.vocab_size)
     asked = head_spec(replace(cfg.head, path=None))
     if asked not in (HeadSpec(), metadata.spec):

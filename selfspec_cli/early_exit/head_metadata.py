@@ -64,15 +64,11 @@ def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) ->
 
 
 def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
-    """The metadata of a head, checked against the shapes of its tensors. For a .pt file this imports torch.
+    """The metadata of a .safetensors head, checked against the shapes of its tensors.
 
     Raises HeadError for a file that is missing, truncated, foreign or contradicts itself.
     """
     file = Path(path)
-    if file.suffix == ".pt":
-        from selfspec_cli.early_exit.artifact import load_head
-
-        return load_head(file).metadata
     header, shapes = _read_header(file)
     if header.get("format") != FORMAT:
         raise HeadError(f"{file} is a safetensors file but no exit head; its format is {header.get('format')!r}")

@@ -302,7 +302,12 @@ def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int
     file = Path(path)
     try:
         file = find_head(file, layer) if file.is_dir() and layer is not None else file
-        metadata = read_metadata(file)
+        if file.suffix == ".pt":
+            from selfspec_cli.early_exit.artifact import load_head  # imports torch, which reads .pt files
+
+            metadata = load_head(file).metadata
+        else:
+            metadata = read_metadata(file)
     except SettingsError:
         return None  # whoever loads the head says what is wrong
     if not HEADS[metadata.kind].rows or metadata.fit.get("scale") is not None:

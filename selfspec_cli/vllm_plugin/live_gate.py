@@ -1,16 +1,19 @@
 """The gate of a running engine: its kind and threshold can change between any two rounds, without a reload."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import GATES, Rule, check_threshold
 from selfspec_cli.early_exit.gates.distribution import Distribution
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v1.round import Round
+
+class Drafting(Protocol):
+    """The part of a round that a gate reads and writes. previous: its statistic at the step before, [n]; None at the
+    first. limits: what each request's statistic is compared with, [n]; None: with the gate's own limit."""
+
+    previous: Tensor | None
+    limits: Tensor | None
 
 
 class LiveGate:
@@ -30,7 +33,7 @@ class LiveGate:
     def _accept(self, rule: Rule) -> None:
         """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
 
-    def decide(self, logits: Tensor, state: Round) -> Tensor | None:
+    def decide(self, logits: Tensor, state: Drafting) -> Tensor | None:
         """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.
 
         A cumulative statistic is kept in `state.previous`.

@@ -116,8 +116,8 @@ CHANGES = {
     "vllm.config:SpeculativeConfig.selfspec_plain_sizes": "compile_cache.py, on a GPU: the key of a plain engine's "
     "compiled code needs its sizes of graphs",
     "vllm.config:ParallelConfig.worker_extension_cls": "spec_config.py: vLLM's way to give a worker methods",
-    "vllm.config:ParallelConfig.worker_cls": "subclasses.py: vLLM's way to name a worker",
-    "vllm.engine.arg_utils:EngineArgs.scheduler_cls": "subclasses.py: vLLM's way to name a scheduler",
+    "vllm.config:ParallelConfig.worker_cls": "overrides.py: vLLM's way to name a worker",
+    "vllm.engine.arg_utils:EngineArgs.scheduler_cls": "overrides.py: vLLM's way to name a scheduler",
     f"{_GPU}.model_runner:GPUModelRunner.__class__": "subclasses.py: a subclass of what the worker made, of either "
     "model runner, which vLLM has no way to name",
     "vllm.v1.engine.core:EngineCore.early_exit_reader": "v2/step_order.py: an engine has one order of steps",

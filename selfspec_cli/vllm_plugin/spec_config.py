@@ -22,7 +22,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings, flat_head_warning, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
-from selfspec_cli.vllm_plugin import compile_cache, refusals, releases, subclasses
+from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, releases
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.target_facts import target_of
@@ -70,7 +70,7 @@ def understand_layer_skip(original: Original) -> Original:
         self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
     ) -> SpeculativeConfig | None:
         set_strict(False)  # an engine before this one in the process may have been strict
-        subclasses.name_in(self, target_parallel_config)
+        overrides.name_in(self, target_parallel_config)
         spec = _spec_of(self)
         spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
         if spec["method"] not in METHODS:

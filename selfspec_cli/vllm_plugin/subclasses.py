@@ -9,67 +9,10 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from selfspec_cli.vllm_plugin.refusals import require_runner
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import EngineArgs, ParallelConfig
-
-Methods = Mapping[str, Callable[[Any], Any]]
-"""Name of a method -> function of ours that gets the base's method and returns what overrides it."""
-WORKER, SCHEDULER = "worker_of:", "scheduler_of:"
-USUAL_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
-"""vLLM's worker for each kind of device that early exit runs on (refusals.py), as its platforms name it."""
-
-
-def overriding(base: type, methods: Methods) -> type:
-    """A subclass of `base` with other `methods`. What is mixed into `base`, as vLLM mixes in a worker extension, is a
-    base of the subclass too: vLLM looks for it there."""
-    members = {name: make(getattr(base, name)) for name, make in methods.items()}
-    return type(f"EarlyExit{base.__name__}", (base, *base.__bases__[1:]), {**members, "__module__": __name__})
-
-
-def copied_as(kind: type, original: Any) -> Any:
-    """An object of class `kind`, a subclass of the class of `original`, with the attributes of `original`."""
-    copy: Any = object.__new__(kind)
-    vars(copy).update(vars(original))
-    return copy
-
-
-# ---- names in an engine's configuration -----------------------------------------------------------------------------
-
-
-def name_in(args: EngineArgs, parallel: ParallelConfig) -> None:
-    """Name our worker and scheduler in the arguments and in the configuration of an engine that will have early exit.
-
-    In `args` too, because vLLM makes the scheduler's configuration from them later on. Raises SettingsError for a
-    device without early exit.
-    """
-    chosen = args.scheduler_cls
-    if chosen is None:
-        args.scheduler_cls = f"{__name__}.scheduler"  # whether it is asynchronous is not decided yet
-    elif not str(chosen).startswith(__name__):
-        args.scheduler_cls = subclass_of(chosen, SCHEDULER)
-    if parallel.worker_cls == "auto":
-        from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-        device = str(current_platform.device_type)
-        require_runner(device, None)
-        parallel.worker_cls = subclass_of(USUAL_WORKERS[device], WORKER)
-    elif not parallel.worker_cls.startswith(__name__):
-        parallel.worker_cls = subclass_of(parallel.worker_cls, WORKER)
-
-
-def subclass_of(base: Any, kind: str) -> str:
-    """The dotted name of our subclass of `base`, a class or its dotted name. kind: `WORKER` or `SCHEDULER`.
-
-    vLLM splits a name at its last dot, so that of the base has none.
-    """
-    dotted = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
-    module, _, name = dotted.rpartition(".")
-    return f"{__name__}.{kind}{module.replace('.', '/')}:{name}"
+from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
 
 
 def __getattr__(name: str) -> Any:
@@ -86,9 +29,6 @@ def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
 
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return overriding(base, _of_scheduler())(vllm_config, *args, **kwargs)
-
-
-# ---- what they override ---------------------------------------------------------------------------------------------
 
 
 def adopt(runner: Any, v2: bool) -> None:

@@ -428,5 +428,5 @@ async def test_a_log_that_selfspec_load_can_read(tmp_path):
         await on.post(chat, "/v1/chat/completions")
         await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
         await on.rows()
-        found = prompt_files.read(str(on.log), column=None, category="route")
-        assert [(one.text, one.chat, one.category) for one in found] == [("once", False, "a"), ("hello", True, "a")]
+        found = prompt_files.read(str(on.log))
+        assert [(prompt.text, prompt.chat) for prompt in found] == [("once", False), ("hello", True)]

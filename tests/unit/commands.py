@@ -18,10 +18,11 @@ def document(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def stand_in(monkeypatch, name, function):
+def stand_in(monkeypatch, name, *functions):
     """Put a module in the place of one that imports vLLM."""
     module = ModuleType(name)
-    setattr(module, function.__name__, function)
+    for function in functions:
+        setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, name, module)
     package, _, leaf = name.rpartition(".")
     monkeypatch.setattr(import_module(package), leaf, module, raising=False)

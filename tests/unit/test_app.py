@@ -59,7 +59,10 @@ def engines(monkeypatch):
             raise RuntimeError("boom")
         return measured(100.0, 101.0, 99.0)
 
-    stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine)
+    def fork_engines(cfg):
+        pass
+
+    stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine, fork_engines)
     stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
     return opened
 

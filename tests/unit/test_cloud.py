@@ -84,7 +84,7 @@ def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(tmp_path):
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m selfspec_cli "$@"\n')
     command.chmod(0o755)
     (tmp_path / "fake").mkdir()
-    paths = [HERE / "fake_worker", HERE, HERE.parents[1]]
+    paths = [HERE / "fake_worker", HERE.parent, HERE.parents[1]]
     environment = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -54,7 +54,7 @@ def vllm(monkeypatch):
     """Says which package of vLLM is installed, with its command or without."""
 
     def installed(name="vllm", command="vllm"):
-        monkeypatch.setattr(deployment.versions, "installed", lambda: (name, "0.32.0"))
+        monkeypatch.setattr(deployment.releases, "installed", lambda: (name, "0.32.0"))
         monkeypatch.setattr(deployment.shutil, "which", lambda word: word if Path(word).name == command else None)
 
     installed()

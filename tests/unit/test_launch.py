@@ -45,7 +45,7 @@ def lab(tmp_path, monkeypatch):
     """A folder of results, and one in which made-up workers leave what they did; room for two workers."""
     place = tmp_path / "fake"
     place.mkdir()
-    paths = [str(HERE / "fake_worker"), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE / "fake_worker"), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setenv("FAKE_WORKER", str(place))
     monkeypatch.setattr(devices, "own_cores", lambda: [0, 1, 2, 3])

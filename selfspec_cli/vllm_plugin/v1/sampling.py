@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec_cli.vllm_plugin.subclasses import copied_as, overriding
+from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.v1.processors import GREEDY
 from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.subclasses import copied_as, overriding
+from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.v2.chosen_tokens import with_chosen_tokens
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from harness import greedy, layer_skip, live, ragged_prompts
 from models import LAYERS, VOCAB
 
-from selfspec_cli.vllm_plugin import subclasses
+from selfspec_cli.vllm_plugin import overrides
 from selfspec_cli.vllm_plugin.patches import CHANGES
 
 pytestmark = pytest.mark.engine
@@ -51,7 +51,7 @@ def replaced_names() -> set[str]:
 
 def subclassed(one: Any) -> bool:
     """Whether an object is of a subclass that an engine has in the place of vLLM's class."""
-    return type(one).__module__ == subclasses.__name__
+    return type(one).__module__ == overrides.__name__
 
 
 def objects(start: Any) -> Iterator[Any]:

@@ -143,7 +143,7 @@ class Keys:
     def baseline(self, cfg: RunConfig) -> tuple[str, RunConfig]:
         """The key and the config of the baseline that a config is compared with."""
         parts = [self._part(cfg, name) for name in ("model", "engine", "workload", *_load(cfg))]
-        name = repr([device_of(cfg), *parts, *(getattr(cfg, name) for name in MEASURING)])
+        name = repr([device_of(cfg), _interpreted(cfg), *parts, *(getattr(cfg, name) for name in MEASURING)])
         if name not in self._baselines:
             baseline = baseline_of(cfg)
             self._baselines[name] = (self.run(baseline), baseline)

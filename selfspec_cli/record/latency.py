@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 QUANTILES = (50, 90, 99)  # per cent
+WINDOW = 60.0  # seconds of one window of a long run
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,23 @@ class Limits:
 def goodput(requests: Iterable[RequestTimes], seconds: float, limits: Limits) -> float:
     """Requests a second that keep the limits, as `vllm bench serve --goodput` counts them."""
     return sum(map(limits.kept, requests)) / seconds
+
+
+def windows(requests: Iterable[RequestTimes], seconds: float) -> list[dict[str, float]]:
+    """The whole windows of a run, in order. tok_s: tokens a second that arrived in it; the tokens of a request are
+    spread evenly over its outputs, because an output does not say how many it holds. ttft, tpot: the 99th percentile in
+    milliseconds over the requests that ended in it; left out where none did."""
+    count = int(seconds / WINDOW + 1e-9)
+    ended: list[list[RequestTimes]] = [[] for _ in range(count)]
+    tokens = [0.0] * count
+    for request in requests:
+        for event in request.events:
+            if event < count * WINDOW:
+                tokens[int(event / WINDOW)] += request.tokens / len(request.events)
+        if request.events[-1] < count * WINDOW:
+            ended[int(request.events[-1] / WINDOW)].append(request)
+    found = []
+    for arrived, some in zip(tokens, ended, strict=True):
+        tails = {name: quantiles(values) for name, values in by_name(some).items() if name in ("ttft", "tpot")}
+        found.append({"tok_s": arrived / WINDOW} | {name: tail[-1] for name, tail in tails.items() if tail is not None})
+    return found

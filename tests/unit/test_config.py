@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.config.keys import baseline_of, engine_key, method_settings, run_key
+from selfspec_cli.config.keys import Keys, baseline_of, engine_key, method_settings, run_key
 from selfspec_cli.config.schema import (
     DTYPES,
     LOAD_FORMATS,
@@ -191,6 +191,8 @@ def test_the_interpreted_runner_of_a_cpu_has_a_baseline_of_its_own():
     interpreted, plain = RunConfig(runner=Runner.v2), RunConfig()
     assert baseline_of(interpreted).runner is Runner.v2
     assert run_key(baseline_of(interpreted)) != run_key(baseline_of(plain))
+    keys = Keys()  # of one command
+    assert keys.baseline(plain)[0] != keys.baseline(interpreted)[0] == run_key(baseline_of(interpreted))
     gpu = RunConfig(runner=Runner.v2, engine=GPU)
     assert run_key(baseline_of(gpu)) == run_key(baseline_of(RunConfig(engine=GPU)))
 

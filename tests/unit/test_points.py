@@ -11,8 +11,9 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.record import columns, tables
 from selfspec_cli.record.intervals import overlap, speedup_interval
-from selfspec_cli.record.latency import Limits, RequestTimes, goodput
+from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
 from selfspec_cli.record.point import Measurement, Repeat, compare, from_json, output_digests, to_json
+from selfspec_cli.report.figures import under_load
 from selfspec_cli.report.rows import group_title
 
 OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
@@ -211,6 +212,25 @@ def test_goodput_counts_requests_within_every_limit_and_no_others():
     limits = (Limits(ttft=200), Limits(tpot=200), Limits(ttft=200, tpot=200), Limits(ttft=1000, tpot=1000))
     assert [goodput(some, 2.0, limit) for limit in limits] == [1.0, 1.0, 0.5, 1.5]
     assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, Limits(tpot=0.001)) == 1.0  # one token has no TPOT
+
+
+def test_minutes_have_the_tokens_that_arrived_and_the_requests_that_ended_in_them():
+    some = [request(0.0, 10.0, 30.0, tokens=3), request(50.0, 9.0, 11.0, tokens=30), request(150.0, 1.0, 9.0)]
+    first, second, third = windows(some, 185.0)
+    # Of the second request the first output (at 59 s) fell into the first minute, with a third of its 30 tokens.
+    assert first["tok_s"] == pytest.approx((3 + 10) / 60) and second["tok_s"] == pytest.approx(20 / 60)
+    assert second["tpot"] == pytest.approx(2000 / 29) and third["ttft"] == pytest.approx(1000.0)
+    assert windows(some, 59.0) == [] and "ttft" not in windows(some, 245.0)[3]
+
+
+def test_a_long_load_test_is_drawn_minute_by_minute():
+    long = tuple(request(second, 0.1, 0.5) for second in range(0, 200, 2))
+    asked = {"batch": None, "arrivals": "closed", "clients": 8}
+    made = point(arm=BASELINE | asked, measurement=Measurement((Repeat(200.5, long),)))
+    (drawn,) = under_load.over_time([made, point()])
+    assert [panel.name for panel in drawn.panels] == ["tokens a second", "TTFT p99, ms", "TPOT p99, ms"]
+    assert [row["minute"] for row in drawn.panels[0].data] == [1, 2, 3]
+    assert drawn.panels[0].points == (made.id,) and json.dumps(drawn.spec())
 
 
 def test_a_row_of_a_load_test_says_what_was_asked_and_what_was_found():

@@ -22,6 +22,7 @@ def of_sources(sources: Sources) -> list[Figure]:
         *speed.speedups(together, sources.targets),
         *under_load.users_and_gpus(by_load),
         *under_load.waits(by_load),
+        *under_load.over_time(sources.points),
         *quality.identical(together, sources.points),
         *speed.throughput(together),
         *speed.by_category(together, sources.points),

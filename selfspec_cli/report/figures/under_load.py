@@ -12,7 +12,9 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli import load_patterns
+from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
+from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import UNVERIFIED
 from selfspec_cli.report.figures import base
 from selfspec_cli.report.figures.base import Figure, Panel
@@ -21,6 +23,7 @@ from selfspec_cli.report.rows import RIVALS, Group, acceptance, sampling, task
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
 ENOUGH_LOADS = 3  # of a curve that shows where drafting stops to pay
+MINUTES = {"tok_s": "tokens a second", "ttft": "TTFT p99, ms", "tpot": "TPOT p99, ms"}
 WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
 
 
@@ -241,3 +244,31 @@ def waits(families: Sequence[Family]) -> list[Figure]:
         "Dashes: plain decoding."
     )
     return base.figure("waits", "What a request waits for, by load", about, chart, panels)
+
+
+def over_time(points: Sequence[Point]) -> list[Figure]:
+    """Each minute of the last repeat of long load tests."""
+    panels: dict[tuple[str, str, str], Panel] = {}
+    for point in points:
+        if not point.arm.get("arrivals") or not point.repeats:
+            continue
+        minutes = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        if len(minutes) < 3:
+            continue
+        row = tables.row(point)
+        for what, title in MINUTES.items():
+            data = [
+                {"series": base.name_of(row), "minute": minute, "value": base.sig(values[what]), "point": point.id}
+                for minute, values in enumerate(minutes, start=1)
+                if what in values
+            ]
+            name = base.short(row), tables.asked(row), title
+            panel = panels.setdefault(name, base.of_rows(f"{name[0]}, {name[1]}", title, [], []))
+            panels[name] = replace(panel, data=[*panel.data, *data], points=(*panel.points, point.id))
+    x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
+    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
+    line = base.rows_chart().encode(x=x, y=y, color=base.colour("series"))
+    dots = base.dots(line, 40).encode(tooltip=["series:N", "minute:Q", "value:Q", "point:N"])
+    chart = (line.mark_line(strokeWidth=2) + dots).properties(width="container", height=260)
+    about = "Every whole minute of the last repeat, by the requests that ended in it."
+    return base.figure("over_time", "Over time", about, chart, list(panels.values()))

@@ -15,6 +15,7 @@ from selfspec_cli.engine import requests as asking
 from selfspec_cli.engine.arguments import head_path
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Answer, Request
+from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages.verify import cases, greedy, sampling
 from selfspec_cli.stages.verify.cases import Case, Facts, Gate, Size
 from selfspec_cli.stages.verify.greedy import Observed
@@ -97,7 +98,7 @@ def _facts(engine: Engine, cfg: RunConfig, seed: int, size: Size) -> Facts:
     return Facts(engine.vocab_size, engine.max_model_len, cfg.engine.max_num_seqs, budget, text, windows)
 
 
-def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
+def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int, progress: Progress = ignore) -> Arm:
     """All that the arm's engine has to do in one run; what is planted for proof is taken out again."""
     facts = _facts(engine, cfg, seed, wanted.size)
     early = cfg.method is Method.layer_skip
@@ -116,9 +117,10 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
     if wanted.plant is not None and wanted.plant != FOREIGN_HEAD:  # a head is loaded with the engine
         engine.call("early_exit_plant", wanted.plant)
     before = _drafted(engine)
-    for case in arm.cases:
+    for done, case in enumerate(arm.cases, start=1):
         _restore(engine, cfg)
         arm.observed[case.name] = greedy.perform(engine, case, drafting=True)
+        progress("cases", done, len(arm.cases))
     _restore(engine, cfg)
     arm.drafted = _drafted(engine) - before
     if early:
@@ -133,6 +135,7 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
             ended = Drawn(None, ended=on_one_line(error)[:200])
             arm.drawn |= dict.fromkeys(wanted.settings[number:], ended)
             return arm
+        progress("ways to sample", number + 1, len(wanted.settings))
     engine.call("early_exit_mend")
     _restore(engine, cfg)
     return arm

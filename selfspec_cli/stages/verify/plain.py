@@ -11,6 +11,7 @@ from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine import requests as asking
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Answer, Request
+from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages.verify import greedy, sampling, verdict
 from selfspec_cli.stages.verify.arm import Arm, Wanted, draw
 from selfspec_cli.stages.verify.cases import Case
@@ -40,14 +41,16 @@ class Unsure:
     answers: list[Answer]
 
 
-def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dict[str, Any], list[Unsure]]:
+def judge(
+    engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm, progress: Progress = ignore
+) -> tuple[dict[str, Any], list[Unsure]]:
     """The document of one run, and the cases in which outputs differ."""
     tolerance, rows, unsure = tolerance_of(cfg, wanted), [], []
     sampled = {name: _plain_samples(engine, wanted, arm, number) for number, name in enumerate(wanted.settings)}
     proof = _prove(engine, wanted, arm, sampled, tolerance)
     plain_repeats: dict[str, int] | None = None
     mixed: Observed | None = None
-    for case in arm.cases:
+    for done, case in enumerate(arm.cases, start=1):
         ours, plain = arm.observed[case.name], greedy.perform(engine, case, drafting=False)
         differences = greedy.differences(case.requests, ours.answers, plain.answers)
         greedy.ask(engine, differences, tolerance)
@@ -64,6 +67,7 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         level = [one for one in differences if wanted.batch_invariant or one.nearly_level(tolerance)]
         if level:
             unsure.append(Unsure(rows[-1], compared, level, case.requests, plain.answers))
+        progress("cases compared", done, len(arm.cases))
     exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
     document = {
         "gate": str(cfg.gate.kind) if cfg.method is Method.layer_skip else "none",

@@ -131,7 +131,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         head = _foreign_head(settings) if foreign else nullcontext(settings)
         with head as drafting, open_engine(drafting, worker_extension_cls=FAULTY_WORKER) as engine:
             for seed, asked in here:
-                arms.append((arm.perform(engine, drafting, asked, seed), asked))
+                arms.append((arm.perform(engine, drafting, asked, seed, progress), asked))
                 progress("the arm", len(arms), len(jobs))
                 if any(drawn.ended is not None for drawn in arms[-1][0].drawn.values()):
                     break  # nothing more can be asked of this engine
@@ -139,7 +139,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
     found: list[tuple[Arm, dict[str, Any], list[Unsure]]] = []
     with open_engine(baseline_of(settings)) as engine:
         for one, asked in arms:
-            found.append((one, *plain.judge(engine, settings, asked, one)))
+            found.append((one, *plain.judge(engine, settings, asked, one, progress)))
             progress("the plain engine", len(found), len(jobs))
     if any(unsure for _, _, unsure in found):
         # A budget of so many tokens, and one request: vLLM cuts no prompt that is alone by any other setting.

@@ -56,10 +56,11 @@ def completed(spec: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], 
     why = None
     if not any(key in given for key in VIEW_KEYS):
         chosen, why = _draft(target)
-        if not DRAFT_WEIGHTS[chosen.get("draft_weights", "shared")].drafts:
-            chosen["free_drafts"] = given.get(SPECULATIVE_LENGTH, WIDTHS[0])
-    if not any(key in given for key in LENGTH_KEYS):
-        chosen |= {"gate": AUTO, SPECULATIVE_LENGTH: WIDTHS[0], "free_drafts": WIDTHS[0]}
+    chooses_length = not any(key in given for key in LENGTH_KEYS)
+    if chooses_length or not DRAFT_WEIGHTS[chosen.get("draft_weights", "shared")].drafts:
+        chosen["free_drafts"] = given.get(SPECULATIVE_LENGTH, WIDTHS[0])
+    if chooses_length:
+        chosen |= {"gate": AUTO, SPECULATIVE_LENGTH: WIDTHS[0]}
         if target.memory and 2 * target.logits * WIDTHS[0] < SHARE_OF_DRAWN * target.memory:
             chosen["draft_sample_method"] = "probabilistic"
     return chosen | given, why

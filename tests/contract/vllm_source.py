@@ -116,6 +116,6 @@ def fetch_missing() -> None:
 
 
 if __name__ == "__main__":
-    releases = [word for word in sys.argv[1:] if word != "--runnable"]
+    asked = [word for word in sys.argv[1:] if word != "--runnable"]
     prepare = runnable if "--runnable" in sys.argv else fetch
-    print(prepare(releases[0])) if releases else fetch_missing()
+    print(prepare(asked[0])) if asked else fetch_missing()

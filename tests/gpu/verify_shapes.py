@@ -137,7 +137,7 @@ def main() -> int:
     options.add_argument("--only", default="")
     options.add_argument("--batch-invariant", action="store_true")
     options.add_argument("--plant", default="")
-    options.add_argument("--engine", default="h100", choices=("h100", "cpu"))
+    options.add_argument("--engine", default="gpu", choices=("gpu", "cpu"))
     options.add_argument("--results", type=Path, default=Path("results/verify_shapes"))
     options.add_argument("--out", type=Path, default=Path("verify_shapes.json"))
     options.add_argument("words", nargs="*")

@@ -250,7 +250,7 @@ class Group:
 
 def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, monkeypatch):
     """From the profiling run on, as vLLM calls: then the KV cache, a dummy run with attention, and a round."""
-    speculator, _ = start(config(draft_window=WINDOW))
+    speculator, _ = start(config(draft_window=WINDOW, gate="auto"))
     speculator._warm, speculator._layer_names = True, set()
     group, blocks = Group(speculator.input_buffers), 128 // BLOCK
     table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
@@ -278,7 +278,8 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
     assert torch.equal(read, whole) and attended == [61, 31, 11]
     steps = speculator.decode_cudagraph_manager.attended[-K:]  # nothing is left of what the round before left out
     assert steps == [[61 + step, 31 + step, 11 + step] for step in range(K)]
-    speculator.set_choice(Choice(K, 0.0, 0.3, 1.0, 1.0))
+    speculator.gate.set("none", None)  # with another gate than auto the window holds whatever it costs
+    speculator.set_choice(Choice(K, 0.0, 0.3, 1.0, 1.0, leaves_out=False))
     propose(speculator, REQUESTS, [60, 30, 10])
     assert group.read[-1][1] == [61 - 10 * BLOCK, 31 - 2 * BLOCK, 11]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
+from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
@@ -111,9 +112,10 @@ class EarlyExitSpeculator(DraftLoop):
         """Take from the scheduler's rule, for the drafts after the coming step, the value and cost of a draft step, and
         whether drafts leave out a part of the context."""
         self.state.step_value, self.state.step_cost = choice.step_value, choice.step_cost
-        if self._leaves_out and not choice.leaves_out:
+        leaves_out = choice.leaves_out or self.gate.kind != AUTO  # what a user names with another gate is always done
+        if self._leaves_out and not leaves_out:
             self.state.left_out.zero_()  # a round that leaves nothing out does not write it
-        self._leaves_out = choice.leaves_out
+        self._leaves_out = leaves_out
 
     def _limit(self, threshold: float | None) -> float:
         """The number that the gate compares with for a request's `threshold`; NaN, the gate's own, if it has none."""

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ PATH = "/v1/completions"
 START_SECONDS = 120.0
 PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
-MOST_EVENTS = 3000  # a second, that clients and server in Python keep up with: more streams get tokens more slowly
+MOST_EVENTS = (
+    3000  # a second, that clients and server in Python keep up with: more streams get their tokens more slowly
+)
 
 
 # ---- the server without a model --------------------------------------------------------------------------------------
@@ -78,8 +81,18 @@ def serve(port: int, step: float) -> None:
         asked = json.loads(raw)
         tokens = asked.get("max_tokens") or 4
         if not asked.get("stream"):
-            body = head.removeprefix(b"data: ") + b'[{"index":0,"text":"word","finish_reason":"length"}]'
-            body += b',"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}'
+            choice = {"index": 0, "text": "word", "finish_reason": "length"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            body = json.dumps(
+                {
+                    "id": "x",
+                    "object": "text_completion",
+                    "created": 1,
+                    "model": MODEL,
+                    "choices": [choice],
+                    "usage": usage,
+                }
+            ).encode()
             await send(answer(b"application/json"))
             return await send({"type": "http.response.body", "body": body})
         await send(answer(b"text/event-stream; charset=utf-8"))
@@ -90,21 +103,33 @@ def serve(port: int, step: float) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    more: dict[str, Any] = {"log_level": "error", "loop": "uvloop", "http": "httptools", "backlog": 4096}
-    uvicorn.run(app, host="127.0.0.1", port=port, timeout_keep_alive=600, **more)
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="error",
+        loop="uvloop",
+        http="httptools",
+        backlog=4096,
+        timeout_keep_alive=600,
+    )
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-Program = tuple[list[str], int]
-"""What is measured: its command, and the port it listens on."""
+@dataclass(frozen=True)
+class Program:
+    """What is measured: its command, and the port it listens on."""
+
+    command: list[str]
+    port: int
 
 
 @contextmanager
 def started(program: Program, log: Path) -> Iterator[tuple[str, int]]:
     """(address, process id) of a program, once it answers a completion; ended afterwards."""
-    command, port = program
+    command, port = program.command, program.port
     with open(log, "wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
@@ -150,7 +175,7 @@ def gateways(options: argparse.Namespace, backend: str, folder: Path) -> dict[st
 
     def add(name: str, make: Callable[[int], list[Any]]) -> None:
         port = free_port()
-        found[name] = ([str(word) for word in make(port)], port)
+        found[name] = Program([str(word) for word in make(port)], port)
 
     config = folder / "selfspec.yaml"
     settings = {
@@ -183,13 +208,19 @@ def gateways(options: argparse.Namespace, backend: str, folder: Path) -> dict[st
 # ---- clients ---------------------------------------------------------------------------------------------------------
 
 
-Timed = tuple[float, int, float]
-
-
-async def stream(session: aiohttp.ClientSession, url: str, tokens: int, apart: float = 0.01) -> Timed:
+async def stream(
+    session: aiohttp.ClientSession, url: str, tokens: int, apart: float = 0.01
+) -> tuple[float, int, float]:
     """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
-    body = {"model": MODEL, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True}
-    body |= {"user": str(apart), "prompt": "once upon a time"}
+    body = {
+        "model": MODEL,
+        "max_tokens": tokens,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        "user": str(apart),
+        "prompt": "once upon a time",
+    }
     began, first, events = time.perf_counter(), None, 0
     async with session.post(url, json=body, headers=HEADERS) as response:
         assert response.status == 200, response.status
@@ -241,9 +272,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--step", type=float, default=0.005, help="seconds between tokens of the server")
     parser.add_argument(
-        "--requests", type=int, default=64, help="of each number of streams and round, at least two each"
+        "--step", type=float, default=0.005, help="seconds between tokens of the server without a model"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
     )
     parser.add_argument("--rounds", type=int, default=1, help="times that all are measured in turn")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
@@ -258,8 +291,8 @@ def main() -> None:
         return write_table(json.loads(options.table.read_text(encoding="utf-8")))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         folder, port = Path(scratch), free_port()
-        words = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
-        backend, _ = stack.enter_context(started((words, port), folder / "server.log"))
+        program = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
+        backend, _ = stack.enter_context(started(program, folder / "server.log"))
         running = {"direct": (backend, 0)}
         for name, program in gateways(options, backend, folder).items():
             running[name] = stack.enter_context(started(program, folder / f"{name}.log"))
@@ -275,7 +308,9 @@ def main() -> None:
 Found = dict[tuple[int, bool, str], list[dict[str, Any]]]
 MOST_OF_LITELLM = 256  # streams; a thousand would take it five minutes
 AT_ONCE = (16,)  # numbers of streams that also begin at once
-LITELLM_SHARE = 4  # it takes so long for a request that it gets a fourth of them, and no first ones of many streams
+LITELLM_SHARE = (
+    4  # it takes so long for a request that it gets a fourth of them, and of many streams none to begin with
+)
 
 
 def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]]) -> Found:

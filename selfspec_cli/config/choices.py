@@ -63,13 +63,21 @@ def file_choices(group: str) -> dict[str, Path]:
 
 
 def _named_in(file: Path) -> dict[str, Any]:
-    """The choices of a file that holds several."""
+    """The choices of a file that holds several: names with settings below them."""
+    return {name: settings or {} for name, settings in _content(file).items() if _is_choice(name, settings)}
+
+
+def _is_choice(name: Any, settings: Any) -> bool:
+    return isinstance(name, str) and (settings is None or isinstance(settings, dict))
+
+
+def _content(file: Path) -> dict[Any, Any]:
     stat = file.stat()
     return _read_once(file, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=64)
-def _read_once(file: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+def _read_once(file: Path, mtime_ns: int, size: int) -> dict[Any, Any]:
     return paths.read_yaml(file)
 
 
@@ -175,6 +183,11 @@ def unread_files() -> list[str]:
             found += [f"{name} is not read: a choice is a file NAME{_SUFFIX}" for name in names if "/." not in name]
         elif entry.suffix in (".yml", ".json", ".toml") or (entry.suffix == _SUFFIX and entry.stem not in GROUPS):
             found.append(f"./conf/{entry.name} is not read: a choice is NAME in ./conf/GROUP{_SUFFIX}")
+        elif entry.suffix == _SUFFIX:
+            strange = [str(name) for name, settings in _content(entry).items() if not _is_choice(name, settings)]
+            if strange:
+                not_read = f"./conf/{entry.name}: {', '.join(strange)} is not read"
+                found.append(f"{not_read}: a choice is NAME with its settings below it")
     return found
 
 

@@ -11,23 +11,33 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.contexts import SETTING, own_keys
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 
 ANY = object()
 RETIRED: dict[str, Any] = {
+    "head.kl": False,
     "verification": "full",
-    "read_first": True,
+    "verification_from": None,
     "model.pipeline_parallel_size": 1,
+    "engine.nvtx": False,
+    "gate.calibration": None,
+    "read_first": True,
+    "bandit": False,
+    "adaptive_length": False,
+    "draft_cost": None,
+    "load.e2e_limit": None,
+    "load.low_clients": None,
     "load.frontend": "python",
     "load.category": "category",
-    **dict.fromkeys(("model.exit_layer", "model.draft_length", "engine.name", "tracker.project", "load.period"), ANY),
+    **dict.fromkeys(("model.exit_layer", "model.draft_length", "engine.name", "load.period", "workload.path"), ANY),
+    **dict.fromkeys(("tracker.project", "tracker.entity", "launcher.price_hour"), ANY),
     **dict.fromkeys((f"launcher.{name}" for name in ("tries", "address", "cluster", "partition", "minutes")), ANY),
 }
-"""Settings that there were before, by dotted key, with the value at which they asked for nothing, where that is neither
-null nor false; ANY: what they asked for is written elsewhere in the config, or no part of what is measured."""
+"""Settings that there were before, by dotted key, with the value at which they asked for nothing; ANY: what they asked
+for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -69,16 +79,12 @@ def first_line(error: BaseException) -> str:
 def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
     """A dumped config by today's names of settings, without those that are gone and asked for nothing."""
     config = copy.deepcopy(dict(dumped))
-    _rename(config)
-    schema = to_plain(RunConfig())
-    for section, names in [("", schema), *((name, part) for name, part in schema.items() if isinstance(part, dict))]:
+    for key, idle in RETIRED.items():
+        section, _, name = key.rpartition(".")
         holder = config.get(section) if section else config
-        if not names or not isinstance(holder, dict):  # a mapping of any keys
-            continue
-        for name in holder.keys() - names.keys():
-            idle = RETIRED.get(f"{section}.{name}".removeprefix("."), False)
-            if idle is ANY or holder[name] in (None, idle):
-                del holder[name]
+        if isinstance(holder, dict) and name in holder and (idle is ANY or holder[name] == idle):
+            del holder[name]
+    _rename(config)
     return config
 
 

@@ -61,7 +61,7 @@ def prompts_file(prompts: str) -> Path:
 
 
 def read_yaml(file: Path, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """A YAML file that holds a mapping with some of these keys; without them with any.
+    """A YAML file that holds a mapping with some of these keys; without them with any. One without content is empty.
 
     Raises:
         ConfigError: naming the file, and the nearest of a key that is not one of them.
@@ -76,7 +76,7 @@ def read_yaml(file: Path, keys: Sequence[str] | None = None) -> dict[str, Any]:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
-    return checked_mapping(content, f"{file}", keys)
+    return checked_mapping({} if content is None else content, f"{file}", keys)
 
 
 def checked_mapping(value: Any, place: str, keys: Sequence[str] | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from selfspec_cli.gateway.errors import GatewayError, invalid, unavailable
-from selfspec_cli.gateway.wire import END_OF_STREAM, written
+from selfspec_cli.gateway.events import END_OF_STREAM, written
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,8 +28,12 @@ class Memory:
         self.most, self.held = most, 0
 
     async def read(self, receive: Receive, most: int, seconds: float) -> bytes:
-        """The body of a request, which is held until `free` is called with its length; raises Vanished, or GatewayError
-        for more than `most` bytes (413), no room for it (503), or what is not there after `seconds` (408)."""
+        """The body of a request, which is held until `free` is called with its length.
+
+        Raises:
+            GatewayError: more than `most` bytes (413), no room for it (503), or not there after `seconds` (408).
+            Vanished: the client is gone.
+        """
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -48,13 +52,14 @@ class Memory:
                     more = message.get("more_body", False)
         except BaseException as error:
             self.free(size)
-            if not isinstance(error, TimeoutError):
-                raise
-            said = f"the body had not come after {seconds:g} s"
-            raise invalid(said, 408, headers={"connection": "close"}) from error
-        return b"".join(parts)
+            if isinstance(error, TimeoutError):
+                said = f"the body had not come after {seconds:g} s"
+                raise invalid(said, 408, headers={"connection": "close"}) from error
+            raise
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def free(self, size: int) -> None:
+        """So many bytes are needed no longer."""
         self.held -= size
 
 
@@ -69,6 +74,7 @@ class Client:
         self.waits_since: float | None = None
 
     async def begin(self, status: int, kind: bytes) -> None:
+        """Send the head."""
         await self.hand_on({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
 
     async def part(self, data: bytes, more: bool = True) -> None:
@@ -91,6 +97,7 @@ class Client:
         self.waits_since = None
 
     async def whole(self, status: int, data: bytes, kind: bytes = JSON) -> None:
+        """Send an answer in one piece."""
         self.headers["content-length"] = str(len(data))
         await self.begin(status, kind)
         await self.part(data, more=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,11 +15,14 @@ from starlette.exceptions import HTTPException
 
 from selfspec_cli import __version__
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.errors import MOST_SAID, GatewayError, bad_request, invalid, wrong_value
+from selfspec_cli.gateway.errors import GatewayError, bad_request, invalid
 from selfspec_cli.gateway.policies import POLICIES
 
+if TYPE_CHECKING:
+    from selfspec_cli.gateway.cache import AnswerCache
+
+MOST_SAID = 200  # characters of a wrong value
 LOOK = ["GET", "HEAD"]
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
 
@@ -73,10 +76,13 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> Response:
-        problems = error.errors()
-        if problems[0]["type"] == "json_invalid":
-            return _answer(bad_request(f"the body is not JSON: {problems[0]['ctx']['error']}"))
-        return _answer(wrong_value(problems))
+        """A body that is not what is needed; the first problem of it."""
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return _answer(bad_request(f"the body is not JSON: {first['ctx']['error']}"))
+        name = ".".join(str(part) for part in first["loc"] if part != "body")
+        given = "" if first["type"] == "missing" else f"={first['input']!r:.{MOST_SAID}}"
+        return _answer(bad_request(f"{name or 'body'}{given}: {first['msg']}", name or None))
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:
@@ -93,6 +99,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.api_route("/metrics", methods=LOOK)
     async def metrics() -> Response:
+        """Prometheus's text format."""
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
@@ -102,12 +109,13 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
     @app.api_route("/v1/models", methods=LOOK)
     async def models(request: Request) -> dict[str, Any]:
         """Every name that a client may use for a model; `auto` leaves the choice of the model to the gateway too."""
-        names = gateway.routing.models()
-        allowed = request.scope["tenant"].models or names
+        names = dict.fromkeys(name for one in gateway.replicas for name in (*one.models, *one.settings.serves))
+        allowed = request.scope["tenant"].settings.models or names
         return {"object": "list", "data": [_model(name) for name in names if name in allowed]}
 
     @app.api_route("/v1/models/{name:path}", methods=LOOK)
     async def model(name: str, request: Request) -> dict[str, Any]:
+        """One of them."""
         known = [one["id"] for one in (await models(request))["data"]]
         if name not in known:
             raise invalid(closest(name, known or ("none yet",), "model"), 404, param="model", code="model_not_found")
@@ -152,18 +160,13 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
             raise invalid("no cache is configured: cache.mib=1024", 404)
         return gateway.caching.cache
 
-    async def entry_of(name: str, method: Any, tenant: str | None) -> dict[str, Any]:
-        if not await gateway.caching.call(method, name, tenant):
-            raise invalid(f"entry {name[:MOST_SAID]!r} is not in the cache (any more)", 404)
-        return {"entry": name}
-
     @app.post("/gateway/feedback")
     async def feedback(given: Feedback, request: Request) -> dict[str, Any]:
         """An answer was judged by who got it: the policy `quality` learns, and the cache forgets a wrong one."""
         tenant = request.scope["tenant"].name
         if given.entry is not None:
             forget = cache().evict if given.quality < 0.5 else cache().has
-            return await entry_of(given.entry, forget, tenant)
+            return _entry(given.entry, await gateway.caching.call(forget, given.entry, tenant))
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
         if gateway.settings.workers > 1:
@@ -174,7 +177,8 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.delete("/gateway/cache/{entry}")
     async def evict(entry: str) -> dict[str, Any]:
-        return await entry_of(entry, cache().evict, None)
+        """Forget one answer of the cache."""
+        return _entry(entry, await gateway.caching.call(cache().evict, entry, None))
 
     @app.post("/gateway/backends/{name}/{what}")
     async def drain(name: str, what: str) -> dict[str, Any]:
@@ -188,7 +192,15 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
         return _shown(found[name])
 
 
+def _entry(name: str, known: bool) -> dict[str, Any]:
+    """The answer about an entry of the cache; raises GatewayError (404) where there is none by that name."""
+    if not known:
+        raise invalid(f"entry {name[:MOST_SAID]!r} is not in the cache (any more)", 404)
+    return {"entry": name}
+
+
 def _shown(one: Any) -> dict[str, Any]:
+    """A backend for people."""
     step = one.timing.steps.value(1)
     return {
         "name": one.name,

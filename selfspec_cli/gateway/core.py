@@ -9,24 +9,27 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import Headers
 
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.cache import AnswerCache, Caching
+from selfspec_cli.gateway.cache import AnswerCache
+from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
 from selfspec_cli.gateway.errors import GatewayError, unavailable
-from selfspec_cli.gateway.limits import Keys, Meter
+from selfspec_cli.gateway.limits import Keys, Meter, Tenant
+from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies.base import Choice
+from selfspec_cli.gateway.queues import Batch, Places
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.routing import Batch, Places, Routing
-from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
-from selfspec_cli.gateway.storage import LOG, RequestLog, print_fault
+from selfspec_cli.gateway.routing import Routing
+from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import replica
-from selfspec_cli.gateway.telemetry import Telemetry, Tracing, annotate
+from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
 from selfspec_cli.record.gateway_log import ASKED_FOR, FOLDER, Ledger
 
@@ -44,9 +47,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises SettingsError: a file that is in the way."""
         self.folder = Path(settings.results_dir) / FOLDER
-        self.log = RequestLog(self.folder / LOG, settings.log_text)
+        self.log = RequestLog(self.folder / FILE, settings.log_text)
         cache = AnswerCache(self.folder / CACHE) if settings.cache.mib else None
-        self.upstream, self.caching = Upstream(settings.limits), Caching(settings.cache, cache)
+        self.upstream, self.caching = Upstream(settings.limits), Caching(settings.cache, cache, self.log.fault)
         self.meter = Meter(self.folder / LIMITS)
         self.routing = Routing(settings, [replica(one) for one in settings.backends])
         self.tell: Callable[[str, bool], None] = lambda name, drains: None
@@ -68,7 +71,7 @@ class Gateway:
         self.caching.settings = settings.cache
         self.log.text = settings.log_text
         self.memory.most = int(max(1, BODIES // settings.workers) * settings.limits.body_mib * 2**20)
-        self.keys = Keys(settings.keys)
+        self.keys = Keys(settings.keys, self.meter)
         self.routing.take(settings)
 
     @property
@@ -83,8 +86,8 @@ class Gateway:
             waits = [replica.backoff() for replica in self.routing.up(request)]
             said = "no backend takes requests for this model now"
             raise unavailable(said, min(waits, default=1.0), backend=request.backend)
-        seconds = self.settings.limits.queue_seconds
-        if not await self.places.wait(request, seconds):
+        if not await self.places.wait(request, self.settings.limits.queue_seconds):
+            seconds = self.settings.limits.queue_seconds
             raise unavailable("every backend for this model is full", seconds, backend=request.backend)
         free = self.routing.free(request)
         out.policy = request.policy or self.settings.policy
@@ -96,7 +99,7 @@ class Gateway:
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: KeySettings) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: Tenant) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
         headers = Headers(scope=scope)
         client, task = Client(send, {}), asyncio.current_task()
@@ -109,7 +112,7 @@ class Gateway:
         try:
             if self.draining or self.inside > limits.at_once:
                 raise unavailable("the gateway is ending" if self.draining else "too many requests at once")
-            self.meter.enter(tenant)
+            tenant.enter()
             entered = True
             raw = await self.memory.read(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
             held = len(raw)
@@ -120,8 +123,8 @@ class Gateway:
             with self.tracing.span(scope["path"], headers) as span:
                 async with asyncio.timeout(limits.request_seconds):
                     await self._answer(request, out, client)
-                out.status = 200
-                annotate(span, out)
+                out.status = out.status or 200
+                _annotate(span, out)
         except Vanished:
             pass
         except asyncio.CancelledError:
@@ -153,10 +156,11 @@ class Gateway:
 
     def fault(self, error: Exception) -> GatewayError:
         """What a client is answered after a fault of the gateway's own, which is logged."""
-        print_fault(error)
-        return GatewayError(f"the gateway failed: {type(error).__name__}", 500, "internal_error")
+        self.log.fault(error)
+        name = type(error).__name__
+        return GatewayError(f"the gateway failed: {name}", 500, "internal_error", logged=f"the gateway failed: {name}")
 
-    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: KeySettings) -> Request:
+    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: Tenant) -> Request:
         if len(raw) > LONG_BODY:
             request = await asyncio.to_thread(requests.read, path, raw, headers)
         else:
@@ -166,9 +170,7 @@ class Gateway:
         if request.policy is not None:
             self.routing.chooser(request.policy)
         self.routing.check_model(request)
-        if tenant.models and request.model not in tenant.models:
-            said, logged = f"{tenant.name} may ask for {', '.join(tenant.models)}", "a model that is not the key's"
-            raise GatewayError(said, 403, "permission_error", param="model", logged=logged)
+        tenant.check_model(request.model)
         return request
 
     async def _answer(self, request: Request, out: Outcome, client: Client) -> None:
@@ -177,6 +179,7 @@ class Gateway:
             await self._ask(request, out, client)
 
     async def _ask(self, request: Request, out: Outcome, client: Client) -> None:
+        """Have a backend answer."""
         reason = ""
         if request.kind == "batch":
             reason = "_" + await self.batch.wait(request)
@@ -189,14 +192,14 @@ class Gateway:
         self.tracing.inject(relay.headers)
         await relay.run()
 
-    def _done(self, out: Outcome | None, tenant: KeySettings | None) -> None:
+    def _done(self, out: Outcome | None, tenant: Tenant | None) -> None:
         """Count and log a request that has ended, and let the next ones go."""
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
             try:
-                self.meter.leave(tenant, tokens, 0.0 if out is None else out.cost or 0.0)
+                tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
             except sqlite3.Error as error:  # a disk that is full
-                print_fault(error)
+                self.log.fault(error)
         self.look()
         if out is None:
             return
@@ -210,11 +213,20 @@ class Gateway:
 
     def look(self) -> None:
         """A place may have become free: let requests that wait go."""
-        self.batch.look()
-        self.places.look()
+        if self.batch.waiting:
+            self.batch.look()
+        if self.places.waiting:
+            self.places.look()
 
     def looked(self) -> None:
         """A backend was looked at: what waits may go, and what is shown is as it is now."""
         self.look()
         waiting = {"batch": len(self.batch.waiting), "interactive": len(self.places)}
         self.telemetry.now(self.inside, waiting, self.replicas)
+
+
+def _annotate(span: Any, out: Outcome) -> None:
+    """What a trace shows of a request."""
+    for name, value in () if span is None else out.row(text=False).items():
+        if value is not None and name not in ("id", "tried"):
+            span.set_attribute(f"selfspec.{name}", value)

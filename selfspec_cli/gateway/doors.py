@@ -57,17 +57,18 @@ class Doors(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP."""
         self._refuse("400 Bad Request")
 
     def _wait(self) -> None:
-        self._alarm = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._alarm = self.loop.call_later(HEAD_SECONDS, self._close)
 
-    def _wait_no_longer(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _close(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        """Bytes have come; those of a head are counted."""
         if self.cycle is None or self.cycle.response_complete:
             if self._alarm is None:
                 self._wait()
@@ -78,17 +79,23 @@ class Doors(HttpToolsProtocol):
             self._refuse(_TOO_LARGE)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
         self._fields += len(name) + len(value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A head is there; one that is too large is refused."""
         self._head, fields, self._fields = 0, self._fields, 0
-        self._wait_no_longer()
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if fields > HEAD_BYTES:
             return self._refuse(_TOO_LARGE)
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_longer()
+        """The client is gone."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         super().connection_lost(exc)

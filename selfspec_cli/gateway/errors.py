@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec_cli.gateway import wire
-
-MOST_SAID = 200  # characters of a wrong value
+from selfspec_cli.gateway import packed
 
 
 @dataclass(eq=False)
 class GatewayError(Exception):
-    """What a client gets instead of an answer. status: of HTTP. code: such as context_length_exceeded.
-    logged: what the log says, if the message may hold text of a prompt; None logs the message."""
+    """What a client is answered instead of an answer.
+
+    status: of HTTP. code: of the error, such as context_length_exceeded; None takes the status. headers: as well as the
+    usual ones. logged: what the log says, if the message may hold text of a prompt; None logs the message.
+    """
 
     message: str
     status: int
@@ -31,27 +31,21 @@ class GatewayError(Exception):
         self.logged = self.message if self.logged is None else self.logged
 
     def body(self) -> bytes:
+        """The JSON that the client gets."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         if self.backend is not None:
             error["backend"] = self.backend
-        return wire.dumps({"error": error})
+        return packed.dumps({"error": error})
 
 
 def invalid(message: str, status: int, **more: Any) -> GatewayError:
+    """The client's mistake."""
     return GatewayError(message, status, "invalid_request_error", **more)
 
 
 def bad_request(message: str, param: str | None = None) -> GatewayError:
     """A mistake in a request. Its values may be quoted to the client, and are not logged."""
     return invalid(message, 400, param=param, logged=f"invalid request: {param or 'body'}")
-
-
-def wrong_value(problems: Sequence[Mapping[str, Any]]) -> GatewayError:
-    """The first of the problems that pydantic found in a body."""
-    first = problems[0]
-    name = ".".join(str(part) for part in first["loc"] if part != "body")
-    given = "" if first["type"] == "missing" else f"={first['input']!r:.{MOST_SAID}}"
-    return bad_request(f"{name or 'body'}{given}: {first['msg']}", name or None)
 
 
 def unavailable(message: str, seconds: float = 1.0, **more: Any) -> GatewayError:
@@ -63,7 +57,7 @@ def unavailable(message: str, seconds: float = 1.0, **more: Any) -> GatewayError
 def of_backend(status: int, raw: bytes, backend: str) -> GatewayError:
     """A backend's refusal of the request itself, whatever form it had there."""
     try:
-        found = wire.loads(raw)
+        found = packed.loads(raw)
     except ValueError:
         found = raw.decode(errors="replace").strip()[:500]
     inner = found.get("error", found) if isinstance(found, dict) else found

@@ -15,16 +15,20 @@ from selfspec_cli.config.paths import read_yaml
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.limits import digest_of, is_digest
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.settings import GatewaySettings, validated
+from selfspec_cli.gateway.settings import GatewaySettings
 
 
 def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
     """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.at_once=2.
 
-    name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults. Raises
-    ConfigError for a file, key or value that there is not.
+    Args:
+        name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults.
+
+    Raises:
+        ConfigError: no such file, key or value; the message names it, what is allowed, and the nearest spelling.
     """
     keys = [column.name for column in fields(GatewaySettings)]
     content = {} if name is None else read_yaml(_file(name), keys)
@@ -36,7 +40,7 @@ def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
             _put(content, key.split("."), yaml.safe_load(text), word)
         except yaml.YAMLError as error:
             raise ConfigError(f"{word}: {' '.join(str(error).split())}") from error
-    settings: GatewaySettings = validated(GatewaySettings, content)
+    settings: GatewaySettings = checked(GatewaySettings, content, "")
     check(settings)
     return settings
 
@@ -71,8 +75,10 @@ def check(settings: GatewaySettings) -> None:
         if not key.name or not key.key:
             raise ConfigError(f"keys.{place}: give name, and key: a variable that holds it, or its SHA-256")
         if not is_digest(key.key) and not os.environ.get(key.key):
-            said = "that environment variable is not set, and it is no SHA-256, which has 64 hexadecimal digits"
-            raise ConfigError(f"keys.{place}.key={key.key}: {said}")
+            raise ConfigError(
+                f"keys.{place}.key={key.key}: that environment variable is not set, and it is no SHA-256, "
+                "which has 64 hexadecimal digits"
+            )
     if len(settings.tls) not in (0, 2) or not all(os.access(file, os.R_OK) for file in settings.tls):
         raise ConfigError(f"tls={settings.tls}: give two files that can be read, the certificate and its key")
     digests = [digest_of(key) for key in settings.keys]
@@ -88,7 +94,8 @@ def _file(name: str) -> Path:
             raise ConfigError(closest(name, found, "gateway") + "; or give a file: NAME.yaml")
         return found[name]
     if not path.exists():
-        raise ConfigError(f"{path}: there is no such file; allowed: a file NAME.yaml, or one of {', '.join(found)}")
+        allowed = f"a file NAME.yaml, or one of {', '.join(found)}"
+        raise ConfigError(f"{path}: there is no such file; allowed: {allowed}")
     return path
 
 

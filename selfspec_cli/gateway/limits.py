@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from selfspec_cli.gateway.database import database
 from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.settings import KeySettings
-from selfspec_cli.gateway.storage import database
 
+EVERYBODY = "everybody"
 DAY = 86_400
+BUCKETS = ("requests", "tokens")
 VERSION = 1
 _TABLES = """
 CREATE TABLE IF NOT EXISTS used (
@@ -43,6 +45,7 @@ class Meter:
                 self._db.execute("DELETE FROM inside WHERE process = ?", (process,))
 
     def close(self) -> None:
+        """Close the file."""
         self._db.close()
 
     @contextmanager
@@ -54,28 +57,23 @@ class Meter:
             found = self._db.execute("SELECT requests, tokens, spent, at FROM used WHERE key = ?", (key,)).fetchone()
             requests, tokens, spent, at = found or (math.inf, math.inf, 0.0, now)
             minutes = max(0.0, now - at) / 60
-            used = {"requests": requests, "tokens": tokens, "spent": spent if at // DAY == now // DAY else 0.0}
-            for name, rate in _rates(limits).items():
-                used[name] = min(float(rate), used[name] + minutes * rate)
+            used = {"spent": spent if at // DAY == now // DAY else 0.0}
+            rates = (requests, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
+            for name, (left, rate) in zip(BUCKETS, rates, strict=True):
+                used[name] = left if rate is None else min(float(rate), left + minutes * rate)
             yield key, used
-            self._db.execute("INSERT OR REPLACE INTO used VALUES (?,?,?,?,?)", (key, *used.values(), now))
+            row = (key, used["requests"], used["tokens"], used["spent"], now)
+            self._db.execute("INSERT OR REPLACE INTO used VALUES (?,?,?,?,?)", row)
 
     def enter(self, limits: KeySettings) -> None:
-        """A request of this key comes in; raises GatewayError: a limit is reached (429), or none can be read (503)."""
-        if _limited(limits):
-            try:
-                self._enter(limits)
-            except sqlite3.Error as error:
-                raise unavailable(f"the limits of {limits.name} cannot be read: {error}") from error
-
-    def _enter(self, limits: KeySettings) -> None:
+        """A request of this key comes in; raises GatewayError (429) where a limit is reached."""
         who = limits.name
         with self._changed(limits) as (key, used):
             inside = self._db.execute("SELECT coalesce(sum(count), 0) FROM inside WHERE key = ?", (key,)).fetchone()[0]
             if limits.at_once is not None and inside >= limits.at_once:
                 raise _too_much(f"{who}: {limits.at_once} requests at once are allowed", 1.0)
-            for what, rate in _rates(limits).items():
-                if used[what] < 1:
+            for what, rate in zip(BUCKETS, (limits.requests_per_minute, limits.tokens_per_minute), strict=True):
+                if rate is not None and used[what] < 1:
                     raise _too_much(f"{who}: {rate} {what} a minute are allowed", (1 - used[what]) * 60 / rate)
             if limits.money_per_day is not None and used["spent"] >= limits.money_per_day:
                 seconds = DAY - self.now() % DAY
@@ -84,37 +82,54 @@ class Meter:
             self._count(key, 1)
 
     def leave(self, limits: KeySettings, tokens: int, cost: float) -> None:
-        """A request of this key has ended. tokens: that it took, prompt included; cost: in money. Raises sqlite3.Error
-        where that cannot be written."""
-        if _limited(limits):
-            with self._changed(limits) as (key, used):
-                used["tokens"] -= tokens
-                used["spent"] += cost
-                self._count(key, -1)
+        """A request of this key has ended. tokens: that it took, prompt included; cost: in money."""
+        with self._changed(limits) as (key, used):
+            used["tokens"] -= tokens
+            used["spent"] += cost
+            self._count(key, -1)
 
     def _count(self, key: str, more: int) -> None:
         statement = "INSERT INTO inside VALUES (?,?,?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
         self._db.execute(statement, (key, os.getpid(), more))
 
 
-def _rates(limits: KeySettings) -> dict[str, int]:
-    """What a key may use in a minute, as far as that is limited."""
-    rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
-    return {name: rate for name, rate in rates.items() if rate is not None}
+class Tenant:
+    """One client and its limits."""
 
+    def __init__(self, settings: KeySettings, meter: Meter) -> None:
+        self.settings, self.name, self.admin, self._meter = settings, settings.name, settings.admin, meter
+        limits = (settings.requests_per_minute, settings.tokens_per_minute, settings.at_once, settings.money_per_day)
+        self._limited = any(one is not None for one in limits)
 
-def _limited(limits: KeySettings) -> bool:
-    return bool(_rates(limits)) or limits.at_once is not None or limits.money_per_day is not None
+    def enter(self) -> None:
+        """A request comes in; raises GatewayError: a limit is reached (429), or the limits cannot be read (503)."""
+        if self._limited:
+            try:
+                self._meter.enter(self.settings)
+            except sqlite3.Error as error:
+                raise unavailable(f"the limits of {self.name} cannot be read: {error}") from error
+
+    def leave(self, tokens: int, cost: float) -> None:
+        """See `Meter.leave`. Raises sqlite3.Error where it cannot be written."""
+        if self._limited:
+            self._meter.leave(self.settings, tokens, cost)
+
+    def check_model(self, model: str) -> None:
+        """Raises GatewayError (403) for a model that this client may not ask for."""
+        if self.settings.models and model not in self.settings.models:
+            said, logged = f"{self.name} may ask for {', '.join(self.settings.models)}", "a model that is not the key's"
+            raise GatewayError(said, 403, "permission_error", param="model", logged=logged)
 
 
 class Keys:
     """Who asks, by the key that is sent; without any configured key everybody may ask, without limits."""
 
-    def __init__(self, settings: Sequence[KeySettings]) -> None:
-        self.everybody = None if settings else KeySettings(name="everybody", admin=True)
-        self.known = {digest_of(one): one for one in settings}
+    def __init__(self, settings: Sequence[KeySettings], meter: Meter) -> None:
+        self.nobody = Tenant(KeySettings(name="nobody"), meter)
+        self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), meter)
+        self.known = {digest_of(one): Tenant(one, meter) for one in settings}
 
-    def tenant(self, authorization: str) -> KeySettings:
+    def tenant(self, authorization: str) -> Tenant:
         """The client of a request; raises GatewayError (401) for a key that is missing or not known."""
         if self.everybody is not None:
             return self.everybody
@@ -127,6 +142,7 @@ class Keys:
 
 
 def digest_of(settings: KeySettings) -> str:
+    """The SHA-256 of a configured key."""
     return settings.key.lower() if is_digest(settings.key) else _digest(os.environ[settings.key])
 
 

@@ -52,6 +52,7 @@ class Outcome:
         self.expected_ttft, self.expected_tpot = (None, None) if found is None else (passed + found.ttft, found.tpot)
 
     def usage(self, found: Any) -> None:
+        """Take the tokens of an answer's `usage`."""
         if isinstance(found, dict):
             self.prompt_tokens = _whole(found.get("prompt_tokens"), self.prompt_tokens)
             self.tokens = _whole(found.get("completion_tokens"), self.tokens)

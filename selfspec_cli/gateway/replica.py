@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import takewhile
 
+from selfspec_cli.gateway.breaker import Breaker
+from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings
-from selfspec_cli.gateway.timing import NEW, Load, Prediction, Timing
+from selfspec_cli.gateway.timing import NEW, Prediction, Timing
 
 SAMPLE = 5  # events of an answer under way, of which the median time is learnt
 NOISE = 1.15  # times longer that a step takes beside another backend of the host; less counts as nothing
 USUAL = 1 / 8  # weight of a new request in the mean of how many are there
 PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
-WINDOW_SECONDS = 30.0  # in which a breaker counts failures
-LEAST_FAILURES, SHARE = 3, 0.5  # of the answers of the window, from which on it opens
-OPEN_SECONDS = 5.0
-PROBES = 3  # requests at once that try a backend whose time is up
 
 
 class State(StrEnum):
@@ -31,47 +28,6 @@ class State(StrEnum):
     warming = "warming"
     up = "up"
     down = "down"
-
-
-@dataclass
-class Breaker:
-    """Leaves a backend alone that fails too often: by the share of failures over a window; then a few requests try it.
-
-    outcomes: (monotonic seconds, failed). open_until: 0 while it is closed. probing: requests that try.
-    """
-
-    now: Callable[[], float] = time.monotonic
-    outcomes: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=1000))
-    open_until: float = 0.0
-    probing: int = 0
-
-    def allows(self) -> bool:
-        """Whether a request may be sent there now."""
-        return not self.open_until or (self.now() >= self.open_until and self.probing < PROBES)
-
-    def failed(self) -> None:
-        """An answer failed, and it was the backend's fault."""
-        at = self.now()
-        self.outcomes.append((at, True))
-        while self.outcomes[0][0] < at - WINDOW_SECONDS:
-            self.outcomes.popleft()
-        failures = sum(failed for _, failed in self.outcomes)
-        often = failures >= LEAST_FAILURES and failures >= SHARE * len(self.outcomes)
-        if often or (self.open_until and at >= self.open_until):
-            self.open_until = at + OPEN_SECONDS
-
-    def succeeded(self) -> None:
-        """An answer began as it should; after the time of an open breaker this closes it."""
-        at = self.now()
-        if self.open_until and at < self.open_until:
-            return
-        if self.open_until:
-            self.reset()
-        self.outcomes.append((at, False))
-
-    def reset(self) -> None:
-        self.open_until = 0.0
-        self.outcomes.clear()
 
 
 @dataclass(eq=False)
@@ -95,36 +51,33 @@ class Flight:
     sample: list[tuple[float, float]] = field(default_factory=list)
 
     def came(self, events: int) -> None:
-        at, more = self.replica.now(), events
+        """So many events of its stream have come."""
+        at = self.replica.now()
         if self.first is None:
-            self.first = self.last = at
-            more -= 1
+            self.first, more = at, events - 1
             self.replica.timing.learn_ttft(self.own, self.ahead, at - self.began)
             self.replica.breaker.succeeded()
+            self.last = at
+        else:
+            more = events
         if more and self.answers == 1:  # parts of several answers come in no order
             self.sample.append(((at - self.last - self.held) / more, self.replica.running()))
             self.held = 0.0
             if len(self.sample) == SAMPLE:
-                self._learn()
+                self.replica.learn_events(self.sample)
+                self.sample = []
         self.events, self.last = self.events + events, at
-
-    def _learn(self) -> None:
-        """Learn the median time of the newest events. A step in which prompts are read takes longer, but how many of
-        those there are is no property of the backend."""
-        times, running = zip(*self.sample, strict=True)
-        event = self.replica.load.tokens if self.replica.per_event is None else self.replica.per_event
-        self.replica.learn_tpot(statistics.mean(running), statistics.median(times) / event)
-        self.sample = []
 
 
 @dataclass(eq=False)
 class Replica:
     """A backend.
 
-    backoff_until: monotonic seconds, after an answer with Retry-After. draining: it takes no new requests. neighbours:
-    other backends of its host. usual: requests that were there at the newest ones of the host, on average. per_event:
-    tokens of an event of a stream; None before any answer was counted. clock: seconds of the machine that one request
-    got since the beginning, if it was there all the time: the time is shared by all that are there.
+    breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
+    it takes no new requests. neighbours: other backends of its host. usual: requests that were there at the newest ones
+    of the host, on average. per_event: tokens of an event of a stream; None before any answer was counted. clock:
+    seconds of the machine that one request got since the beginning, if it was there all the time: the time is shared by
+    all that are there.
     """
 
     settings: BackendSettings
@@ -154,6 +107,7 @@ class Replica:
 
     @property
     def name(self) -> str:
+        """What the user calls it."""
         return self.settings.name
 
     def takes(self, model: str) -> bool:
@@ -173,6 +127,7 @@ class Replica:
         return self.up() and self.breaker.allows() and not self.backoff()
 
     def has_room(self) -> bool:
+        """Whether one more request may be there."""
         return self.settings.at_once is None or len(self.flights) < self.settings.at_once
 
     def priorities(self) -> bool:
@@ -185,6 +140,7 @@ class Replica:
         return max(0.0, self.load.running + self.load.waiting - self.in_flight_at_look) + len(self.flights)
 
     def beside(self) -> bool:
+        """Whether another backend of its host is busy."""
         return any(one.flights for one in self.neighbours)
 
     def slowed(self) -> bool:
@@ -217,10 +173,13 @@ class Replica:
         """Share of the prompt that was sent there before, from its beginning, and so lies in its prefix cache."""
         if not request.blocks or not self.load.caches:
             return 0.0
-        known = takewhile(self._prefixes.__contains__, request.blocks)
-        return len(list(known)) / len(request.blocks)
+        known = next(
+            (place for place, block in enumerate(request.blocks) if block not in self._prefixes), len(request.blocks)
+        )
+        return known / len(request.blocks)
 
     def uncached(self, request: Request) -> float:
+        """Tokens of the prompt that have to be prefilled there."""
         return request.prompt_tokens * (1.0 - self.cached_share(request))
 
     def ahead(self) -> float:
@@ -274,6 +233,13 @@ class Replica:
         while len(self._prefixes) > PREFIXES:
             self._prefixes.popitem(last=False)
         return flight
+
+    def learn_events(self, sample: Sequence[tuple[float, float]]) -> None:
+        """Learn the median time of successive events of one answer: (seconds before each, requests that ran). A step in
+        which prompts are read takes longer, but how many of those there are is no property of the backend."""
+        event = self.load.tokens if self.per_event is None else self.per_event
+        times, running = zip(*sample, strict=True)
+        self.learn_tpot(sum(running) / len(sample), statistics.median(times) / event)
 
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""

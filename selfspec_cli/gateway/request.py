@@ -7,13 +7,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.gateway import wire
-from selfspec_cli.gateway.errors import bad_request, wrong_value
+from selfspec_cli.gateway import packed
+from selfspec_cli.gateway.errors import bad_request
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
@@ -29,12 +27,16 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Endpoints of models, and of each the fields of the body one of which has to be there."""
 STREAMED = (CHAT, COMPLETIONS, RESPONSES)
+CLASSES = ("interactive", "batch")
+CACHE_WISHES = ("none", "exact")
+OWN = "selfspec"  # of the body: what is meant for the gateway
+OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds something to
+WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
 WISH_HEADER = "x-selfspec-"
 LONGEST_WAIT = 86_400_000  # milliseconds: a day
 LONGEST_ANSWER = 1 << 40  # tokens; any limit beyond is none
 LONGEST_SESSION = 256  # characters of its name that count
 BLOCK = 256  # characters of a prompt that are remembered as one piece
-EXCERPT = 2000  # characters
 EXPECTED = 128  # tokens of an answer before any was seen
 
 
@@ -65,10 +67,12 @@ class Request:
 
     @property
     def model(self) -> str:
+        """As the client calls it."""
         return str(self.body.get("model") or "auto")
 
     @property
     def stream(self) -> bool:
+        """Whether the answer is wanted in parts."""
         return bool(self.body.get("stream")) and self.endpoint in STREAMED
 
     @cached_property
@@ -80,6 +84,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int | None:
+        """Limit of the answer that the client set."""
         limit = self.body.get("max_output_tokens" if self.endpoint == RESPONSES else "max_completion_tokens")
         limit = self.body.get("max_tokens") if limit is None else limit
         return min(limit, LONGEST_ANSWER) if isinstance(limit, int) and limit > 0 else None
@@ -98,63 +103,36 @@ class Request:
         return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
     @property
-    def excerpt(self) -> str:
-        """The ends of a long text: they say what it was about, and can be kept of thousands of requests."""
-        return self.text if len(self.text) <= EXCERPT else self.text[: EXCERPT // 2] + self.text[-EXCERPT // 2 :]
-
-    @property
     def greedy(self) -> bool:
         """Whether the same request has the same answer everywhere."""
         return self.body.get("temperature") == 0
 
 
-class Fields(BaseModel):
-    """What the gateway itself reads of a body; all else is the backend's matter."""
-
-    model_config = ConfigDict(strict=True)
-
-    model: str = ""
-    stream: bool | None = None
-    n: int | None = Field(None, ge=1)
-    stream_options: dict[str, Any] | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    selfspec: dict[str, Any] | None = None
-
-
-class Wishes(BaseModel):
-    """What a client says by `selfspec` in the body, and by X-Selfspec-... headers, which win."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    policy: str | None = None
-    backend: str | None = None
-    cache: Literal["none", "exact"] | None = None
-    kind: Literal["interactive", "batch"] | None = Field(None, alias="class")
-    deadline_ms: float | None = Field(None, ge=0, le=LONGEST_WAIT)
-    priority: int | None = None
-
-
 def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     """A request out of its body and headers; raises GatewayError (400) for one that no backend could answer."""
     try:
-        body = wire.loads(raw)
+        body = packed.loads(raw)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
-    try:
-        Fields.model_validate(body)
-        wishes = _wishes(body.pop("selfspec", None) or {}, headers)
-    except ValidationError as error:
-        raise wrong_value(error.errors()) from error
+    if not isinstance(body.get("model", ""), str):
+        raise bad_request(f"model={body['model']!r}: a name is needed", "model")
+    if not isinstance(body.get("stream") or False, bool):
+        raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
+    several = body.get("n")
+    if several is not None and (type(several) is not int or several < 1):
+        raise bad_request(f"n={several!r}: a whole number from 1 on is needed", "n")
+    for name in OBJECTS:
+        if not isinstance(body.get(name) or {}, dict):
+            raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)
     needed = next((name for name in NEEDED[endpoint] if name in body), None)
     if needed is None:
         raise bad_request(f"{NEEDED[endpoint][0]} is missing", NEEDED[endpoint][0])
-    said = wishes.model_dump(exclude={"deadline_ms"}, exclude_none=True)
+    own = body.pop(OWN, None) or {}
     session = str(headers.get("x-session-id") or body.get("user") or "")[:LONGEST_SESSION]
-    request = Request(endpoint, body, id=headers.get("x-request-id", ""), session=session, **said)
-    if wishes.deadline_ms is not None:
-        request.deadline = request.began + wishes.deadline_ms / 1000
+    request = Request(endpoint, body, id=headers.get("x-request-id", ""), session=session)
+    _wishes(request, own, headers)
     try:
         _measure(request, body[needed])
     except ValueError as error:
@@ -168,23 +146,58 @@ def request_id(given: str) -> str:
     return given if fits else f"gw-{uuid.uuid4().hex}"
 
 
-def _wishes(said: dict[str, Any], headers: Mapping[str, str]) -> Wishes:
-    wishes = said | {
-        header.removeprefix(WISH_HEADER).replace("-", "_"): text
-        for header, text in headers.items()
-        if header.startswith(WISH_HEADER)
-    }
-    allowed = [field.alias or name for name, field in Wishes.model_fields.items()]
-    for name in wishes:
-        if name not in allowed:
-            raise bad_request(closest(name, allowed, "wish"), "selfspec")
-    return Wishes.model_validate(wishes)
+def _wishes(request: Request, own: Any, headers: Mapping[str, str]) -> None:
+    """What the client says by `selfspec` in the body, and by X-Selfspec-... headers, which win."""
+    if not isinstance(own, dict):
+        raise bad_request(f"{OWN}={own!r}: a JSON object is needed", OWN)
+    wishes = dict(own)
+    for header, text in headers.items():
+        if header.startswith(WISH_HEADER):
+            wishes[header.removeprefix(WISH_HEADER).replace("-", "_")] = text
+    for name, value in wishes.items():
+        if name not in WISHES:
+            raise bad_request(closest(name, WISHES, "wish"), OWN)
+        if value is None:  # as clients write what they do not say
+            continue
+        if name == "class":
+            request.kind = _word(value, CLASSES, name)
+        elif name == "cache":
+            request.cache = _word(value, CACHE_WISHES, name)
+        elif name == "priority":
+            request.priority = _whole(value, name)
+        elif name == "deadline_ms":
+            request.deadline = request.began + _milliseconds(value, name) / 1000
+        else:
+            setattr(request, name, str(value))
+
+
+def _word(value: Any, allowed: tuple[str, ...], name: str) -> str:
+    if value not in allowed:
+        raise bad_request(closest(value, allowed, name), name)
+    return str(value)
+
+
+def _whole(value: Any, name: str) -> int:
+    try:
+        return int(str(value))
+    except ValueError as error:
+        raise bad_request(f"{name}={value!r}: a whole number is needed", name) from error
+
+
+def _milliseconds(value: Any, name: str) -> float:
+    try:
+        found = float(str(value))
+    except ValueError:
+        found = float("nan")
+    if not 0 <= found <= LONGEST_WAIT:
+        raise bad_request(f"{name}={value!r}: a number from 0 to {LONGEST_WAIT} is needed", name)
+    return found
 
 
 def _measure(request: Request, content: Any) -> None:
     """How long the prompt is, and hashes of its beginnings."""
     ids = content if request.endpoint == COMPLETIONS and isinstance(content, list) else []
-    request.text = content if isinstance(content, str) else wire.dumps(content).decode()
+    request.text = content if isinstance(content, str) else packed.dumps(content).decode()
     if ids and all(isinstance(one, int) for one in ids):
         request.prompt_tokens = float(len(ids))
     else:

@@ -8,15 +8,14 @@ import gc
 import ipaddress
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
-import uvloop
 from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
@@ -25,15 +24,15 @@ from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.doors import Doors, most_connections
 from selfspec_cli.gateway.errors import GatewayError, invalid
+from selfspec_cli.gateway.limits import Tenant
 from selfspec_cli.gateway.request import NEEDED, request_id
-from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
+from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
 
 SMALL_BODY = 1 << 16  # bytes of a body that needs no key, or is none of a model's
 DRAIN_SECONDS = 30  # for requests in flight to end when the gateway ends
 IDLE_SECONDS = 75  # for which a connection without a request is kept
 OPEN_TO_ALL = ("/health", "/metrics")
-NOBODY = KeySettings(name="nobody")  # who asks there
 FOR_EVERY_KEY = ("/v1/models", "/gateway/feedback")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 4096
@@ -62,8 +61,11 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
 
     app: Any = answer
     if gateway.settings.origins:
+        from starlette.middleware.cors import CORSMiddleware
+
         shown = ["x-request-id", "x-selfspec-backend", "x-selfspec-cache"]
-        app = CORSMiddleware(answer, gateway.settings.origins, ["*"], ["*"], expose_headers=shown)
+        every = ["*"]
+        app = CORSMiddleware(answer, gateway.settings.origins, every, every, expose_headers=shown)
 
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,13 +83,16 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     return named
 
 
-def admitted(gateway: Gateway, scope: Scope) -> KeySettings:
-    """Who asks; nothing of the body has been read. Raises GatewayError for no key that may ask here (401, 403), for a
-    method that is not allowed (405), and for a control endpoint that another page asks in a browser, by its own origin
-    or by a name of its own for this host (403)."""
+def admitted(gateway: Gateway, scope: Scope) -> Tenant:
+    """Who asks; nothing of the body has been read.
+
+    Raises:
+        GatewayError: no key that may ask here (401, 403), a method that is not allowed (405), or a control endpoint
+            that another page asks in a browser, by its own origin or by a name of its own for this host (403).
+    """
     path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
     if path in OPEN_TO_ALL:
-        return NOBODY
+        return gateway.keys.nobody
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
     if path in NEEDED:
         if method != "POST":
@@ -98,23 +103,30 @@ def admitted(gateway: Gateway, scope: Scope) -> KeySettings:
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and origin not in gateway.settings.origins and origin.partition("://")[2] != host:
         raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
-    if gateway.keys.everybody and not _is_here(host, gateway.settings.host):
-        said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {host}"
+    name = _name(host)
+    if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_number(name):
+        said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}"
         raise GatewayError(said, 403, "permission_error")
     return tenant
 
 
-def _is_here(host: str, own: str) -> bool:
-    """Whether a Host header names this machine, as `own` does, or is an address in numbers: no page can have that."""
+def _name(host: str) -> str:
+    """Of a Host header; empty where it holds none."""
     with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return name in (*LOCAL, own) or bool(ipaddress.ip_address(name))
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
+
+
+def _is_number(host: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
     return False
 
 
 def _after(body: bytes, receive: Receive) -> Receive:
     """What comes of a request whose body has been read: the body, and then the rest."""
-    first: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> MutableMapping[str, Any]:
         return first.pop() if first else await receive()
@@ -150,14 +162,16 @@ class _Server(uvicorn.Server):
         if self.started:
             port = self.servers[0].sockets[0].getsockname()[1]
             scheme, host = "https" if self.config.is_ssl else "http", self.gateway.settings.host
-            said = f"listening on {scheme}://{host}:{port}/v1"
-            if self.gateway.keys.everybody and host not in LOCAL:
-                said += f"; warning: without keys, everybody who reaches {host} may ask and control"
-            self.say(said)
+            warning = f"; warning: without keys, everybody who reaches {host} may ask and control"
+            open_to_all = self.gateway.keys.everybody and host not in LOCAL
+            self.say(f"listening on {scheme}://{host}:{port}/v1" + (warning if open_to_all else ""))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, without raising them again in the end: the servers that were started are still to be ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -173,13 +187,14 @@ class _Server(uvicorn.Server):
 def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
     """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings. say: where it listens."""
     settings = gateway.settings
+    doors = type("Doors", (Doors,), {"most": most_connections()})
     certificate, key = settings.tls or (None, None)
     config = uvicorn.Config(
         application(gateway),
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=type("Doors", (Doors,), {"most": most_connections()}),
+        http=doors,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -199,11 +214,18 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
 
 async def reload(gateway: Gateway, supervisor: Supervisor, settings: GatewaySettings) -> None:
     """Go on with other settings; requests in flight end at the backends where they are. Address, TLS, origins and
-    folder stay what they were, and so does whether there is a cache. Raises ConfigError for other `workers`."""
+    folder stay what they were, and so does whether there is a cache.
+
+    Raises:
+        ConfigError: another number of workers.
+    """
     if settings.workers != gateway.settings.workers:
         raise ConfigError(f"workers={settings.workers}: it is {gateway.settings.workers} until a restart")
-    known = gateway.replicas
-    replicas = [next((old for old in known if old.settings == one), None) or replica(one) for one in settings.backends]
+    known = {one.name: one for one in gateway.replicas}
+    replicas = []
+    for one in settings.backends:
+        old = known.get(one.name)
+        replicas.append(old if old is not None and old.settings == one else replica(one))
     gateway.routing.replicas = replicas
     gateway.take(settings)
     await supervisor.take(replicas)
@@ -239,8 +261,11 @@ def prepare_memory() -> None:
 
 
 def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettings]) -> None:
-    """Run a gateway until a signal ends it; raises ConfigError for a port that it cannot have. again: reads the
-    settings anew, at SIGHUP."""
+    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP.
+
+    Raises:
+        ConfigError: what the settings ask for cannot be had, such as the port.
+    """
 
     async def run() -> None:
         gateway = Gateway(settings)
@@ -248,6 +273,8 @@ def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettin
             at_hang_up(lambda: reload(gateway, supervisor, again()), say)
             prepare_memory()
             await server(gateway, say).serve()
+
+    import uvloop
 
     try:
         uvloop.run(run())

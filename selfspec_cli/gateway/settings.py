@@ -5,143 +5,125 @@ No secret is in settings, because they name the variables that hold keys, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass, is_pydantic_dataclass
+from selfspec_cli.early_exit.knobs import knob
 
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit.errors import closest
-
-ONLY_KNOWN_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-def setting(default: Any, about: str, **limits: Any) -> Any:
-    """A field of a schema. about: one line, for docs/gateway_reference.md. limits: as pydantic has them."""
-    return Field(default=default, description=about, **limits)
+_limit = partial(knob, None, low=1, unset="no limit")
+SPECIAL = ("tools", "images", "sampled")
+"""Kinds of requests that are cached only where `also_for` names them."""
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
-class NoOptions:
-    """Of a policy that has none."""
-
-
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class BackendSettings:
-    name: str = setting("", "what routes, metrics and errors call it")
-    kind: str = setting("openai", "how it is started and asked; a name of the registry of backends")
-    url: str | None = setting(None, "its address; a server that answers there is adopted; unset: one is started")
-    words: list[str] = setting(
-        [], "given to `selfspec serve` (`local`, `quantised`; vLLM's options after `--`) or vllm-router (`pool`)"
+    """One place that answers."""
+
+    name: str = knob("", help="what routes, metrics and errors call it")
+    kind: str = knob("openai", help="how it is started and asked; a name of the registry of backends")
+    url: str | None = knob(None, help="its address; a server that answers there is adopted", unset="one is started")
+    words: list[str] = knob(
+        factory=list,
+        help="given to `selfspec serve` (`local`, `quantised`; vLLM's options after `--`) or vllm-router (`pool`)",
     )
-    environment: dict[str, Any] = setting({}, "of the server that is started: CUDA_VISIBLE_DEVICES=1")
-    prefill: str | None = setting(None, "of `split`: address of the server that prefills; unset: required there")
-    model: str | None = setting(None, "the one model there that clients get; unset: all that /v1/models names")
-    serves: list[str] = setting([], "names of models that clients may use for it, besides its own")
-    weights: str | None = setting(
-        None, "backends with equal weights continue each other's streams; unset: the model's name, and the kind"
+    environment: dict[str, Any] = knob(factory=dict, help="of the server that is started: CUDA_VISIBLE_DEVICES=1")
+    prefill: str | None = knob(None, help="of `split`: address of the server that prefills", unset="required there")
+    model: str | None = knob(None, help="the one model there that clients get", unset="all that /v1/models names")
+    serves: list[str] = knob(factory=list, help="names of models that clients may use for it, besides its own")
+    weights: str | None = knob(
+        None, help="backends with equal weights continue each other's streams", unset="the model's name, and the kind"
     )
-    key_env: str | None = setting(None, "environment variable that holds the key for it; unset: no key is sent")
-    price_in: float = setting(0.0, "price of a million prompt tokens", ge=0)
-    price_out: float = setting(0.0, "price of a million generated tokens", ge=0)
-    price_hour: float = setting(0.0, "price of an hour of the machine, shared by its requests", ge=0)
-    at_once: int | None = setting(None, "most requests in flight there", ge=1)
+    key_env: str | None = knob(None, help="environment variable that holds the key for it", unset="no key is sent")
+    price_in: float = knob(0.0, help="price of a million prompt tokens", unit="money", low=0)
+    price_out: float = knob(0.0, help="price of a million generated tokens", unit="money", low=0)
+    price_hour: float = knob(0.0, help="price of an hour of the machine, shared by its requests", unit="money", low=0)
+    at_once: int | None = _limit(help="most requests in flight there", unit="requests")
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class KeySettings:
     """One client's key, and its limits."""
 
-    name: str = setting("", "the tenant: what logs and limits call the client")
-    key: str = setting("", "environment variable that holds the key, or the key's SHA-256 in hexadecimal")
-    requests_per_minute: int | None = setting(None, "most requests a minute", ge=1)
-    tokens_per_minute: int | None = setting(None, "most tokens a minute, prompts and answers", ge=1)
-    at_once: int | None = setting(None, "most requests at once", ge=1)
-    models: list[str] = setting([], "models that it may ask for; empty: all")
-    money_per_day: float | None = setting(None, "most money a day (UTC)", gt=0)
-    admin: bool = setting(False, "may look at routes and settings, drain backends, and evict cached answers")
+    name: str = knob("", help="the tenant: what logs and limits call the client")
+    key: str = knob("", help="environment variable that holds the key, or the key's SHA-256 in hexadecimal")
+    requests_per_minute: int | None = _limit(help="most requests a minute", unit="requests")
+    tokens_per_minute: int | None = _limit(help="most tokens a minute, prompts and answers", unit="tokens")
+    at_once: int | None = _limit(help="most requests at once", unit="requests")
+    models: list[str] = knob(factory=list, help="models that it may ask for; empty: all")
+    money_per_day: float | None = knob(None, help="most money a day (UTC)", unit="money", above=0, unset="no limit")
+    admin: bool = knob(False, help="may look at routes and settings, drain backends, and evict cached answers")
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class LimitSettings:
     """What nobody may exceed, and how long the gateway waits."""
 
-    body_mib: float = setting(32.0, "largest body of a request; all together may have 16 times as much", gt=0, le=1e6)
-    at_once: int = setting(4096, "most requests in the gateway at once", ge=1)
-    queue_seconds: float = setting(10.0, "a request waits so long for a place at full backends, fair by tenant", ge=0)
-    request_seconds: float = setting(600.0, "whole time of a request, its answer included", gt=0)
-    first_byte_seconds: float = setting(
-        120.0, "a backend that has sent no event of a stream for so long has failed", gt=0
+    body_mib: float = knob(
+        32.0, help="largest body of a request; all together may have 16 times as much", unit="MiB", above=0, high=1e6
     )
-    stall_seconds: float = setting(30.0, "likewise between two events; comments do not count", gt=0)
-    unread_seconds: float = setting(
-        300.0, "a client is left that has read nothing, or not sent its request, for so long", gt=0
+    at_once: int = knob(4096, help="most requests in the gateway at once", unit="requests", low=1)
+    queue_seconds: float = knob(
+        10.0, help="a request waits so long for a place at full backends, fair by tenant", unit="s", low=0
+    )
+    request_seconds: float = knob(600.0, help="whole time of a request, its answer included", unit="s", above=0)
+    first_byte_seconds: float = knob(
+        120.0, help="a backend that has sent no event of a stream for so long has failed", unit="s", above=0
+    )
+    stall_seconds: float = knob(30.0, help="likewise between two events; comments do not count", unit="s", above=0)
+    unread_seconds: float = knob(
+        300.0, help="a client is left that has read nothing, or not sent its request, for so long", unit="s", above=0
     )
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class SloSettings:
     """What `cheapest_within_slo` and `sticky_until_saturated` are held to."""
 
-    ttft_ms: float = setting(1000.0, "time to first token that is tolerated", gt=0)
-    tpot_ms: float = setting(100.0, "time per output token that is tolerated", gt=0)
+    ttft_ms: float = knob(1000.0, help="time to first token that is tolerated", unit="ms", above=0)
+    tpot_ms: float = knob(100.0, help="time per output token that is tolerated", unit="ms", above=0)
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class CacheSettings:
     """Answers that are given again to the same request of the same tenant."""
 
-    mib: float = setting(0.0, "room for answers; 0: nothing is kept; the least recently used go first", ge=0, le=1e6)
-    ttl_s: float = setting(7 * 86400.0, "after which an answer is forgotten", gt=0)
-    also_for: list[Literal["tools", "images", "sampled"]] = setting(
-        [], "of tools, images and sampled (a temperature above 0, or none named), which requests are cached too"
+    mib: float = knob(
+        0.0, help="room for answers; 0: nothing is kept; the least recently used go first", unit="MiB", low=0, high=1e6
+    )
+    ttl_s: float = knob(7 * 86400.0, help="after which an answer is forgotten", unit="s", above=0)
+    also_for: list[str] = knob(
+        factory=list,
+        help="of tools, images and sampled (a temperature above 0, or none named), which requests are cached too",
+        choices=SPECIAL,
     )
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class LedgerSettings:
     """What routing gained: some requests are its baseline, and the others are compared with them."""
 
-    plain_share: float = setting(0.01, "requests that go to the first backend, without drafts or cache", ge=0, le=1)
+    plain_share: float = knob(
+        0.01, help="requests that go to the first backend, without drafts or cache", unit="fraction", low=0, high=1
+    )
 
 
-@dataclass(config=ONLY_KNOWN_KEYS)
+@dataclass
 class GatewaySettings:
-    host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8080, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    workers: int = setting(1, "processes that answer at that port", ge=1, le=256)
-    policy: str = setting("least_time", "who chooses the backend; a name of the registry of policies")
-    policy_options: dict[str, Any] = setting({}, "options of the policies, by the policy's name")
-    backends: list[BackendSettings] = setting([], "where requests can go; the first is the baseline")
-    keys: list[KeySettings] = setting([], "who may ask; empty: everybody")
-    limits: LimitSettings = Field(default_factory=LimitSettings)
-    slo: SloSettings = Field(default_factory=SloSettings)
-    cache: CacheSettings = Field(default_factory=CacheSettings)
-    ledger: LedgerSettings = Field(default_factory=LedgerSettings)
-    log_text: bool = setting(False, "log what was asked; otherwise its hash")
-    tls: list[str] = setting([], "files of the certificate and its key, in PEM; empty: plain HTTP")
-    origins: list[str] = setting([], "web pages that may ask (CORS), such as https://app.example")
-    results_dir: str = setting("results", "folder of the log (in gateway/requests.jsonl) and of the cache")
+    """A gateway."""
 
-
-def validated(schema: Any, content: Any, place: str = "") -> Any:
-    """Plain values as an instance of a schema; raises ConfigError for a key or a value that it has not. place: what its
-    keys begin with in messages, such as `limits.`."""
-    try:
-        return TypeAdapter(schema).validate_python(content)
-    except ValidationError as error:
-        raise ConfigError(_problem(schema, error.errors()[0], place)) from error
-
-
-def _problem(schema: Any, first: Mapping[str, Any], place: str) -> str:
-    *above, last = first["loc"] or ("",)
-    place += "".join(f"{part}." for part in above)
-    if first["type"] != "unexpected_keyword_argument":
-        return f"{f'{place}{last}'.rstrip('.') or 'gateway'}={first['input']!r}: {first['msg']}"
-    for name in above:
-        if isinstance(name, str):  # a number is the place in a list
-            kind = schema.__pydantic_fields__[name].annotation
-            schema = next(one for one in (kind, *get_args(kind)) if is_pydantic_dataclass(one))
-    allowed = [f"{place}{name}" for name in schema.__pydantic_fields__] or ["none"]
-    return closest(f"{place}{last}", allowed, "key")
+    host: str = knob("127.0.0.1", help="address to listen on")
+    port: int = knob(8080, help="port to listen on; 0 takes a free one", low=0, high=65535)
+    workers: int = knob(1, help="processes that answer at that port", low=1, high=256)
+    policy: str = knob("least_time", help="who chooses the backend; a name of the registry of policies")
+    policy_options: dict[str, Any] = knob(factory=dict, help="options of the policies, by the policy's name")
+    backends: list[BackendSettings] = knob(factory=list, help="where requests can go; the first is the baseline")
+    keys: list[KeySettings] = knob(factory=list, help="who may ask; empty: everybody")
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    slo: SloSettings = field(default_factory=SloSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    ledger: LedgerSettings = field(default_factory=LedgerSettings)
+    log_text: bool = knob(False, help="log what was asked; otherwise its hash")
+    tls: list[str] = knob(factory=list, help="files of the certificate and its key, in PEM; empty: plain HTTP")
+    origins: list[str] = knob(factory=list, help="web pages that may ask (CORS), such as https://app.example")
+    results_dir: str = knob("results", help="folder of the log (in gateway/requests.jsonl) and of the cache")

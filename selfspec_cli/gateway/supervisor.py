@@ -15,12 +15,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from selfspec_cli import children, terminal
-from selfspec_cli.gateway import wire
+from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
+from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
-from selfspec_cli.gateway.timing import FEW, Counts, between, read
+from selfspec_cli.gateway.timing import FEW
 from selfspec_cli.gateway.upstream import BackendFailed, Upstream, address, key_of, prepared
 
 POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
@@ -42,8 +43,11 @@ def replica(settings: BackendSettings) -> Replica:
 
 
 class Supervisor:
-    """Starts what has to be started, and looks after all backends. folder: for the logs of servers. looked: called
-    after each look. say: called with messages for people. starts: servers are started here, not by another process."""
+    """Starts what has to be started, and looks after all backends.
+
+    folder: for the logs of servers. looked: called after each look. say: called with messages for people. starts:
+    whether servers are started here; otherwise another process does it.
+    """
 
     def __init__(
         self,
@@ -76,16 +80,21 @@ class Supervisor:
         new = [replica for replica in self.replicas if replica not in self._tasks]
         if self.starts:
             await asyncio.gather(*map(self._start, new))
-        served = [one for one in self.replicas if BACKENDS[one.settings.kind].command is serve_command]
-        for replica in served:  # others may be anywhere
-            host = urlsplit(replica.url).hostname
-            replica.neighbours = [one for one in served if urlsplit(one.url).hostname == host and one is not replica]
+        hosts = {
+            one: urlsplit(one.url).hostname
+            for one in self.replicas
+            if BACKENDS[one.settings.kind].command is serve_command  # others may be anywhere
+        }
+        for replica, host in hosts.items():
+            replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
         for replica in new:
             self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
 
     async def close(self) -> None:
         """End the servers that were started here; those that were adopted go on."""
-        for task in (*self._tasks.values(), *self._retired.values()):
+        for task in self._tasks.values():
+            task.cancel()
+        for task in self._retired.values():
             task.cancel()
         await self._end([*self.processes.values(), *self._retired])
 
@@ -116,18 +125,17 @@ class Supervisor:
             with suppress(BackendFailed, *NO_LIST):
                 await self._listed(replica)
                 return self.say(f"{replica.name}: answers at {replica.url}")
-        parts = urlsplit(replica.url or f"http://127.0.0.1:{_free_port()}")
-        local = parts.hostname in ("127.0.0.1", "localhost")
+        port = (urlsplit(replica.url).port if replica.url else None) or _free_port()
+        local = not replica.url or urlsplit(replica.url).hostname in ("127.0.0.1", "localhost")
         if kind.command is None or not local or (replica.url and not settings.words):
             return self.say(f"{replica.name}: nobody answers at {replica.url} yet")
-        replica.url = parts.geturl()
+        replica.url = replica.url or f"http://127.0.0.1:{port}"
         log = log_of(settings, self.folder)
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
-        environment |= {name: str(value) for name, value in settings.environment.items()}
-        command = kind.command(settings, parts.port or _free_port())
+        own = {name: str(value) for name, value in settings.environment.items()}
+        environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **own}
         with open(log, "ab") as out:
-            self.processes[replica.name] = children.start(command, out, environment)
+            self.processes[replica.name] = children.start(kind.command(settings, port), out, environment)
         self.say(f"{replica.name}: starting at {replica.url}; its log: {log}")
 
     async def _look_on(self, replica: Replica) -> None:
@@ -147,8 +155,9 @@ class Supervisor:
         self._ended.add(replica.name)
         log = log_of(replica.settings, self.folder)
         end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
-        said = f"its server ended with exit code {process.returncode}; its log {log} ends with: {end}"
-        self.say(f"{replica.name}: {said}")
+        self.say(
+            f"{replica.name}: its server ended with exit code {process.returncode}; its log {log} ends with: {end}"
+        )
 
     async def look(self, replica: Replica) -> None:
         """Ask a backend how it is; a new one is warmed up before it takes requests."""
@@ -190,7 +199,7 @@ class Supervisor:
             if named is None or error.status not in UNLISTED:
                 raise
             return (named,)
-        return (named,) if named else tuple(str(entry["id"]) for entry in wire.loads(raw)["data"])
+        return (named,) if named else tuple(str(entry["id"]) for entry in packed.loads(raw)["data"])
 
     async def _learn_models(self, replica: Replica) -> None:
         replica.models = await self._listed(replica)
@@ -209,7 +218,8 @@ class Supervisor:
         words, times = itertools.count(), []
         with suppress(Exception):  # a model for embeddings alone has no completions
             for count, learnt in ((1, False), *((1, True),) * FEW, (WARM_TOGETHER, False), (WARM_TOGETHER, True)):
-                prompts = [" ".join(map(str, itertools.islice(words, WARM_WORDS))) for _ in range(count)]  # none cached
+                asked = [[str(next(words)) for _ in range(WARM_WORDS)] for _ in range(count)]  # none is cached
+                prompts = list(map(" ".join, asked))
                 found = await asyncio.gather(*(self._timed(replica, prompt) for prompt in prompts))
                 times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
                 if count == 1 and (not learnt or replica.load.drafts):
@@ -234,8 +244,10 @@ class Supervisor:
 
     async def _read_metrics(self, replica: Replica) -> None:
         before = replica.look()
-        raw = await self.upstream.get(f"{replica.url}/metrics", ANSWER_SECONDS, key_of(replica))
-        counts = read(raw.decode(errors="replace"))
+        text = (await self.upstream.get(f"{replica.url}/metrics", ANSWER_SECONDS, key_of(replica))).decode(
+            errors="replace"
+        )
+        counts = read(text)
         replica.looked(before, between(self.counts.get(replica.name), counts, replica.load))
         self.counts[replica.name] = counts
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from opentelemetry.trace import NoOpTracerProvider, Span
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -43,6 +41,8 @@ class Telemetry:
         about = "distance of the predicted time"
         self.ttft_error = histogram("ttft_error_seconds", f"{about} to first token", buckets=_FIRST)
         self.tpot_error = histogram("tpot_error_seconds", f"{about} per output token", buckets=_TOKEN)
+        self.expected_ttft = gauge("expected_ttft_seconds", "predicted for the newest request", route)
+        self.expected_tpot = gauge("expected_tpot_seconds", "predicted for the newest request", route)
         self.cache = make(Counter, "cache", "requests by what the cache said", ("verdict",))
         self.cost = make(Counter, "cost", "money", route)
         self.machine = make(Counter, "machine_seconds", "seconds of machines", route)
@@ -62,31 +62,36 @@ class Telemetry:
         self.gain = gauge("gain", "plain over routed: seconds or money a token", labels)
 
     def ended(self, out: Outcome) -> None:
+        """Count one request."""
         route = out.route or "none"
         self.requests.labels(route, out.reason or "none", out.request.kind, str(out.status)).inc()
         self.cache.labels(out.cache).inc()
-        for measured, expected, times, errors in (
-            (out.ttft, out.expected_ttft, self.ttft, self.ttft_error),
-            (out.tpot, out.expected_tpot, self.tpot, self.tpot_error),
+        for measured, expected, times, errors, newest in (
+            (out.ttft, out.expected_ttft, self.ttft, self.ttft_error, self.expected_ttft),
+            (out.tpot, out.expected_tpot, self.tpot, self.tpot_error, self.expected_tpot),
         ):
             if measured is not None:
                 times.labels(route).observe(measured)
-                if expected is not None:
-                    errors.labels(route).observe(abs(measured - expected))
-        self.e2e.labels(route, str(out.plain).lower()).observe(out.e2e)
-        for counter, labels, count in (
-            (self.cost, (route,), out.cost),
-            (self.machine, (route,), out.machine_s),
-            (self.tokens, (route, "prompt"), out.prompt_tokens),
-            (self.tokens, (route, "answer"), out.tokens),
-        ):
+            if expected is not None:
+                newest.labels(route).set(expected)
+            if measured is not None and expected is not None:
+                errors.labels(route).observe(abs(measured - expected))
+        if out.e2e is not None:
+            self.e2e.labels(route, str(out.plain).lower()).observe(out.e2e)
+        if out.cost is not None:
+            self.cost.labels(route).inc(out.cost)
+        if out.machine_s is not None:
+            self.machine.labels(route).inc(out.machine_s)
+        for kind, count in (("prompt", out.prompt_tokens), ("answer", out.tokens)):
             if count is not None:
-                counter.labels(*labels).inc(count)
+                self.tokens.labels(route, kind).inc(count)
         for name in out.tried:
             self.retries.labels(name).inc()
-        self.lost.inc(out.lost or 0.0)
+        if out.lost is not None:
+            self.lost.inc(out.lost)
 
     def gains(self, found: Sequence[Gain]) -> None:
+        """What the ledger says."""
         for one in found:
             for bound, value in (("gain", one.gain), ("low", one.low), ("high", one.high)):
                 if value is not None:
@@ -115,36 +120,36 @@ class Telemetry:
 
 
 class Tracing:
-    """Spans of requests; they go nowhere where no collector is named by OpenTelemetry's own variables."""
+    """Spans of requests; nothing where no collector is named by OpenTelemetry's own variables."""
 
     def __init__(self) -> None:
+        self._tracer: Any = None
+        self._provider: Any = None
+        if not any(os.environ.get(name) for name in COLLECTOR):
+            return
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         self._propagator = TraceContextTextMapPropagator()
-        self._exported: Any = None
-        if any(os.environ.get(name) for name in COLLECTOR):
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "selfspec-gateway"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("selfspec")
 
-            self._exported = TracerProvider(resource=Resource.create({"service.name": "selfspec-gateway"}))
-            self._exported.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self._tracer = (self._exported or NoOpTracerProvider()).get_tracer("selfspec")
-
-    def span(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Span]:
+    def span(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
         """A span around one step of a request. headers: those of the client, whose trace it joins."""
+        if self._tracer is None:
+            return nullcontext()
         return self._tracer.start_as_current_span(name, context=self._propagator.extract(headers))
 
     def inject(self, headers: dict[str, str]) -> None:
         """Let a backend join the trace."""
-        self._propagator.inject(headers)
+        if self._tracer is not None:
+            self._propagator.inject(headers)
 
     def close(self) -> None:
-        if self._exported is not None:
-            self._exported.shutdown()
-
-
-def annotate(span: Span, out: Outcome) -> None:
-    """Write on a span what became of its request."""
-    if span.is_recording():
-        row = {name: value for name, value in out.row(text=False).items() if name not in ("id", "tried")}
-        span.set_attributes({f"selfspec.{name}": value for name, value in row.items() if value is not None})
+        """Send what is left."""
+        if self._provider is not None:
+            self._provider.shutdown()

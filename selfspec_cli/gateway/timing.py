@@ -1,4 +1,4 @@
-"""What the times of one backend are expected to be, learnt from those that were measured and from its /metrics.
+"""What the times of one backend are expected to be, learnt from those that were measured.
 
     TTFT = a + b * (prompt tokens not in its prefix cache) + c * (the same of requests that have no token yet)
     TPOT = step(requests that run) * work / yield
@@ -13,9 +13,7 @@ step will take.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,12 +22,6 @@ import numpy as np
 FORGET = 0.98  # weight of all that came before, with each new time
 FEW = 3  # times below which nothing is predicted
 NEW = 0.1  # least weight of a new time in the mean of its point of a curve
-GAUGES = ("selfspec_draft_cost", "selfspec_draft_length", "selfspec_expected_step_seconds")
-MOST = 1e15  # that anything may be counted
-ROUNDS = 100  # of drafting, over which the tokens that a round brings are a mean
-_LINE = re.compile(r"^vllm:(\w+)(?:{[^}]*})? (\S+)$", re.MULTILINE)
-
-# ---- what was measured -----------------------------------------------------------------------------------------------
 
 
 class Line:
@@ -52,6 +44,7 @@ class Line:
         return float(np.maximum(0.0, self.weights) @ x)
 
     def learn(self, x: Sequence[float], y: float) -> None:
+        """One pair that was measured."""
         moved = self._spread @ x
         gain_below = FORGET + moved @ x
         self.weights += moved / gain_below * (y - self.weights @ x)
@@ -150,73 +143,3 @@ class Timing:
                 return
             seconds /= self.beside.seconds
         self.steps.learn(running, seconds)
-
-
-# ---- what a vLLM server says of itself -------------------------------------------------------------------------------
-
-
-Counts = dict[str, float]
-"""Totals since the server began, and gauges as they are, by vLLM's names; without what it does not say."""
-
-
-def read(text: str) -> Counts:
-    """The counts of Prometheus's text format: the sum over the engines of a server, of GAUGES the largest. What is no
-    count is left out."""
-    found: Counts = {}
-    for name, value in _LINE.findall(text):
-        with suppress(ValueError):
-            if 0 <= (number := float(value)) < MOST:
-                before = found.get(name, 0.0)
-                found[name] = max(before, number) if name in GAUGES else before + number
-    return found
-
-
-@dataclass(frozen=True)
-class Load:
-    """The state of a server: requests, and what a round of drafting costs (work, in plain steps) and brings (tokens).
-
-    rounds: that `tokens` is a mean of. step: seconds that the server expects its next step to take; None where it does
-    not say, or does not draft at the moment, so that the step is no round.
-    known: whether it says anything at all. drafts: whether it can draft. caches: whether its prefix cache is used.
-    """
-
-    running: float = 0.0
-    waiting: float = 0.0
-    work: float = 1.0
-    tokens: float = 1.0
-    drafts: bool = False
-    caches: bool = True
-    known: bool = False
-    step: float | None = None
-    rounds: float = 0.0
-
-
-def between(before: Counts | None, now: Counts, last: Load) -> Load:
-    """The load by two looks; where no round ended between them, what a round costs and brings stays as it was. Few
-    rounds say little of what one brings, so they count as much as others before them."""
-    work, tokens, counted = last.work, last.tokens, last.rounds
-    rounds = _more(before, now, "spec_decode_num_drafts_total")
-    if rounds:
-        counted = min(ROUNDS, last.rounds + rounds)
-        brought = 1.0 + (_more(before, now, "spec_decode_num_accepted_tokens_total") or 0.0) / rounds
-        tokens += min(1.0, rounds / counted) * (brought - tokens)
-        ours, steps = (_more(before, now, f"selfspec_draft_{name}_total") for name in ("rounds", "steps"))
-        if ours and steps is not None and "selfspec_draft_cost" in now:
-            work = 1.0 + now["selfspec_draft_cost"] * steps / ours
-    return Load(
-        now.get("num_requests_running", 0.0),
-        now.get("num_requests_waiting", 0.0),
-        work,
-        tokens,
-        drafts="spec_decode_num_drafts_total" in now,
-        caches=now.get("prefix_cache_queries_total") != 0,
-        known="num_requests_running" in now,
-        step=(now.get("selfspec_expected_step_seconds") or None) if now.get("selfspec_draft_length") != 0 else None,
-        rounds=counted,
-    )
-
-
-def _more(before: Counts | None, now: Counts, name: str) -> float | None:
-    """By how much a total grew; None where it is not there. A server that was started anew begins at 0."""
-    later, earlier = now.get(name), (before or {}).get(name)
-    return later if later is None or earlier is None or later < earlier else later - earlier

@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
-from selfspec_cli.gateway import wire
+from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import without_v1
 from selfspec_cli.gateway.errors import bad_request, unavailable
+from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import RESPONSES, Request
 from selfspec_cli.gateway.settings import LimitSettings
-from selfspec_cli.gateway.wire import BrokenStream
 
 OWN_FAULT = (401, 403, 407)
 """The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
@@ -47,8 +47,10 @@ class Cause(StrEnum):
 
 
 class BackendFailed(Exception):
-    """A backend was not reached, took too long, or answered with an error of its own. retry_after: seconds for which it
-    asks to be left alone."""
+    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own.
+
+    retry_after: seconds for which it asks to be left alone.
+    """
 
     def __init__(self, message: str, status: int = 502, cause: Cause = Cause.shared, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -64,19 +66,33 @@ class Refused(Exception):
 
 
 class Upstream:
-    """The clients of all backends, made inside the event loop; `close` after the last request."""
+    """The client of all backends; `close` after the last request."""
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
-        # looks have a client of their own: otherwise they would use in turn all connections that a rush of requests
-        # left, and none would ever be closed
-        self._sessions = {"GET": _session(), "POST": _session()}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    def _session(self, method: str) -> aiohttp.ClientSession:
+        """A client of aiohttp, made inside the event loop when it is first used. Looks (GET) have one of their own:
+        otherwise they would use in turn all connections that a rush of requests left, and none would ever be closed."""
+        if method not in self._sessions:
+            tracing = aiohttp.TraceConfig()
+            tracing.on_connection_reuseconn.append(_note_reuse)
+            self._sessions[method] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trace_configs=[tracing],
+            )
+        return self._sessions[method]
 
     async def close(self) -> None:
+        """Close every connection that is kept."""
         for session in self._sessions.values():
             await session.close()
 
     async def get(self, url: str, seconds: float, headers: Mapping[str, str]) -> bytes:
+        """The body of a page; raises BackendFailed."""
         async with self._asked("GET", url, headers, None, seconds) as response:
             if response.status != 200:
                 raise BackendFailed(f"HTTP {response.status}", response.status)
@@ -95,12 +111,14 @@ class Upstream:
         base: str | None = None,
         seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer whose head has come and says 200; raises BackendFailed, or Refused (HTTP 4xx).
+        """An answer whose head has come and says 200. base: of another address than the backend's own. seconds: until
+        then; None takes limits.first_byte_seconds.
 
-        base: of another address than the backend's own. seconds: until then; None takes limits.first_byte_seconds.
+        Raises:
+            BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
         """
         try:
-            raw = wire.dumps(body)
+            raw = packed.dumps(body)
         except ValueError as error:
             raise bad_request(f"the body cannot be handed on: {error}") from error
         seconds = self.limits.first_byte_seconds if seconds is None else seconds
@@ -141,7 +159,7 @@ class Upstream:
         while True:
             note = SimpleNamespace(reused=False)
             try:
-                return await self._sessions[method].request(
+                return await self._session(method).request(
                     method, target, headers=own, data=data, allow_redirects=False, trace_request_ctx=note
                 )
             except aiohttp.ClientConnectorError as error:
@@ -154,8 +172,10 @@ class Upstream:
 
     async def _refuse(self, response: aiohttp.ClientResponse) -> NoReturn:
         raw, status = b"", response.status
-        with suppress(BrokenStream):
-            raw = await self.whole(response, self.limits.stall_seconds, ERROR_BYTES)
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(self.limits.stall_seconds):
+                while len(raw) < ERROR_BYTES and (part := await response.content.readany()):
+                    raw += part
         if status in OWN_FAULT:
             raise BackendFailed(f"HTTP {status}: it does not take the gateway's key", cause=Cause.backend)
         if 400 <= status < 500 and status not in (408, 429):
@@ -164,7 +184,11 @@ class Upstream:
         raise BackendFailed(f"HTTP {status}", status if status in PASSED_ON else 502, cause, _seconds(later))
 
     async def part(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
-        """The next bytes of an answer, empty at its end; raises BrokenStream where none come in so many seconds."""
+        """The next bytes of an answer, empty at its end.
+
+        Raises:
+            BrokenStream: it breaks off, or nothing comes for so many seconds.
+        """
         try:
             async with asyncio.timeout(seconds):
                 return await response.content.readany()
@@ -173,28 +197,18 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             raise BrokenStream(_said(error)) from error
 
-    async def whole(self, response: aiohttp.ClientResponse, seconds: float, most: int | None = None) -> bytes:
-        """All bytes of an answer, in so many seconds; raises BrokenStream, also for more than `most` (ANSWER_BYTES)."""
-        until, raw, most = time.monotonic() + seconds, bytearray(), most or ANSWER_BYTES
+    async def whole(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
+        """All bytes of an answer, in so many seconds; raises BrokenStream."""
+        until, raw = time.monotonic() + seconds, bytearray()
         while part := await self.part(response, max(0.0, until - time.monotonic())):
             raw += part
-            if len(raw) > most:
-                raise BrokenStream(f"the answer has more than {most >> 20} MiB")
+            if len(raw) > ANSWER_BYTES:
+                raise BrokenStream(f"the answer has more than {ANSWER_BYTES >> 20} MiB")
         return bytes(raw)
 
 
-def _session() -> aiohttp.ClientSession:
-    async def note_reuse(session: Any, context: SimpleNamespace, params: Any) -> None:
-        context.trace_request_ctx.reused = True
-
-    tracing = aiohttp.TraceConfig()
-    tracing.on_connection_reuseconn.append(note_reuse)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trace_configs=[tracing],
-    )
+async def _note_reuse(session: Any, context: SimpleNamespace, params: Any) -> None:
+    context.trace_request_ctx.reused = True
 
 
 def _said(error: Exception) -> str:

@@ -26,9 +26,10 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import server
+from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.server import DRAIN_SECONDS, Say
-from selfspec_cli.gateway.settings import GatewaySettings, validated
+from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.telemetry import FILES
 
 AGAIN_SECONDS = 0.5  # after which a worker that has ended is started anew
@@ -71,6 +72,7 @@ class Crew:
         self.ending = asyncio.Event()
 
     def tell(self, *processes: asyncio.subprocess.Process) -> None:
+        """Send workers what they have to know."""
         line = json.dumps({"settings": self.settings, "drained": sorted(self.drained)}).encode() + b"\n"
         for process in processes:
             process.stdin.write(line)  # type: ignore[union-attr]
@@ -160,7 +162,7 @@ async def work() -> None:
     lines = asyncio.StreamReader(LONGEST)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     first = json.loads(await lines.readline())
-    settings: GatewaySettings = validated(GatewaySettings, first["settings"])
+    settings: GatewaySettings = checked(GatewaySettings, first["settings"], "")
     gateway = Gateway(settings)
     gateway.tell = lambda name, drains: _say(drain=[name, drains])
     async with server.opened(gateway, starts=False) as supervisor:
@@ -174,7 +176,7 @@ async def work() -> None:
                     return web.handle_exit(signal.SIGTERM, None)
                 before, known = known, json.loads(line)
                 if known["settings"] != before["settings"]:
-                    await server.reload(gateway, supervisor, validated(GatewaySettings, known["settings"]))
+                    await server.reload(gateway, supervisor, checked(GatewaySettings, known["settings"], ""))
 
         listening = asyncio.ensure_future(listen(first))
         server.prepare_memory()

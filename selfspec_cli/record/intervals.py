@@ -98,11 +98,13 @@ def mean_ratio_interval(above: tuple[float, ...], below: tuple[float, ...]) -> I
     import numpy
 
     draw = numpy.random.default_rng(SEED)
-    means = [
-        side[draw.integers(0, len(side), (FEWER, len(side)))].mean(axis=1) for side in map(numpy.array, (above, below))
-    ]
+
+    def means(values: tuple[float, ...]) -> Any:
+        side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
+        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(FEWER)])
+
     with numpy.errstate(divide="ignore"):
-        ratios = means[0] / means[1]
+        ratios = means(above) / means(below)
     half = 50 * (1 - LEVEL)
     low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
     return float(low), float(high)

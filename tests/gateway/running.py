@@ -16,14 +16,14 @@ from typing import Any
 import aiohttp
 from fake import Fake, answer
 
-from selfspec_cli.gateway import replica, server, supervisor
+from selfspec_cli.gateway import breaker, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings, LedgerSettings, LimitSettings
 
 QUICK = LimitSettings(first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3)
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
-replica.OPEN_SECONDS = 0.3
+breaker.OPEN_SECONDS = 0.3
 
 
 @dataclass
@@ -54,15 +54,12 @@ class Running:
     async def stream(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Stream:
         """A stream, read to its end."""
         async with self.session.post(self.url + path, json={**body, "stream": True}, headers=headers) as response:
-            return Stream(await response.text(), response.headers)
+            raw = await response.read()
+            return Stream(response.status, raw, dict(response.headers))
 
     async def settled(self) -> None:
         """Wait until what was asked is counted too, which is after its answer was sent."""
         await until(lambda: self.gateway.inside == 0)
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A raw connection."""
-        return await asyncio.open_connection(*self.url.removeprefix("http://").split(":"))
 
     async def get(self, path: str, **headers: str) -> tuple[int, str]:
         await self.settled()
@@ -80,12 +77,13 @@ class Running:
 class Stream:
     """What a client got of a stream."""
 
-    raw: str
-    headers: Any = None
+    status: int
+    raw: bytes
+    headers: dict[str, str]
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        lines = [part.removeprefix("data: ") for part in self.raw.split("\n\n") if part]
+        lines = [part.removeprefix("data: ") for part in self.raw.decode().split("\n\n") if part]
         assert lines[-1] == "[DONE]"
         assert "[DONE]" not in lines[:-1]
         return [json.loads(line) for line in lines[:-1]]
@@ -146,7 +144,7 @@ class Process:
     async def stream(self) -> str:
         """The text of a stream of forty tokens."""
         body = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
-        return Stream((await self.ask(body=body))[2]).text
+        return text_of_stream((await self.ask(body=body))[2])
 
     async def end(self, wish: int = signal.SIGTERM) -> None:
         self.process.send_signal(wish)
@@ -169,6 +167,12 @@ async def process(
         await on.end()
     for one in fakes:
         await one.stop()
+
+
+def text_of_stream(raw: bytes | str) -> str:
+    """The text of the events of a stream of /v1/completions."""
+    lines = raw.split("\n\n") if isinstance(raw, str) else raw.decode().split("\n\n")
+    return "".join(json.loads(one[6:])["choices"][0]["text"] for one in lines if one.startswith("data: {"))
 
 
 @asynccontextmanager

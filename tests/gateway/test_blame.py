@@ -9,8 +9,9 @@ import pytest
 from fake import Fake
 from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running, until
 
-from selfspec_cli.gateway import replica, supervisor
-from selfspec_cli.gateway.replica import Breaker, State
+from selfspec_cli.gateway import breaker, supervisor
+from selfspec_cli.gateway.breaker import Breaker
+from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.upstream import address
 
 
@@ -57,21 +58,21 @@ def test_a_breaker_opens_by_the_share_of_failures_and_lets_several_requests_try(
     for _ in range(25):
         one.failed()
     assert not one.allows()
-    clock["at"] += replica.OPEN_SECONDS
-    one.probing = replica.PROBES - 1
+    clock["at"] += breaker.OPEN_SECONDS
+    one.probing = breaker.PROBES - 1
     assert one.allows()
     one.probing += 1
     assert not one.allows()
     one.failed()
     one.probing = 0
     assert not one.allows()
-    clock["at"] += replica.OPEN_SECONDS
+    clock["at"] += breaker.OPEN_SECONDS
     one.succeeded()
     assert one.allows()
-    for _ in range(replica.LEAST_FAILURES - 1):
+    for _ in range(breaker.LEAST_FAILURES - 1):
         one.failed()
     assert one.allows()
-    clock["at"] += replica.WINDOW_SECONDS + 1
+    clock["at"] += breaker.WINDOW_SECONDS + 1
     one.failed()
     assert one.allows(), "those before are forgotten"
 
@@ -87,7 +88,7 @@ async def test_a_long_answer_in_one_piece_is_generated_once(tmp_path):
 async def test_a_request_that_takes_too_long_as_a_whole_ends_and_is_nobodys_failure(tmp_path):
     quick = replace(QUICK, request_seconds=0.5)
     async with running([Fake("a", step=5), Fake("b")], tmp_path, limits=quick) as on:
-        for _ in range(replica.LEAST_FAILURES + 1):
+        for _ in range(breaker.LEAST_FAILURES + 1):
             status, found, _ = await on.post(PROMPT)
             assert (status, found["error"]["type"]) == (504, "timeout")
         stream = await on.stream(PROMPT)
@@ -146,20 +147,6 @@ async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
         await asyncio.gather(first, other, *waiting)
         assert order.index("bob") <= 2
         assert not on.gateway.places.waiting
-
-
-async def test_all_who_wait_get_a_place_and_never_too_many_at_once(tmp_path):
-    few, patient = {"a": {"at_once": 2}, "b": {"at_once": 1}}, replace(QUICK, queue_seconds=20)
-    fakes = [Fake("a", first=0.02), Fake("b", first=0.02)]
-    async with running(fakes, tmp_path, backends=few, limits=patient, policy="round_robin") as on:
-        asked = [asyncio.ensure_future(on.post(PROMPT)) for _ in range(40)]
-        await until(lambda: len(on.gateway.places) > 30)
-        for one in asked[::2]:
-            one.cancel()
-        while not all(one.done() for one in asked):
-            assert all(len(one.flights) <= one.settings.at_once for one in on.gateway.replicas)
-            await asyncio.sleep(0.001)
-        assert {one.result()[0] for one in asked[1::2]} == {200}
 
 
 @pytest.mark.parametrize(

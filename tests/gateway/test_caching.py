@@ -3,8 +3,6 @@
 import asyncio
 import hashlib
 import json
-import random
-import re
 import threading
 
 import pytest
@@ -12,7 +10,7 @@ from fake import Fake, answer
 from running import ANN, BOB, TENANTS, running, until
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.gateway.cache import AnswerCache, Kept, key
+from selfspec_cli.gateway.cache import AnswerCache, key
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import CacheSettings, KeySettings, LedgerSettings
 
@@ -20,25 +18,25 @@ PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 EXACT = CacheSettings(mib=8)
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}])
-async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_path, more):
+async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
-        bodies = []
-        for _ in range(3):
-            async with on.session.post(on.url + "/v1/completions", json=PROMPT | more) as response:
-                bodies.append((await response.read(), response.headers["content-type"]))
-                hit = response.headers.get("x-selfspec-cache", "").startswith("hit; entry=")
-            await on.settled()
-        assert hit and len(on.fakes["a"].asked) == 1
-        first, second, third = (re.sub(rb'"id": ?"[^"]*"', b"", body) for body, _ in bodies)
-        assert first == second == third  # which differ in their ids alone
-        assert len({body for body, _ in bodies}) == 3
-        assert len({kind for _, kind in bodies}) == 1
+        first = await on.stream(PROMPT)
+        await on.settled()
+        again = await on.stream(PROMPT)
+        usage = await on.stream(PROMPT | {"stream_options": {"include_usage": True}})
+        status, whole, headers = await on.post(PROMPT)
+        assert first.text == again.text == usage.text == whole["choices"][0]["text"] == answer("once", 12)
+        assert len(on.fakes["a"].asked) == 1
+        assert usage.events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 12
+        assert whole["usage"]["total_tokens"] == 16
+        assert "usage" not in again.events[-1] or again.events[-1]["usage"] is None
+        assert headers["x-selfspec-cache"].startswith("hit")
+        assert status == 200
         rows = await on.rows()
-        assert [row["cache"] for row in rows] == ["miss", "hit", "hit"]
-        assert [(row["prompt_tokens"], row["tokens"]) for row in rows] == [(4, 12)] * 3
+        assert [row["cache"] for row in rows] == ["miss", "hit", "hit", "hit"]
+        assert [row["tokens"] for row in rows] == [12] * 4
         assert {row["route"] for row in rows[1:]} == {"cache"}
-        assert 'selfspec_gateway_cache_total{verdict="hit"} 2.0' in (await on.get("/metrics"))[1]
+        assert 'selfspec_gateway_cache_total{verdict="hit"} 3.0' in (await on.get("/metrics"))[1]
 
 
 @pytest.mark.parametrize(("also", "sampled"), [([], ["bypassed"] * 2), (["sampled"], ["miss", "hit"])])
@@ -147,17 +145,17 @@ async def test_equal_requests_at_once_share_one_call(tmp_path):
 async def test_a_shared_call_goes_on_when_its_first_client_leaves_and_ends_when_all_do(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path, cache=EXACT) as on:
         first = asyncio.ensure_future(on.stream(PROMPT))
-        await until(lambda: on.gateway.caching.shared)
+        await until(lambda: on.gateway.caching.flights)
         second = asyncio.ensure_future(on.stream(PROMPT))
         await asyncio.sleep(0.2)
         first.cancel()
         assert (await second).text == answer("once", 12)
         assert len(on.fakes["a"].asked) == 1
         alone = asyncio.ensure_future(on.stream(PROMPT | {"prompt": "twice"}))
-        await until(lambda: on.gateway.caching.shared)
+        await until(lambda: on.gateway.caching.flights)
         await asyncio.sleep(0.1)
         alone.cancel()
-        await until(lambda: not on.gateway.caching.shared and not on.fakes["a"].running)
+        await until(lambda: not on.gateway.caching.flights and not on.fakes["a"].running)
 
 
 async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
@@ -167,7 +165,7 @@ async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
             assert "error" in stream.events[-1]
         on.fakes["a"].refuse = 400
         assert {one[0] for one in await asyncio.gather(*(on.post(PROMPT) for _ in range(3)))} == {400}
-        assert not on.gateway.caching.shared
+        assert not on.gateway.caching.flights
 
 
 async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
@@ -182,21 +180,20 @@ async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
 
 def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
     cache = AnswerCache(tmp_path / "answers.sqlite")
-    kept = Kept(random.Random(0).randbytes(1000), 4, 12)
+    answer = {"text": "x" * 1000}
     for number in range(10):
-        cache.store(bytes([number]), "t", kept, 100.0 + number, most=10**6, oldest=0)
-    found = cache.lookup(bytes([0]), 200.0, oldest=0)
-    assert (found.raw, found.prompt_tokens, found.tokens) == (kept.raw, 4, 12)
-    cache.store(b"new", "t", kept, 201.0, most=5 * 1300, oldest=0)
-    left = [number for number in range(10) if cache.lookup(bytes([number]), 202.0, oldest=0)]
-    assert 0 in left and 1 not in left and cache.size()["bytes"] <= 5 * 1300
-    assert cache.size()["entries"] == len(left) + 1
+        cache.store(bytes([number]), "t", answer, 100.0 + number, most=10**6, oldest=0)
+    assert cache.lookup(bytes([0]), 200.0, oldest=0)[1] == answer
+    cache.store(b"new", "t", answer, 201.0, most=5 * 1300, oldest=0)
+    kept = [number for number in range(10) if cache.lookup(bytes([number]), 202.0, oldest=0)]
+    assert 0 in kept and 1 not in kept and cache.size()["bytes"] <= 5 * 1300
+    assert cache.size()["entries"] == len(kept) + 1
     assert cache.lookup(b"new", 300.0, oldest=202.0) is None
-    cache.store(b"other", "t", kept, 300.0, most=10**6, oldest=299.0)
+    cache.store(b"other", "t", answer, 300.0, most=10**6, oldest=299.0)
     assert cache.size()["entries"] == 1
     again = AnswerCache(tmp_path / "answers.sqlite")  # another process
     cache.close()
-    assert (again.size()["entries"], again.lookup(b"other", 301.0, oldest=0).raw) == (1, kept.raw)
+    assert (again.size()["entries"], again.lookup(b"other", 301.0, oldest=0)[1]) == (1, answer)
     again.close()
     (tmp_path / "other").write_bytes(b"no database" * 100)
     with pytest.raises(SettingsError):
@@ -205,21 +202,14 @@ def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
 
 def test_requests_that_differ_in_what_shapes_the_answer_have_keys_of_their_own():
     one = Request("/v1/completions", PROMPT, tenant="ann")
-    same = Request("/v1/completions", PROMPT | {"stream": False, "user": "x"}, tenant="ann")
+    same = Request("/v1/completions", PROMPT | {"stream": True, "user": "x"}, tenant="ann")
     assert key(one) == key(same)
     others = [
         Request("/v1/completions", PROMPT | more, tenant="ann")
-        for more in (
-            {"prompt": "Once"},
-            {"max_tokens": 13},
-            {"stop": ["x"]},
-            {"seed": 2**70},
-            {"model": "b"},
-            {"stream": True},
-        )
+        for more in ({"prompt": "Once"}, {"max_tokens": 13}, {"stop": ["x"]}, {"seed": 2**70}, {"model": "b"})
     ]
     others += [Request("/v1/completions", PROMPT, tenant="bob"), Request("/v1/chat/completions", PROMPT, tenant="ann")]
-    assert len({key(one), *map(key, others)}) == 9
+    assert len({key(one), *map(key, others)}) == 8
 
 
 # ---- Answers that clients judge: the policy `quality` learns from them

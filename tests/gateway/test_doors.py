@@ -20,7 +20,7 @@ from selfspec_cli.gateway import request as requests
 
 async def talk(on, raw, wait=5):
     """What a raw client gets until the connection is closed, or nothing more comes."""
-    reader, writer = await on.connect()
+    reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
     writer.write(raw)
     found = b""
     try:
@@ -58,7 +58,8 @@ async def test_heads_that_are_too_large_or_too_slow_are_refused(tmp_path, monkey
 async def test_connections_beyond_the_limit_are_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "most_connections", lambda: 3)
     async with running([Fake("a")], tmp_path) as on:
-        open_ones = [await on.connect() for _ in range(3)]
+        host, port = on.url.removeprefix("http://").split(":")
+        open_ones = [await asyncio.open_connection(host, port) for _ in range(3)]
         await asyncio.sleep(0.1)
         assert (await talk(on, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 503")
         for _, writer in open_ones:

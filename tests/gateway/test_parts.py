@@ -11,17 +11,18 @@ from fake import Fake
 from running import running, until
 from simulated import begun
 
-from selfspec_cli.gateway import demo, routing
+from selfspec_cli.gateway import demo, queues
 from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.limits import DAY, Meter
+from selfspec_cli.gateway.load import Load, between, read
+from selfspec_cli.gateway.log import RequestLog
+from selfspec_cli.gateway.queues import Batch
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.routing import Batch
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
-from selfspec_cli.gateway.storage import RequestLog
-from selfspec_cli.gateway.timing import FEW, Curve, Load, Timing, between, read
+from selfspec_cli.gateway.timing import FEW, Curve, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
@@ -143,7 +144,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize(("enough", "deadline", "why"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
 async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, monkeypatch, enough, deadline, why):
-    monkeypatch.setattr(routing, "ENOUGH", enough)
+    monkeypatch.setattr(queues, "ENOUGH", enough)
     async with running([Fake("a", step=0.2)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
         await asyncio.sleep(0.1)
@@ -252,10 +253,6 @@ def test_a_curve_goes_through_what_was_measured_and_never_falls():
     assert min(curve.value(one) for one in (2, 4, 8, 20)) == pytest.approx(0.05)
 
 
-def counts(drafts, accepted):
-    return {"spec_decode_num_drafts_total": drafts, "spec_decode_num_accepted_tokens_total": accepted}
-
-
 def test_what_a_server_says_of_itself():
     text = (
         'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 2.0\n'
@@ -269,17 +266,17 @@ def test_what_a_server_says_of_itself():
     assert (load.tokens, load.work) == (3.5, pytest.approx(1.8))
     same = between(read(text), read(text), load)
     assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
-    few = between(counts(10, 25), counts(12, 25), load)
+    few = between({"drafts": 10, "accepted": 25}, {"drafts": 12, "accepted": 25}, load)
     assert few.tokens == pytest.approx(1 + 25 / 12)  # two rounds that brought nothing, after ten
-    many = between(counts(12, 25), counts(212, 25), few)
+    many = between({"drafts": 12, "accepted": 25}, {"drafts": 212, "accepted": 25}, few)
     assert many.tokens == 1.0  # so the acceptance of a busy server is followed at once
     one = Replica(BackendSettings(name="a"), load=load)
     one.came_up()  # the server was started anew, and warmed up
-    anew = between(counts(100, 250), counts(10, 0), one.load)
+    anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, one.load)
     assert anew.tokens == 1.0
     assert not between(None, read("nothing\n"), Load()).known
     for wrong in ("NaN", "-7", "1e999", "abc", ""):  # is no count, and none that a request could fail of
-        assert read(f"vllm:num_requests_running {wrong}\nvllm:num_requests_waiting 2\n") == {"num_requests_waiting": 2}
+        assert read(f"vllm:num_requests_running {wrong}\nvllm:num_requests_waiting 2\n") == {"waiting": 2}
 
 
 def test_what_a_server_expects_of_its_next_step_is_learnt():

@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-from simulated import Request, Server, as_published, asked_of, begun, chooser_of, poisson, simulate
+import step_engine
+from simulated import Request, Server, asked_of, begun, chooser_of, poisson, simulate
 
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.settings import SloSettings
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
@@ -43,9 +46,9 @@ def warmed(servers):
     """What the requests that warm a backend up have taught (`Supervisor._warm`): its times alone."""
     for one in servers:
         for _ in range(FEW):
-            one.replica.timing.learn_ttft(100, 0, 100 / one.rate + one.seconds(1))
+            one.replica.timing.learn_ttft(100, 0, 100 / one.engine.rate + one.engine.seconds(1))
         for running in (1,) * FEW + (WARM_TOGETHER,) * WARM_TOGETHER:
-            one.replica.learn_tpot(running, one.seconds(running) / one.tokens)
+            one.replica.learn_tpot(running, one.engine.seconds(running) / one.engine.tokens)
     return servers
 
 
@@ -105,17 +108,17 @@ def curved(curves, kind=Server, **more):
     )
 
 
-def published(*kinds):
+def as_published(*kinds):
     """Servers with the step times of an H200, twice as long."""
-    return warmed([as_published(kind, 2.0) for kind in kinds])
+    return warmed([Server(kind, engine=step_engine.as_published(kind, 2.0), says=kind == "early") for kind in kinds])
 
 
 @pytest.mark.parametrize(
     ("made", "answer", "rate"),
     [(partial(curved, MEASURED), 128, rate) for rate in (4.0, 16.0, 96.0)]
     + [(partial(curved, CROSSING), 50, rate) for rate in (0.5, 4.0, 8.0, 12.0, 30.0)]
-    + [(partial(published, "early", "plain"), 32, rate) for rate in (2.0, 15.0, 30.0, 45.0)]
-    + [(partial(published, "draft_model", "plain"), 32, rate) for rate in (8.0, 15.0, 30.0, 45.0)],
+    + [(partial(as_published, "early", "plain"), 32, rate) for rate in (2.0, 15.0, 30.0, 45.0)]
+    + [(partial(as_published, "draft_model", "plain"), 32, rate) for rate in (8.0, 15.0, 30.0, 45.0)],
 )
 def test_at_no_rate_is_least_time_worse_than_the_better_backend_alone(made, answer, rate):
     alone = [pooled("fixed", made, rate, answer, backend=one.name) for one in made()]
@@ -125,7 +128,7 @@ def test_at_no_rate_is_least_time_worse_than_the_better_backend_alone(made, answ
 
 def test_where_the_backend_of_the_shorter_median_has_the_longer_p99_the_mean_is_no_longer():
     """Drafts of a model of their own are 3 % faster on average at 2 requests a second, but some answers take longer."""
-    made = partial(published, "draft_model", "plain")
+    made = partial(as_published, "draft_model", "plain")
     drafts, other = (seconds("fixed", made, 2.0, 32, backend=name) for name in ("draft_model", "plain"))
     assert sum(drafts) < sum(other) and drafts[-6] > other[-6]
     assert sum(seconds("least_time", made, 2.0, 32)) <= sum(drafts)
@@ -142,7 +145,7 @@ class Neighbour(Server):
     slower: float = 1.0
 
     def seconds(self, running):
-        return super().seconds(running) * (self.slower if self.other and self.other.jobs else 1.0)
+        return super().seconds(running) * (self.slower if self.other and self.other.engine.jobs else 1.0)
 
 
 def on_one_host(slower):
@@ -260,27 +263,33 @@ def test_quality_loses_where_nobody_judges():
     assert ours.mean() > turn.mean()
 
 
-def cascaded(sure_of_hard):
-    """(quality, cost) of a cascade, and of taking turns; every second request is too hard for the small model."""
+def cascaded(sure_of_hard, right_of_hard):
+    """(quality, cost) of a cascade, and of taking turns; every second request is hard for the small model."""
     servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    chooser, found = chooser_of("cascade"), [[0.0, 0.0], [0.0, 0.0]]
+    chooser, both_ways = chooser_of("cascade"), {"ours": [0.0, 0.0], "turn": [0.0, 0.0]}
     for number in range(100):
-        easy = number % 4 >= 2
+        hard = number % 4 < 2
         choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
         assert [one.name for one in choice.order] == ["small", "large"]
-        again = (0.95 if easy else sure_of_hard) < choice.sure
-        ours, turn = (again or easy, 11.0 if again else 1.0), (True, 10.0) if number % 2 else (easy, 1.0)
-        for sums, (right, cost) in zip(found, (ours, turn), strict=True):
-            sums[0] += right / 100
-            sums[1] += cost
-    return found
+        sure = sure_of_hard if hard else 0.95
+        again = sure < choice.sure
+        right = 1.0 if again or not hard else right_of_hard
+        turn = (1.0, 10.0) if number % 2 else (right_of_hard if hard else 1.0, 1.0)
+        for way, (quality, cost) in {"ours": (right, 11.0 if again else 1.0), "turn": turn}.items():
+            both_ways[way][0] += quality / 100
+            both_ways[way][1] += cost
+    return both_ways["ours"], both_ways["turn"]
 
 
-def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know_and_loses_where_it_is_sure_all_the_same():
-    (ours, cost), (turn, cost_of_turns) = cascaded(sure_of_hard=0.3)
-    assert (ours, turn) == pytest.approx((1.0, 0.75)) and cost < 1.1 * cost_of_turns
-    (ours, _), (turn, _) = cascaded(sure_of_hard=0.9)
-    assert ours < turn
+def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know():
+    ours, turn = cascaded(sure_of_hard=0.3, right_of_hard=0.0)
+    assert ours[0] == pytest.approx(1.0) and turn[0] == pytest.approx(0.75)
+    assert ours[1] < 1.1 * turn[1]
+
+
+def test_a_cascade_loses_where_the_small_model_is_sure_of_wrong_answers():
+    ours, turn = cascaded(sure_of_hard=0.9, right_of_hard=0.0)
+    assert ours[0] < turn[0]
 
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["x", "y"]}, {"stream": True}, {"tools": [{}]}])
@@ -306,3 +315,11 @@ def test_fixed_and_round_robin():
     assert simulate("round_robin", servers, plain(count=30)).routes == {"a": 10, "b": 10, "c": 10}
     servers = [Server(name) for name in "abc"]
     assert simulate("fixed", servers, plain(count=30)).routes == {"a": 30, "b": 0, "c": 0}
+
+
+def test_policies_have_names_and_say_what_they_do():
+    with pytest.raises(SettingsError, match="did you mean 'round_robin'"):
+        POLICIES["roundrobin"]
+    assert next(iter(POLICIES)) == "least_time"
+    for policy in POLICIES.values():
+        assert policy.help

@@ -75,21 +75,23 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
             ({"model": "toy"}, "prompt is missing"),
             ({**PROMPT, "model": 3}, "model=3"),
             ({**PROMPT, "stream": "yes"}, "stream='yes'"),
-            ({**PROMPT, "n": 0}, "n=0: Input should be greater than or equal to 1"),
-            ({**PROMPT, "n": True}, "n=True: Input should be a valid integer"),
+            ({**PROMPT, "n": 0}, "n=0: a whole number from 1 on is needed"),
+            ({**PROMPT, "n": "2"}, "n='2': a whole number"),
+            ({**PROMPT, "n": 2.0}, "n=2.0: a whole number"),
+            ({**PROMPT, "n": True}, "n=True: a whole number"),
             ({**PROMPT, "selfspec": {"polic": "x"}}, "did you mean 'policy'"),
             ({**PROMPT, "selfspec": {"policy": "round_robbin"}}, "did you mean 'round_robin'"),
-            ({**PROMPT, "selfspec": {"class": "bulk"}}, "class='bulk': Input should be 'interactive' or 'batch'"),
-            ({**PROMPT, "selfspec": 7}, "selfspec=7: Input should be a valid dictionary"),
+            ({**PROMPT, "selfspec": {"class": "bulk"}}, "interactive, batch"),
+            ({**PROMPT, "selfspec": 7}, "JSON object"),
             ({**PROMPT, "selfspec": {"backend": "b"}}, "backend 'b' is not known; allowed: a"),
-            ({**PROMPT, "selfspec": {"priority": "nan"}}, "priority='nan': Input should be a valid integer"),
-            ({**PROMPT, "selfspec": {"deadline_ms": "inf"}}, "deadline_ms='inf': Input should be a finite number"),
-            ({**PROMPT, "selfspec": {"deadline_ms": -1}}, "deadline_ms=-1: Input should be greater than or equal to 0"),
-            (
-                {**PROMPT, "stream": True, "stream_options": [1]},
-                "stream_options=[1]: Input should be a valid dictionary",
-            ),
-            ({**PROMPT, "vllm_xargs": "k=2"}, "vllm_xargs='k=2': Input should be a valid dictionary"),
+            ({**PROMPT, "selfspec": {"priority": "nan"}}, "priority='nan': a whole number is needed"),
+            ({**PROMPT, "selfspec": {"priority": 1.5}}, "priority=1.5: a whole number"),
+            ({**PROMPT, "selfspec": {"priority": True}}, "priority=True: a whole number"),
+            ({**PROMPT, "selfspec": {"deadline_ms": "inf"}}, "deadline_ms='inf': a number from 0 to 86400000"),
+            ({**PROMPT, "selfspec": {"deadline_ms": -1}}, "deadline_ms=-1: a number from 0"),
+            ({**PROMPT, "selfspec": {"deadline_ms": "soon"}}, "deadline_ms='soon': a number"),
+            ({**PROMPT, "stream": True, "stream_options": [1]}, "stream_options=[1]: a JSON object"),
+            ({**PROMPT, "vllm_xargs": "k=2"}, "vllm_xargs='k=2': a JSON object"),
             (b'{"model": "toy", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", "not JSON"),
         ):
             status, found, _ = await on.post(body)
@@ -121,6 +123,9 @@ async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answer
         status, found, _ = await on.post({**PROMPT, "prompt": "x" * 200_000})
         assert status == 413
         assert "0.01 MiB" in found["error"]["message"]
+        long = {"quality": 1, "entry": "x" * 200_000}
+        status, found, _ = await on.post(long, "/gateway/feedback")
+        assert (status, "0.0625 MiB" in found["error"]["message"]) == (413, True)
         status, _, _ = await on.post(PROMPT)
         assert status == 200
 

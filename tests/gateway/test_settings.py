@@ -5,9 +5,9 @@
 
 import json
 import re
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -47,7 +47,7 @@ def test_overrides_reach_backends_by_number_and_by_name():
     [
         (["polcy=fixed"], "did you mean 'policy'"),
         (["policy=fixd"], "did you mean 'fixed'"),
-        (["port=70000"], "port=70000: Input should be less than or equal to 65535"),
+        (["port=70000"], "from 0 to 65535"),
         (["workers=2", "backends.0.at_once=1"], "backends.a.at_once=1: 2 or more, a share for each worker"),
         (["workers=2", "policy=quality"], "policy=quality: 2 workers cannot share what it knows: workers=1"),
         (["policy"], "write KEY=VALUE"),
@@ -59,23 +59,29 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["backends.x.name=a"], "there is no item 'x'"),
         (["policy_options.cascade.sur=3"], "did you mean 'policy_options.cascade.sure'"),
         (["limits.at_oncee=2"], "did you mean 'limits.at_once'"),
-        (["limits.at_once=0"], "limits.at_once=0: Input should be greater than or equal to 1"),
-        (["limits.at_once=many"], "limits.at_once='many': Input should be a valid integer"),
+        (["limits.at_once=0"], "limits.at_once=0: allowed: 1 or more"),
+        (["limits.at_once=many"], "limits.at_once='many': a whole number is needed"),
+        (["limits.stall_seconds=1" + "0" * 400], ": a number is needed"),
+        (["log_text=1"], "true or false is needed"),
         (["tls=[cert.pem]"], "give two files that can be read"),
         (["keys.0.name=ann"], "keys.0: give name, and key"),
         (
             ["keys.0.name=ann", "keys.0.key=abc"],
             "keys.0.key=abc: that environment variable is not set, and it is no SHA-256",
         ),
-        (["keys.0.name=ann", "keys.0.key=12"], "keys.0.key=12: Input should be a valid string"),
+        (["keys.0.name=ann", "keys.0.key=12"], "keys.0.key=12: text is needed"),
         (["backends.0.kind=pool", "backends.0.words=[http://x, http://]"], "words='http://': write"),
         (["policy_options.round_robin.explore=3"], "'policy_options.round_robin.explore' is not known; allowed: none"),
-        (["policy_options.cascade.sure=70"], "policy_options.cascade.sure=70: Input should be less than or equal to 1"),
-        (["cache.mib=.nan"], "cache.mib=nan: Input should be a finite number"),
-        (["cache.also_for=[tool]"], "cache.also_for.0='tool': Input should be 'tools', 'images' or 'sampled'"),
-        (["backends.0.words=3"], "backends.0.words=3: Input should be a valid list"),
+        (["policy_options.quality.enough=.nan"], "policy_options.quality.enough=nan: allowed: from 0 to 1"),
+        (["policy_options.cascade.sure=70"], "policy_options.cascade.sure=70.0: allowed: from 0 to 1"),
+        (["cache.mib=.nan"], "cache.mib=nan: allowed: from 0 to 1e+06"),
+        (["cache.also_for=[tool]"], "did you mean 'tools'"),
+        (["limits.body_mib=1.0e300"], "limits.body_mib=1e+300: allowed: more than 0, up to 1e+06"),
+        (["limits=3"], "a mapping of settings is needed"),
+        (["backends.0.words=3"], "a list is needed"),
         (["policy_options.fixed.backend=aa"], "policy_options.fixed.backend 'aa' is not known; allowed: a; did you"),
-        (["policy_options.least_time=5"], "policy_options.least_time=5: Input should be a dictionary"),
+        (["cache.also_for=tools"], "cache.also_for='tools': a list is needed"),
+        (["policy_options.least_time=5"], "policy_options.least_time: a mapping of settings is needed, not 5"),
         (["backends.0.words=[a=b]", "backends.0.words.0.x=1"], "backends.0.words.0 is 'a=b', which has no 'x'"),
         (["backends.0.url=http://"], "url='http://': write http://HOST:PORT"),
         (["backends.0.url=http://h:99999"], "write http://HOST:PORT"),
@@ -116,6 +122,8 @@ def test_what_a_backend_is_started_with():
     pool = BackendSettings(name="p", kind="pool", words=["http://x", "http://y", "program=r", "--policy", "z"])
     words = "r --worker-urls http://x http://y --host 127.0.0.1 --port 82 --policy z"
     assert BACKENDS["pool"].command(pool, 82) == words.split()
+    for kind in BACKENDS.values():
+        assert kind.help
 
 
 def test_the_command_shows_what_it_would_run_and_refuses_bad_input():
@@ -151,23 +159,26 @@ PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 
 def lines(schema, indent=""):
     """Every setting as a line of YAML: its default, and what it means."""
-    for key, column in schema.__pydantic_fields__.items():
-        kind, about = column.annotation, column.description
-        name = f"{indent}{key}:"
+    hints = get_type_hints(schema)
+    for column in fields(schema):
+        kind, about = hints[column.name], column.metadata.get("knob")
+        name = f"{indent}{column.name}:"
         inner = next((one for one in get_args(kind) if is_dataclass(one)), None)
         if is_dataclass(kind):
             yield from (name, *lines(kind, f"{indent}  "))
         elif inner is not None:
-            yield f"{name:<34}# {about}"
+            yield f"{name:<34}# {about.help}"
             first, *others = lines(inner, f"{indent}    ")
             yield from (f"{indent}  - {first.lstrip()}", *others)
-        elif key == "policy_options":
+        elif column.name == "policy_options":
             yield name
             for policy, entry in POLICIES.items():
                 if fields(entry.options):
                     yield from (f"{indent}  {policy}:", *lines(entry.options, f"{indent}    "))
         else:
-            yield f"{f'{name} {json.dumps(column.default)}':<34}# {about}"
+            default = column.default if column.default is not MISSING else column.default_factory()
+            unset = f"; unset: {about.unset}" if default is None and about.unset != "no limit" else ""
+            yield f"{f'{name} {json.dumps(default)}':<34}# {about.help}{unset}"
 
 
 def with_file(text):

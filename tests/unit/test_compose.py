@@ -449,9 +449,13 @@ def test_what_is_not_read_in_conf_is_named(elsewhere):
     write(elsewhere, "conf/gaet/mine.yaml", "kind: maxp\n")
     write(elsewhere, "conf/gate/mine.yml", "kind: maxp\n")
     write(elsewhere, "conf/head/mine.yaml", "kind: lsq\n")
-    write(elsewhere, "conf/engine.yaml", "mine: {device: cpu, max_num_seqs: 3}\n")
+    write(elsewhere, "conf/engine.yaml", "mine: {device: cpu, max_num_seqs: 3}\ndevice: cpu\n5: {}\n")
+    write(elsewhere, "conf/model.yaml", "# nothing\n")
+    write(elsewhere, "conf/workload/usual.yaml", "")
     write(elsewhere, "conf/modle.yaml", "{}\n")
-    gaet, mine, model = unread_files()
+    engine, gaet, mine, model = unread_files()
+    assert "./conf/engine.yaml: device, 5 is not read" in engine
+    assert "usual" in choices("workload") and "device" not in choices("engine")
     assert "./conf/gaet/" in gaet and "did you mean 'gate'?" in gaet
     assert "./conf/gate/mine.yml" in mine
     assert "./conf/modle.yaml" in model

@@ -14,11 +14,6 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.settings import BackendSettings
 
 
-def wrong(settings: BackendSettings, said: str) -> ConfigError:
-    """The error for the settings of a backend."""
-    return ConfigError(f"backend {settings.name}: {said}")
-
-
 def need_address(settings: BackendSettings, key: str, url: str | None, query: bool = False) -> None:
     """Raises ConfigError for what is no address that requests can be sent to. query: it may have one."""
     with suppress(ValueError):  # of a port that there is not
@@ -26,11 +21,14 @@ def need_address(settings: BackendSettings, key: str, url: str | None, query: bo
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         if fine and not ((parts.query and not query) or parts.fragment or parts.username):
             return
-    said = "write http://HOST:PORT, without a query, and without a key, which key_env names"
-    raise wrong(settings, f"{key}={url!r}: {said}")
+    raise ConfigError(
+        f"backend {settings.name}: {key}={url!r}: write http://HOST:PORT, without a query, and without a "
+        "key, which key_env names"
+    )
 
 
 def without_v1(url: str) -> str:
+    """An address without the API's /v1."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -39,8 +37,10 @@ def check_use(settings: BackendSettings, *used: str) -> None:
     for name in ("words", "environment", "prefill"):
         if name not in used and getattr(settings, name):
             allowed = ", ".join(used) or "none of these"
-            said = f"kind {settings.kind} does not use it; of words, environment and prefill it uses {allowed}"
-            raise wrong(settings, f"{name}={getattr(settings, name)!r}: {said}")
+            raise ConfigError(
+                f"backend {settings.name}: {name}={getattr(settings, name)!r}: kind {settings.kind} does "
+                f"not use it; of words, environment and prefill it uses {allowed}"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ def check_serve(settings: BackendSettings) -> None:
     check_use(settings, "words", "environment")
     if settings.url is not None:
         need_address(settings, "url", settings.url)
-    for word in split(settings.words)[0]:
-        if "=" not in word:
-            raise wrong(settings, f"words={word!r}: write KEY=VALUE, as for selfspec serve")
+    wrong = [word for word in split(settings.words)[0] if "=" not in word]
+    if wrong:
+        raise ConfigError(f"backend {settings.name}: words={wrong[0]!r}: write KEY=VALUE, as for selfspec serve")
     if settings.url is None and not settings.words:
-        raise wrong(settings, "give url, or words for selfspec serve, such as [layer=3, k=4]")
+        raise ConfigError(f"backend {settings.name}: give url, or words for selfspec serve, such as [layer=3, k=4]")
 
 
 def log_of(settings: BackendSettings, folder: Path) -> Path:
+    """Where the output of its server goes."""
     return folder / f"backend-{settings.name}.log"

@@ -7,7 +7,8 @@ the replicas, and options of the router.
 
 import shutil
 
-from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address, wrong
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address
 from selfspec_cli.gateway.settings import BackendSettings
 
 
@@ -28,10 +29,12 @@ def check(settings: BackendSettings) -> None:
     if settings.url is not None:
         return need_address(settings, "url", settings.url)
     if not _replicas(settings):
-        raise wrong(settings, "give words: [http://HOST:PORT, ...], or url of a router")
+        raise ConfigError(f"backend {settings.name}: give words: [http://HOST:PORT, ...], or url of a router")
     if shutil.which(_program(settings)) is None:
-        said = "pip install vllm-router in an environment of its own, and add program=PATH to words"
-        raise wrong(settings, f"there is no program {_program(settings)!r}: {said}")
+        raise ConfigError(
+            f"backend {settings.name}: there is no program {_program(settings)!r}: pip install "
+            "vllm-router in an environment of its own, and add program=PATH to words"
+        )
 
 
 def command(settings: BackendSettings, port: int) -> list[str]:

@@ -3,7 +3,8 @@
 It therefore never continues a stream of a backend with full weights, nor the other way round.
 """
 
-from selfspec_cli.gateway.backends.base import BackendKind, check_serve, serve_command, wrong
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.backends.base import BackendKind, check_serve, serve_command
 from selfspec_cli.gateway.settings import BackendSettings
 
 
@@ -12,8 +13,10 @@ def check(settings: BackendSettings) -> None:
     check_serve(settings)
     named = [word for word in settings.words if word.startswith(("model=", "model.quantization=", "model.path="))]
     if settings.url is None and not named:
-        said = "give model.quantization=fp8, or model=FOLDER of a quantised checkpoint"
-        raise wrong(settings, f"words say nothing of fewer bits: {said}")
+        raise ConfigError(
+            f"backend {settings.name}: words say nothing of fewer bits: give model.quantization=fp8, or "
+            "model=FOLDER of a quantised checkpoint"
+        )
 
 
 BACKEND = BackendKind(

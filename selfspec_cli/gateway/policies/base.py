@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import NoOptions, SloSettings, validated
+from selfspec_cli.gateway.settings import SloSettings
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,13 @@ class Chooser:
 
 
 @dataclass(frozen=True)
+class NoOptions:
+    """Of a policy that has none."""
+
+
+@dataclass(frozen=True)
 class Policy:
-    """An object of the registry. make: from its options and the limits to a chooser. options: a pydantic dataclass.
+    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of knobs.
     alone: it is of no use where each of several processes (`workers`) knows its own requests only."""
 
     name: str
@@ -51,4 +57,4 @@ class Policy:
         value out of its range, or a policy that several workers cannot have."""
         if self.alone and workers > 1:
             raise ConfigError(f"policy={self.name}: {workers} workers cannot share what it knows: workers=1")
-        return validated(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
+        return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic.dataclasses import dataclass
-
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import EMBEDDINGS, Request
-from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 
-@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
+@dataclass(frozen=True)
 class Options:
-    sure: float = setting(0.7, "least mean probability of the tokens of an answer that is taken", ge=0, le=1)
+    """When an answer is taken."""
+
+    sure: float = knob(
+        0.7, help="least mean probability of the tokens of an answer that is taken", unit="fraction", low=0, high=1
+    )
 
 
 class _Cascade(Chooser):

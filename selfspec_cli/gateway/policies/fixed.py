@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pydantic.dataclasses import dataclass
-
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 
-@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
+@dataclass(frozen=True)
 class Options:
-    backend: str = setting("", "name of the backend that gets all requests; empty: the first")
+    """Which backend."""
+
+    backend: str = knob("", help="name of the backend that gets all requests; empty: the first")
 
 
 class _Fixed(Chooser):

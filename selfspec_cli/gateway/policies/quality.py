@@ -10,53 +10,67 @@ It loses to round robin where nobody judges answers: it then knows prices alone.
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-from pydantic.dataclasses import dataclass
-
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import ONLY_KNOWN_KEYS, setting
 
 SIZE = 256
 KEPT = 2000  # judgements of each backend
 SHARP = 4  # power of a similarity: texts that have only their language in common have about a half
 NEIGHBOURS = 10  # most similar requests whose judgements count
 PRIOR, TRUST = 0.8, 1.0  # quality where nothing is known, and how many judgements that weighs as much as
+LONGEST = 2000  # characters of a request that are looked at, half of them at each end
+
+Vector = dict[int, float]
 
 
-def features(text: str) -> np.ndarray:
-    """Hashed character trigrams of a text, of length 1."""
+def features(text: str) -> Vector:
+    """Hashed character trigrams of a text, of length 1; sparse."""
+    if len(text) > LONGEST:
+        text = text[: LONGEST // 2] + text[-LONGEST // 2 :]
     text = f" {text.lower()} "
-    places = [zlib.crc32(text[at : at + 3].encode()) % SIZE for at in range(len(text) - 2)]
-    counts = np.bincount(np.array(places, dtype=int), minlength=SIZE)
-    return counts / (np.linalg.norm(counts) or 1.0)
+    counts: Vector = {}
+    for place in range(len(text) - 2):
+        place_of = zlib.crc32(text[place : place + 3].encode()) % SIZE
+        counts[place_of] = counts.get(place_of, 0.0) + 1.0
+    length = sum(count * count for count in counts.values()) ** 0.5 or 1.0
+    return {key: count / length for key, count in counts.items()}
 
 
-@dataclass(frozen=True, config=ONLY_KNOWN_KEYS)
+def similarity(one: Vector, other: Vector) -> float:
+    """Cosine of two vectors of length 1."""
+    return sum(value * other.get(key, 0.0) for key, value in one.items())
+
+
+@dataclass(frozen=True)
 class Options:
-    enough: float = setting(0.7, "quality of which the cheapest backend is taken", ge=0, le=1)
+    """What is expected of a backend."""
+
+    enough: float = knob(0.7, help="quality of which the cheapest backend is taken", unit="fraction", low=0, high=1)
 
 
 class _Quality(Chooser):
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.judged: dict[str, deque[tuple[np.ndarray, float]]] = {}
+        self.judged: dict[str, deque[tuple[Vector, float]]] = {}
 
-    def expected(self, vector: np.ndarray, replica: Replica) -> float:
+    def expected(self, vector: Vector, replica: Replica) -> float:
+        """The quality, 0 to 1, of this backend's answer."""
         known = self.judged.get(replica.name, ())
-        alike = ((float(vector @ one) ** SHARP, quality) for one, quality in known)
-        near = heapq.nlargest(NEIGHBOURS, alike)
+        near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[
+            :NEIGHBOURS
+        ]
         weight = sum(alike for alike, _ in near)
         return (TRUST * PRIOR + sum(alike * quality for alike, quality in near)) / (TRUST + weight)
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
-        vector = features(request.excerpt)
+        vector = features(request.text)
         found = [(replica, self.expected(vector, replica)) for replica in replicas]
         good = [
             (replica.price(request, replica.predict(request)), -quality, place)
@@ -69,7 +83,7 @@ class _Quality(Chooser):
 
     def learn(self, request: Request, replica: Replica, quality: float) -> None:
         known = self.judged.setdefault(replica.name, deque(maxlen=KEPT))
-        known.append((features(request.excerpt), quality))
+        known.append((features(request.text), quality))
 
 
 POLICY = Policy(

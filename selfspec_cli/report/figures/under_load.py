@@ -18,7 +18,7 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import UNVERIFIED
 from selfspec_cli.report.figures import base
 from selfspec_cli.report.figures.base import Figure, Panel
-from selfspec_cli.report.rows import RIVALS, Group, acceptance, sampling, task
+from selfspec_cli.report.rows import RIVALS, Group, acceptance, group_title, sampling, task
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
@@ -262,8 +262,8 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
                 for minute, values in enumerate(minutes, start=1)
                 if what in values
             ]
-            name = base.short(row), tables.asked(row), title
-            panel = panels.setdefault(name, base.of_rows(f"{name[0]}, {name[1]}", title, [], []))
+            name = base.short(row), group_title(row), title
+            panel = panels.setdefault(name, base.of_rows(f"{name[0]}: {name[1]}", title, [], []))
             panels[name] = replace(panel, data=[*panel.data, *data], points=(*panel.points, point.id))
     x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))

@@ -45,6 +45,8 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
         with turn:  # one waits at a time, so that a unit of many GPUs is not passed by
             mine = [free.get() for _ in range(unit.devices)]
         try:
+            if stop.is_set():
+                return
             # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
             environment, document = devices.environment(cfg, mine), description(unit, f"{run_id}{unit.name}")
             for item in points_of(document, environment, log(unit), stop.is_set):

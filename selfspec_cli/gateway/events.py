@@ -1,27 +1,16 @@
-"""What goes over the wire: JSON, and server-sent events by the standard (WHATWG HTML, section 9.2)."""
+"""Server-sent events by the standard (WHATWG HTML, section 9.2), and which of them are no part of an answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from selfspec_cli.gateway import packed
 
 BOM = b"\xef\xbb\xbf"
 DONE = b"[DONE]"
 LARGEST = 1 << 22  # bytes of one event
 END_OF_STREAM = b"data: [DONE]\n\n"
-
-
-def loads(raw: bytes) -> Any:
-    """The value of a JSON document, whose integers may have any size; raises ValueError for what is none, is nested too
-    deeply, or holds what is no Unicode text or no number."""
-    return from_json(raw, allow_inf_nan=False)
-
-
-def dumps(value: Any) -> bytes:
-    """A value as JSON; raises ValueError where it is nested too deeply."""
-    return to_json(value, inf_nan_mode="null")
 
 
 class BrokenStream(Exception):
@@ -45,7 +34,11 @@ class Parser:
         self._begun = False
 
     def feed(self, part: bytes) -> list[Event]:
-        """The events that are complete now; raises BrokenStream for one of more than LARGEST bytes."""
+        """Return the events that are complete now.
+
+        Raises:
+            BrokenStream: an event of more than LARGEST bytes.
+        """
         if self._after_cr and part:
             part = part.removeprefix(b"\n")  # the second half of a line end that was cut in two
             self._after_cr = False
@@ -86,9 +79,13 @@ def written(data: bytes, name: str = "") -> bytes:
 
 
 def read(event: Event) -> dict[str, Any]:
-    """The JSON object of an event; raises BrokenStream for none, and for an error in any form that servers use."""
+    """The JSON object of an event.
+
+    Raises:
+        BrokenStream: it is no JSON object, or an error in any of the forms that servers use.
+    """
     try:
-        document = loads(event.data)
+        document = packed.loads(event.data)
     except ValueError as error:
         raise BrokenStream("an event that is no JSON") from error
     if not isinstance(document, dict):

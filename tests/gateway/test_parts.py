@@ -5,6 +5,8 @@ import json
 import random
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 from fake import Fake
@@ -18,7 +20,7 @@ from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.limits import DAY, Meter
 from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.log import RequestLog
-from selfspec_cli.gateway.queues import Batch
+from selfspec_cli.gateway.queues import Batch, Places
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
@@ -152,6 +154,41 @@ async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_pat
         await asyncio.gather(*(on.post(PROMPT | {"max_tokens": 1} | wishes) for _ in range(3)))
         await busy
         assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {why}
+
+
+def waiting_request():
+    return SimpleNamespace(tenant="t", deadline=None, began=time.monotonic())
+
+
+async def test_a_request_whose_place_was_taken_keeps_its_turn():
+    room = []
+    places = Places(lambda request: bool(room))
+    first, second = (asyncio.ensure_future(places.wait(waiting_request(), 5.0)) for _ in range(2))
+    await asyncio.sleep(0)
+    room.append("place")
+    places.look()  # it is the first one's turn
+    room.clear()  # and somebody else is faster
+    await asyncio.sleep(0)
+    room.append("place")
+    places.look()
+    assert await first
+    assert not second.done() and len(places) == 1
+    second.cancel()
+
+
+@pytest.mark.parametrize("queue", [Places, Batch])
+async def test_a_client_that_leaves_as_its_turn_comes_has_left(queue):
+    idle = SimpleNamespace(name="a", running=list)
+    room = []
+    waits = queue(lambda request: [idle] if room else [])
+    leaving = asyncio.ensure_future(waits.wait(waiting_request(), *([5.0] if queue is Places else [])))
+    await asyncio.sleep(0)
+    room.append("place")
+    waits.look()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert not waits.waiting
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["polcy=fixed"], "did you mean 'policy'"),
         (["policy=fixd"], "did you mean 'fixed'"),
         (["port=70000"], "from 0 to 65535"),
+        (["port=true"], "port=True"),
+        (["limits.at_once=true"], "limits.at_once=True"),
         (["workers=2", "backends.0.at_once=1"], "backends.a.at_once=1: 2 or more, a share for each worker"),
         (["workers=2", "policy=quality"], "policy=quality: 2 workers cannot share what it knows: workers=1"),
         (["policy"], "write KEY=VALUE"),

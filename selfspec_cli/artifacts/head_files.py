@@ -19,6 +19,7 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata, require_model
 from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.resolved import metadata_of
 from selfspec_cli.whole import cache_dir
 
 if TYPE_CHECKING:
@@ -38,12 +39,7 @@ def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
     file = full_head(cfg, layer)
     if file is None:
         return
-    if file.suffix == ".pt":
-        from selfspec_cli.early_exit.artifact import load_head  # imports torch, which reads .pt files
-
-        metadata = load_head(file).metadata
-    else:
-        metadata = read_metadata(file)
+    metadata = metadata_of(file)
     require_model(file, metadata, layer=layer, hidden=facts.hidden, vocab_size=facts.vocab_size)
     asked = head_spec(replace(cfg.head, path=None))
     if asked not in (HeadSpec(), metadata.spec):

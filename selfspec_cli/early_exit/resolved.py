@@ -15,7 +15,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, check_threshold, number
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.head_metadata import find_head, read_metadata, spec_of
+from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, read_metadata, spec_of
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
 from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
@@ -291,6 +291,18 @@ def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list
 FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # of a least-squares head without a scale; the lens has 8 to 20
 
 
+def metadata_of(file: Path) -> HeadMetadata:
+    """The metadata of a head, from a .safetensors file's header, or from a .pt file, for which torch is imported.
+
+    Raises HeadError for a file that is missing, damaged or foreign.
+    """
+    if file.suffix == ".pt":
+        from selfspec_cli.early_exit.artifact import load_head
+
+        return load_head(file).metadata
+    return read_metadata(file)
+
+
 def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
     """A warning of a gate that meets a head whose outputs are no distribution; None where that cannot be said either.
 
@@ -302,12 +314,7 @@ def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int
     file = Path(path)
     try:
         file = find_head(file, layer) if file.is_dir() and layer is not None else file
-        if file.suffix == ".pt":
-            from selfspec_cli.early_exit.artifact import load_head  # imports torch, which reads .pt files
-
-            metadata = load_head(file).metadata
-        else:
-            metadata = read_metadata(file)
+        metadata = metadata_of(file)
     except SettingsError:
         return None  # whoever loads the head says what is wrong
     if not HEADS[metadata.kind].rows or metadata.fit.get("scale") is not None:

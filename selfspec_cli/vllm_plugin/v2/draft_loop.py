@@ -94,7 +94,6 @@ class DraftLoop(TargetDependentARSpeculator):
         self.positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         self._weights: Watch | None = None  # of the target, once it is loaded
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
-        self._leaves_out = True  # whether the coming rounds do: `rule.StepTimes.leaves_out`
 
     def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
         """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round

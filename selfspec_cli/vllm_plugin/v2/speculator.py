@@ -69,6 +69,7 @@ class EarlyExitSpeculator(DraftLoop):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
         super().__init__(vllm_config, device, requests)
         self.gate = DeviceGate(self.state, self.settings.gate.kind, self.settings.threshold)
+        self._leaves_out = True  # whether drafts leave out a part of the context: `rule.StepTimes.leaves_out`
         self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)

@@ -136,8 +136,8 @@ def served(measurement: str = "served") -> str:
 
 def fixed_lengths() -> str:
     """Write plain vLLM's tokens a second on engines and what each other arm reaches of it, by prompts and requests at
-    once. The last column counts the outputs of the one line that equal plain vLLM's, and in brackets those of a second
-    plain run that do."""
+    once. The last column counts the outputs of the one line that equal plain vLLM's; the number in brackets counts the
+    equal outputs of a second plain run."""
     cells = sorted(data_of(FILE)["cells"], key=lambda cell: (-list(WORDS).index(cell["prompts"]), cell["batch"]))
     arms = [
         RULE,

@@ -152,7 +152,7 @@ def _as_written(figure: str, published: float | None) -> str | None:
 
 
 def _occurrences(prose: str, listed_figures: set[str]) -> Iterator[re.Match[str]]:
-    """Yield the figures of a text in their order: those of the list, and every speedup."""
+    """Yield the listed figures and all speedups of a text, in the order of the text."""
     exact = "|".join(re.escape(figure) for figure in sorted(listed_figures, key=len, reverse=True))
     pattern = rf"(?<![\w.,+-])(?:{exact})(?![\w%]|[.,]\d)|{SPEEDUP.pattern}" if exact else SPEEDUP.pattern
     return re.finditer(pattern, prose)

@@ -41,7 +41,7 @@ for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config dumped as YAML, or that of a measured point (.json); the result equals the dumped one.
+    """Read a config that was dumped as YAML, or the config of a measured point (.json).
 
     Raises:
         ConfigError: not there, not YAML, or with a key or value that the schema refuses.

@@ -36,8 +36,9 @@ class Target:
 
     weights: of the target and the machine. bits: of the target's weights. parameters: that copies would be made of.
     exit_layer: that the checkpoint was trained for, `early_exit_layer` in its config.json. left: bytes that vLLM may
-    use beside the weights, or, with a KV cache of a given size, that the device has beside both. memory: bytes of the
-    device. Both are None where there is no GPU. logits: of a step of all requests: requests times vocabulary.
+    use in addition to the weights; with a KV cache of a given size, free bytes of the device after weights and cache.
+    memory: bytes of the device. Both are None where there is no GPU. logits: numbers of a full step, requests times
+    vocabulary.
     """
 
     weights: WeightFacts

@@ -69,7 +69,7 @@ class DraftLog:
         return replace(self, **{name: getattr(self, name)[rounds] for name in columns})
 
     def halves(self) -> tuple[DraftLog, DraftLog]:
-        """Rounds of every other request, and those of the rest: to fit on one half and to judge on the other."""
+        """Split the rounds into two halves, by every other request: one to fit on, one to judge on."""
         even = self.request % 2 == 0
         return self.choose(even), self.choose(~even)
 

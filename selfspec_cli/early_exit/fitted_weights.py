@@ -121,7 +121,7 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str) -> FittedWei
 # ---- rounding by GPTQ (Frantar et al., arXiv:2210.17323, section 3.3) ------------------------------------------------
 #
 # The data enter as the second moment of a linear layer's inputs, M = X^T X / n [in, in] over n tokens, because the
-# error that counts is that of the product: E|(W - Q) x|^2 = tr((W - Q) M (W - Q)^T). Column by column, each column's
+# error that counts is the product's: E|(W - Q) x|^2 = tr((W - Q) M (W - Q)^T). Column by column, each column's
 # rounding error is made up for in the columns that are still to be rounded.
 
 

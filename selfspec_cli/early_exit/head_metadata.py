@@ -100,7 +100,7 @@ def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
 
 
 def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
-    """Raise HeadError unless tensors of these shapes are exactly those of the head that the metadata describe."""
+    """Raise HeadError unless the shapes are exactly the ones of a head with these metadata."""
     of_head = {name: shape for name, shape in shapes.items() if name != "vocab_ids"}
     rows = shapes["vocab_ids"][0] if shapes.get("vocab_ids") else metadata.vocab_size
     sizes_known = {"rows": rows, "hidden": metadata.hidden} | ({} if metadata.rank is None else {"rank": metadata.rank})
@@ -115,8 +115,8 @@ def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
 def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes "hidden", "rows" and "rank" of the tensors of a head, as far as they have them.
 
-    sizes: those that are known already. Raises HeadError for tensors that are not those of a head of this kind, or
-    whose sizes contradict each other or the known ones.
+    sizes: already known ones. Raises HeadError if the names are not the tensors of a head of this kind, or if sizes
+    contradict each other or the known ones.
     """
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
     expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)

@@ -22,8 +22,8 @@ class Registry(Mapping[str, T]):
     the attribute `attribute` adds that object. group: entry points of this group add theirs, under new names. An entry
     point that cannot be loaded is left out, and asking for it by name says why.
 
-    Order: the object called `first`, this package's others by their modules' names, then those of other packages by
-    their names.
+    Order: the object called `first`, this package's other objects by module name, then other packages' objects by
+    name.
     """
 
     def __init__(

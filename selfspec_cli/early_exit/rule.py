@@ -55,7 +55,7 @@ may lose UNSEEN_SHARE of all time: steps of many drafts are long on a large mode
 TRIED_EVERY = 4
 """One choice in this number is drawn; the others take the best by the means."""
 SPREAD = 0.15
-"""Relative standard deviation of a step's predicted time, and about that of a single observation."""
+"""Relative standard deviation of a step's predicted time; a single observation deviates about as much."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows changes."""
 FIRST_REQUESTS, MOST_REQUESTS, MOST_STEPS = 40.0, 1000.0, 200.0

@@ -62,7 +62,7 @@ class DraftWeights:
         raise NotImplementedError
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
-        """The copy for data of second moment `moment` [in, in] (`fitted_weights.py`); by default that of `quantise`."""
+        """Quantise for data of second moment `moment` [in, in] (`fitted_weights.py`); by default as `quantise`."""
         return self.quantise(weight)
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

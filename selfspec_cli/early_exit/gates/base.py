@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Direction = Literal["at_least", "at_most"]
 
 THRESHOLD_KEYS = ("threshold", "tau", "tau_v")
-"""Names of a gate's threshold: those of the papers, and `threshold`, which every gate takes that has one."""
+"""Names of a gate's threshold: `threshold`, which every gate with a threshold takes, and the names in the papers."""
 
 DEVICE_NAMES = {
     "confidence": "the greatest probability",
@@ -68,7 +68,7 @@ class Gate:
     gate may use it.
     device: the same statistic as a Triton expression over DEVICE_NAMES and `tl`, one number a row. None: the gate works
     on the CPU and is refused on CUDA.
-    range: function(vocabulary size) -> least and greatest value of the statistic; None: those of a probability.
+    range: function(vocabulary size) -> least and greatest value of the statistic; None: 0 and 1.
 
     Raises SettingsError for an unknown `key`, and for a `device` expression that is none or uses unknown names.
     """

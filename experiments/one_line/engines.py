@@ -2,6 +2,7 @@
 
     python experiments/one_line/engines.py MODEL OUT.json --batches 1,4,16,32,64 --repeats 3
     python experiments/one_line/engines.py MODEL OUT.json --beside before=CHECKOUT "plain 0.33=SITE" 0.33=SITE
+    python experiments/one_line/engines.py MODEL OUT.json --beside 'lookup={"draft_weights": "none"}'
 
 Three engines live at once: plain vLLM, `{"method": "selfspec"}`, which keeps what it learns as a server does, and
 another one of those for the fixed lengths (the rule switched off, a table of one entry). Each has a process for its
@@ -9,8 +10,9 @@ steps and one that reads its tokens, as under `vllm serve`. While one generates,
 the same questions; the arms take turns, in another order each time, and a row has the medians. Prompts are this
 project's own.
 
---beside adds engines that import from other folders, such as another checkout or another vLLM: a name and what comes
-first on their PYTHONPATH. They draft by the rule, unless their name begins with "plain".
+--beside adds engines: a name and what the one line is given beside the method, in JSON, or a folder that comes first on
+the engine's PYTHONPATH, such as another checkout or another vLLM. They draft by the rule, unless their name begins with
+"plain".
 """
 
 import argparse
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=480, help="no new cell is begun after this")
     parser.add_argument("--llm", default="{}", help="more arguments of vLLM's LLM, in JSON")
-    parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=PATH", help="further engines")
+    parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=JSON|PATH", help="further engines")
     args = parser.parse_args()
     began = time.perf_counter()
     common = {
@@ -149,8 +151,12 @@ def main() -> None:
     drafting, logs = common | {"speculative_config": {"method": "selfspec"}}, args.out.parent
     fixed = [int(k) for k in args.fixed.split(",") if k]
     engines = {PLAIN: (common, ""), RULE: (drafting, "")} | ({"fixed": (drafting, "")} if fixed else {})
-    for name, path in (words.split("=", 1) for words in args.beside):
-        engines[name] = (common if name.startswith(PLAIN) else drafting, path)
+    for name, other in (words.split("=", 1) for words in args.beside):
+        if other.startswith("{"):
+            named = drafting["speculative_config"] | json.loads(other)
+            engines[name] = (drafting | {"speculative_config": named}, "")
+        else:
+            engines[name] = (common if name.startswith(PLAIN) else drafting, other)
     workers = {
         name: Worker(arguments, logs / f"{name.replace(' ', '_')}.log", path)
         for name, (arguments, path) in engines.items()

@@ -6,8 +6,9 @@
 Two servers run at once, and one is idle while the other is asked. The server of the one line also runs the fixed draft
 lengths: the same copies with the rule switched off, through vLLM's development endpoint. A closed loop keeps its number
 of requests running. Poisson arrivals come at shares of the greatest throughput that plain vLLM reached in a closed
-loop. Every request streams 128 tokens of an answer to one of this project's own questions. Times are the client's: TTFT
-to the first part with text, TPOT over the rest of the answer. The arms take turns, in another order in each repeat.
+loop, one at a time or in bursts. Every request streams 128 tokens of an answer to one of this project's own questions.
+Times are the client's: TTFT to the first part with text, TPOT over the rest of the answer. The arms take turns, in
+another order in each repeat.
 
 --changes asks for one kind of prompts with one number of clients after the other. For each it says what share of plain
 vLLM's tokens a second the one line had, after how many seconds it came within 5 % of the speed that it kept, and how
@@ -33,7 +34,7 @@ import aiohttp
 
 from selfspec_cli.texts.chat import chosen
 
-TOKENS, QUESTIONS = 128, 64
+TOKENS, QUESTIONS, BURST = 128, 64, 32
 BUCKET = 0.25  # seconds over which tokens are counted while traffic changes
 LOADING = 400.0  # seconds that a server may take to start
 WARM = 0.2  # share of a closed loop that is left out at its beginning
@@ -176,14 +177,15 @@ class Client:
                 before = count
         return [tokens[at * in_phase : (at + 1) * in_phase] for at in range(len(phases))]
 
-    async def poisson(self, port: int, rate: float, seconds: float) -> tuple[float, list[Request]]:
-        """Arrivals at `rate` a second, at the same moments for every arm: tokens a second, and the requests."""
+    async def poisson(self, port: int, rate: float, seconds: float, burst: int = 1) -> tuple[float, list[Request]]:
+        """Arrivals of `rate` requests a second, `burst` at once, at the same moments for every arm: tokens a second,
+        and the requests."""
         draw, asked = random.Random(1), []
         begin, moment = time.perf_counter(), 0.0
         while moment < seconds:
             await asyncio.sleep(max(0.0, begin + moment - time.perf_counter()))
-            asked.append(asyncio.create_task(self.ask(port, len(asked))))
-            moment += draw.expovariate(rate)
+            asked += [asyncio.create_task(self.ask(port, len(asked) + number)) for number in range(burst)]
+            moment += draw.expovariate(rate / burst)
         ended = await asyncio.gather(*asked)
         return TOKENS * len(ended) / (max(one.last for one in ended) - begin), list(ended)
 
@@ -277,6 +279,9 @@ async def measure(
         for share in (float(share) for share in args.shares.split(",") if share):
             rate = share * best / TOKENS
             await level(f"poisson {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each))
+        for share in (float(share) for share in args.bursts.split(",") if share):
+            rate = share * best / TOKENS
+            await level(f"bursts {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each, BURST))
         phases = [(prompts, int(clients)) for prompts, clients in (words.split(":") for words in args.changes)]
         for _ in range(args.repeats if phases else 0):
             both = [await client.changing(await client.use(arm), phases, each) for arm in (PLAIN, RULE)]
@@ -294,6 +299,7 @@ def main() -> None:
     parser.add_argument("--closed", nargs="*", default=["chat:1,8,32,64,128,256"], help="prompts, and their clients")
     parser.add_argument("--fixed", default="0,4", help="fixed draft lengths as further arms of the closed loops")
     parser.add_argument("--shares", default="0.3,0.6,0.9")
+    parser.add_argument("--bursts", default="", help=f"shares at which {BURST} requests arrive at once")
     parser.add_argument(
         "--changes", nargs="*", default=[], help="prompts:clients, each for the seconds of --seconds-each"
     )

@@ -29,13 +29,18 @@ def engine(**changes):
     )
 
 
+def graph(*what):
+    """A graph whose replay says what it is, and how long it takes."""
+    return step_times.Replay(lambda: what)
+
+
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """Measures an engine whose graphs take the seconds that they say; and the graphs that were replayed."""
     replayed = []
 
     def seconds(_, replay):
-        replayed.append(replay())
+        replayed.append(replay.launch())
         return replayed[-1][-1]
 
     monkeypatch.setattr(step_times, "cache_dir", lambda: tmp_path)
@@ -44,10 +49,9 @@ def measured(tmp_path, monkeypatch):
 
     def measure(config, decodes=(0, 2, 4), drafts=(1, 3, 8, 100)):
         verify = {
-            width: {n: lambda width=width, n=n: ("verify", width, n, 1e-3 * n + 1e-4 * width) for n in (1, 3, 8, 100)}
-            for width in decodes
+            width: {n: graph("verify", width, n, 1e-3 * n + 1e-4 * width) for n in (1, 3, 8, 100)} for width in decodes
         }
-        return step_times.measure(config, verify, {n: lambda n=n: ("draft", n, 1e-5 * n) for n in drafts}, KV_TOKEN)
+        return step_times.measure(config, verify, {n: graph("draft", n, 1e-5 * n) for n in drafts}, KV_TOKEN)
 
     return SimpleNamespace(measure=measure, known=step_times.known, replayed=replayed, folder=tmp_path / "step_times")
 
@@ -99,10 +103,24 @@ def test_a_graph_that_does_not_end_is_named_and_the_engine_does_not_wait_for_eve
     monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(device_loop, "PATIENCE", 0.01)
     with pytest.raises(RuntimeError, match=r"a draft step of 48 requests did not end .* SELFSPEC_DEVICE_LOOP=0"):
-        step_times._seconds("a draft step of 48 requests", lambda: None)
+        step_times._seconds("a draft step of 48 requests", step_times.Replay(lambda: None))
 
 
 def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
-    decodes = {0: {1: lambda: ("plain", 1e-3)}}
+    decodes = {0: {1: graph("plain", 1e-3)}}
     times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN)
     assert times is not None and times.draft_step(64) == 0.0
+
+
+def test_a_graph_is_replayed_on_inputs_of_its_own(monkeypatch):
+    """On those of the graph that was captured last, SmolLM2's verify pass of two requests never ended on an H200."""
+    done, event = (
+        [],
+        SimpleNamespace(
+            record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda end: 1.0
+        ),
+    )
+    monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
+    replay = step_times.Replay(lambda: done.append("launch"), lambda: done.append("prepare"))
+    assert step_times._seconds("a verify pass", replay) == 1e-3
+    assert done == ["prepare"] + ["launch"] * (1 + step_times.REPLAYS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -203,10 +202,11 @@ class DraftLoop(TargetDependentARSpeculator):
         manager, target = self.decode_cudagraph_manager, manager_of(self.vllm_config)
         if manager is None or target is None:
             return
-        drafts: dict[int, Callable[[], None]] | None = None
+        drafts: dict[int, step_times.Replay] | None = None
         if self.settings.layers_draft:
             drafts = {
-                one.num_tokens: functools.partial(self._replay_one_step, graph) for one, graph in manager.graphs.items()
+                one.num_tokens: step_times.Replay(functools.partial(self._replay_one_step, graph))
+                for one, graph in manager.graphs.items()
             }
         kv_token = sum(
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size

@@ -13,6 +13,7 @@ of lengths, as FlashAttention 3 can, they get full graphs here, too: one for eac
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,13 @@ from weakref import WeakValueDictionary
 
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, mixed_sizes, reach, widths
-from selfspec_cli.vllm_plugin.vllm_names import AttentionCGSupport, CUDAGraphMode, get_attn_cg_support
+from selfspec_cli.vllm_plugin.v2.step_times import Replay
+from selfspec_cli.vllm_plugin.vllm_names import (
+    AttentionCGSupport,
+    CUDAGraphMode,
+    get_attn_cg_support,
+    prepare_inputs_to_capture,
+)
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -122,6 +129,7 @@ class EveryWidth(_Manager):
         intermediate_tensors: Any,
         block_tables: Any,
         attn_groups: Any,
+        kv_cache_config: Any,
         *arguments: Any,
         **more: Any,
     ) -> None:
@@ -136,17 +144,19 @@ class EveryWidth(_Manager):
                     or (self.any_step and (short or one.max_query_len is None))
                 )
             )
-        super().capture(
-            model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
-        )
+        before, after = (model, model_state, input_buffers, intermediate_tensors), (block_tables, attn_groups)
+        super().capture(*before, *after, kv_cache_config, *arguments, **more)
+        inputs = (model_state, input_buffers, *after, kv_cache_config)
+        self._prepare = functools.partial(_prepare, inputs, more.get("pcp_manager"))
         _managers[id(self.vllm_config)] = self
 
-    def decode_replays(self) -> dict[int, dict[int, Callable[[], None]]]:
-        """By width and number of requests, what replays the captured verify pass."""
-        replays: dict[int, dict[int, Callable[[], None]]] = {}
+    def decode_replays(self) -> dict[int, dict[int, Replay]]:
+        """By width and number of requests: the captured verify pass."""
+        replays: dict[int, dict[int, Replay]] = {}
         for one, graph in self.graphs.items():
             if _decodes(one) and one.num_active_loras == 0:
-                replays.setdefault(one.uniform_token_count - 1, {})[one.num_reqs] = graph.replay
+                replay = Replay(graph.replay, functools.partial(self._prepare, one))
+                replays.setdefault(one.uniform_token_count - 1, {})[one.num_reqs] = replay
         return replays
 
     def dispatch(
@@ -167,6 +177,19 @@ class EveryWidth(_Manager):
         return super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, *arguments, **more
         )
+
+
+def _prepare(inputs: tuple[Any, ...], context_parallel: Any, one: BatchExecutionDescriptor) -> None:
+    """Give a decode graph the inputs that it was captured with. Beside those of another batch, as of the graph that was
+    captured last, FlashAttention 3 need not end: it shares its work out by a schedule that is among them."""
+    prepare_inputs_to_capture(
+        one.num_reqs,
+        one.num_tokens,
+        *inputs,
+        full_cudagraph=True,
+        max_query_len=one.uniform_token_count,
+        pcp_manager=context_parallel,
+    )
 
 
 def _decodes(one: BatchExecutionDescriptor) -> bool:

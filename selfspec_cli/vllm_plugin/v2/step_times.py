@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,13 @@ from selfspec_cli.whole import cache_dir, written
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 REPLAYS = 5
+
+
+class Replay(NamedTuple):
+    """A captured graph. launch: replays it. prepare: gives it its inputs, which other graphs share and change."""
+
+    launch: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
 
 
 def known(config: Any) -> StepTimes | None:
@@ -44,14 +51,14 @@ def known(config: Any) -> StepTimes | None:
 
 def measure(
     config: Any,
-    decodes: dict[int, dict[int, Callable[[], None]]],
-    drafts: dict[int, Callable[[], None]] | None,
+    decodes: dict[int, dict[int, Replay]],
+    drafts: dict[int, Replay] | None,
     kv_token: float,
 ) -> StepTimes | None:
     """Time the graphs of an engine, or read what was measured before.
 
-    decodes: by width and number of requests, what replays a verify pass; drafts: by number of requests, what replays
-    one draft step; None where no layer drafts. kv_token: bytes of keys and values of a token of context.
+    decodes: by width and number of requests, a verify pass; drafts: by number of requests, one draft step; None where
+    no layer drafts. kv_token: bytes of keys and values of a token of context.
 
     Returns: the times; None where there are no graphs.
     """
@@ -81,21 +88,22 @@ def measure(
     return times
 
 
-def _timed(replays: dict[int, Callable[[], None]], what: str) -> dict[int, float]:
+def _timed(replays: dict[int, Replay], what: str) -> dict[int, float]:
     """Seconds of a replay by number of requests, which stands in `what` for {}."""
     numbers = [n for n in replays if n in REQUESTS or n == max(replays)]
     return {n: _seconds(what.format(n), replays[n]) for n in numbers}
 
 
-def _seconds(what: str, replay: Callable[[], object]) -> float:
+def _seconds(what: str, replay: Replay) -> float:
     """Least time of a replay, for others that use the GPU only make it longer. Raises as `device_loop.wait`."""
-    replay()
+    replay.prepare()
+    replay.launch()
     device_loop.wait(what)
     taken = []
     for _ in range(REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        replay()
+        replay.launch()
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1000)
@@ -106,7 +114,7 @@ def _bytes_per_second() -> float:
     """How fast this GPU reads memory, by a copy, which reads half of what it moves."""
     source = torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds("a copy of 128 MiB", lambda: target.copy_(source))
+    return 2 * source.numel() / _seconds("a copy of 128 MiB", Replay(lambda: target.copy_(source)))
 
 
 def _attended(config: Any) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from selfspec_cli.early_exit.contexts import AUTO as AUTO_CONTEXT
+from selfspec_cli.early_exit.contexts import SETTING
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import WeightFacts
 from selfspec_cli.early_exit.rule import WIDTHS
@@ -16,8 +18,9 @@ from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH, 
 from selfspec_cli.early_exit.view import OWN_SETTINGS
 
 _OF_VIEW = ("layer", "vocab", "head.kind", "head.path", *OWN_SETTINGS)
-VIEW_KEYS = tuple(key for name in _OF_VIEW for key in OPTIONS[name].knob.spec_keys)
-"""Keys of a speculative_config that say what drafts. Where one is named, nothing of it is chosen."""
+CONTEXT_KEYS = OPTIONS[SETTING].knob.spec_keys
+VIEW_KEYS = tuple(key for name in _OF_VIEW if name != SETTING for key in OPTIONS[name].knob.spec_keys)
+"""Keys of a speculative_config that say what drafts, the context apart. Where one is named, nothing of it is chosen."""
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
 BYTES_PER_COPIED_WEIGHT = 1.6
@@ -58,10 +61,13 @@ def completed(spec: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], 
     if not any(key in given for key in VIEW_KEYS):
         chosen, why = _draft(target)
     chooses_length = not any(key in given for key in LENGTH_KEYS)
-    if chooses_length or not DRAFT_WEIGHTS[chosen.get("draft_weights", "shared")].drafts:
+    layers_draft = DRAFT_WEIGHTS[chosen.get("draft_weights", given.get("draft_weights", "shared"))].drafts
+    if chooses_length or not layers_draft:
         chosen["free_drafts"] = given.get(SPECULATIVE_LENGTH, WIDTHS[0])
     if chooses_length:
         chosen |= {"gate": AUTO, SPECULATIVE_LENGTH: WIDTHS[0]}
+        if layers_draft and not any(key in given for key in CONTEXT_KEYS):
+            chosen[SETTING] = AUTO_CONTEXT
         if target.memory and 2 * target.logits * WIDTHS[0] < SHARE_OF_DRAWN * target.memory:
             chosen["draft_sample_method"] = "probabilistic"
     return chosen | given, why

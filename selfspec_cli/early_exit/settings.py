@@ -135,7 +135,7 @@ class DraftSettings:
     draft_context: str = knob(
         FULL,
         help="what of the context drafts attend to, as NAME or NAME:NUMBER; the verify pass attends to everything",
-        limits="full, window:TOKENS, blocks:TOKENS, or a kind that an installed package adds",
+        limits="full, auto, window:TOKENS, blocks:TOKENS, or a kind that an installed package adds",
         spec_keys=(SETTING, "draft_window"),
         methods=DRAFTING,
     )

@@ -15,6 +15,7 @@ from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
 pytestmark = pytest.mark.contract
 
+BLOCKS = Context("blocks", (256,))
 SIZE, COLUMNS, HEADS, SHARED, DIM = 32, 7, 2, 3, 64
 
 
@@ -125,8 +126,8 @@ def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
     )
 
 
-def kernel(layers: dict[str, object]):
-    return kernel_for(Context("blocks", (256,)), [group()], {"b", "d", "c", "a"}, engine(layers))
+def kernel(layers: dict[str, object], context: Context = BLOCKS, measures: bool = True):
+    return kernel_for(context, [group()], {"b", "d", "c", "a"}, engine(layers), measures)
 
 
 def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_queries():
@@ -156,6 +157,14 @@ def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_
 def test_keys_that_cannot_be_read_are_refused(wrong, said):
     with pytest.raises(SettingsError, match=f"draft_context = blocks:256 is not supported for this model.*{said}"):
         kernel({name: layer(**wrong) for name in "abcd"})
+    assert kernel({name: layer(**wrong) for name in "abcd"}, Context("auto")) is None
+
+
+def test_auto_chooses_blocks_where_it_is_known_what_reading_the_context_takes():
+    layers = {name: layer() for name in "abcd"}
+    assert kernel(layers, Context("auto")).tokens == 1024
+    assert kernel(layers, Context("auto"), measures=False) is None
+    assert kernel(layers, Context()) is None
 
 
 def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():

@@ -47,11 +47,12 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(step_times, "_seconds", seconds)
     monkeypatch.setattr(step_times, "_bytes_per_second", lambda: RATE)
 
-    def measure(config, decodes=(0, 2, 4), drafts=(1, 3, 8, 100)):
+    def measure(config, decodes=(0, 2, 4), drafts=(1, 3, 8, 100), attended=math.inf):
         verify = {
             width: {n: graph("verify", width, n, 1e-3 * n + 1e-4 * width) for n in (1, 3, 8, 100)} for width in decodes
         }
-        return step_times.measure(config, verify, {n: graph("draft", n, 1e-5 * n) for n in drafts}, KV_TOKEN)
+        draft = {n: graph("draft", n, 1e-5 * n) for n in drafts}
+        return step_times.measure(config, verify, draft, KV_TOKEN, attended)
 
     return SimpleNamespace(measure=measure, known=step_times.known, replayed=replayed, folder=tmp_path / "step_times")
 
@@ -77,9 +78,9 @@ def test_what_was_measured_before_is_not_measured_again(measured):
         assert len(list(measured.folder.iterdir())) == number
 
 
-def test_a_window_bounds_what_a_draft_step_attends_to(measured):
-    attended = measured.measure(engine(draft_window=64)).attended
-    assert 64 <= attended < math.inf
+def test_what_a_draft_step_attends_to_reaches_the_scheduler(measured):
+    measured.measure(engine(draft_window=64), attended=64.0)
+    assert measured.known(engine(draft_window=64)).attended == 64.0
 
 
 def test_an_engine_without_graphs_has_no_times_and_leaves_no_file(measured):
@@ -108,7 +109,7 @@ def test_a_graph_that_does_not_end_is_named_and_the_engine_does_not_wait_for_eve
 
 def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
     decodes = {0: {1: graph("plain", 1e-3)}}
-    times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN)
+    times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN, math.inf)
     assert times is not None and times.draft_step(64) == 0.0
 
 

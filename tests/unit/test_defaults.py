@@ -16,6 +16,7 @@ GPU = Target(
 CPU = replace(GPU, weights=WeightFacts("cpu", "float32", ""), left=None, memory=None)
 LENGTHS = {"gate": "auto", "num_speculative_tokens": 12, "free_drafts": 12}
 DRAWN = {"draft_sample_method": "probabilistic"}
+AUTO = {"draft_context": "auto"}
 
 
 def chosen(target, **spec):
@@ -29,7 +30,7 @@ def chosen(target, **spec):
 @pytest.mark.parametrize("target", [GPU, CPU], ids=["GPU", "CPU"])
 def test_ordinary_weights_get_copies_of_four_bits(target):
     added, why = chosen(target)
-    assert added == {"draft_weights": "int4"} | LENGTHS | (DRAWN if target is GPU else {})
+    assert added == {"draft_weights": "int4"} | LENGTHS | AUTO | (DRAWN if target is GPU else {})
     assert why == "copies of all layers draft well without training (1.9 GiB)"
 
 
@@ -69,14 +70,19 @@ def test_drafts_are_drawn_where_their_distributions_leave_memory():
     assert "draft_sample_method" not in chosen(replace(GPU, logits=1.01 * most))[0]
 
 
-NAMED = {"layer_skip": 3, "draft_weights": "int8", "skip_layers": "2-3", "draft_window": 64, "vocab": 1000}
+NAMED = {"layer_skip": 3, "draft_weights": "int8", "skip_layers": "2-3", "vocab": 1000}
 
 
 @pytest.mark.parametrize("key", NAMED)
 def test_where_a_part_of_what_drafts_is_named_nothing_of_it_is_chosen(key):
     assert key in VIEW_KEYS
     added, why = chosen(GPU, **{key: NAMED[key]})
-    assert added == LENGTHS | DRAWN and why is None
+    assert added == LENGTHS | DRAWN | AUTO and why is None
+
+
+@pytest.mark.parametrize("named", [{"draft_window": 512}, {"draft_context": "full"}, {"draft_context": "blocks:256"}])
+def test_where_a_context_is_named_the_layers_that_draft_are_chosen(named):
+    assert chosen(GPU, **named)[0] == {"draft_weights": "int4"} | LENGTHS | DRAWN
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_where_lengths_are_named_measured_times_choose_none(named):
 def test_a_limit_by_load_is_no_length_and_free_drafts_may_be_switched_off():
     assert (
         chosen(GPU, length_table="33:3", free_drafts=0)[0]
-        == {"draft_weights": "int4", "gate": "auto", "num_speculative_tokens": 12} | DRAWN
+        == {"draft_weights": "int4", "gate": "auto", "num_speculative_tokens": 12} | DRAWN | AUTO
     )
 
 

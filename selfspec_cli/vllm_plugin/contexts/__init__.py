@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-from selfspec_cli.early_exit.contexts import Context
+from selfspec_cli.early_exit.contexts import AUTO, Context
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.refusals import refuse_context
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
 
+logger = logging.getLogger("vllm.selfspec")
+
 
 def kernel_for(
-    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig
+    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig, measures: bool
 ) -> ContextKernel | None:
     """What leaves blocks out for `context`; None for the whole context, where nothing has to.
 
-    groups: vLLM's attention groups that draft; names: their layers that do. Raises SettingsError for a model whose
-    layers cannot take it.
+    groups: vLLM's attention groups that draft; names: their layers that do. measures: whether it is known what reading
+    the context takes, without which `auto` is the whole context. Raises SettingsError for a model whose layers cannot
+    take it, unless it is `auto`.
     """
+    if context.name != AUTO:
+        return _kernel(context, groups, names, vllm_config)
+    if not measures:
+        return None
+    try:
+        return _kernel(context.shortened, groups, names, vllm_config)
+    except SettingsError as refusal:
+        logger.info("early exit: drafts attend to the whole context (%s)", refusal)
+        return None
+
+
+def _kernel(
+    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig
+) -> ContextKernel | None:
     refuse_context(context, groups)
     if context.kind.kernels is None:
         return None

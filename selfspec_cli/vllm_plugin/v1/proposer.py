@@ -150,7 +150,7 @@ class _EarlyExit(DraftModelProposer):
                 if names:
                     self._groups.append((group, names))
         drafting = [group for group, _ in self._groups]
-        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
+        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures=False)
         self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
         self.draft_attn_groups = [group for group, _ in self._groups]
 

@@ -11,6 +11,7 @@ launches each step.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,8 @@ class DraftLoop(TargetDependentARSpeculator):
             self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
         drafting = [group for groups in self.attn_groups for group in groups]
-        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
+        measures = self.settings.chooses_width
+        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures)
         self.supports_decode_metadata_update = all(group.supports_draft_decode_metadata_update for group in drafting)
 
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
@@ -212,7 +214,8 @@ class DraftLoop(TargetDependentARSpeculator):
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
             for group in self.kv_cache_config.kv_cache_groups
         )
-        step_times.measure(self.vllm_config, target.decode_replays(), drafts, kv_token)
+        attended = math.inf if self._context is None else self.settings.context.shortened.attended(math.inf)
+        step_times.measure(self.vllm_config, target.decode_replays(), drafts, kv_token, attended)
         self.state.forget()
         self.state.progress.counts.zero_()
 

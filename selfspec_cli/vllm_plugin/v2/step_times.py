@@ -46,7 +46,7 @@ def known(config: Any) -> StepTimes | None:
         return None
     verify = {int(width): {int(n): value for n, value in times.items()} for width, times in found["verify"].items()}
     draft = {int(n): value for n, value in found["draft"].items()}
-    return StepTimes(verify, draft, found["kv_token"], _attended(config))
+    return StepTimes(verify, draft, found["kv_token"], found["attended"] or math.inf)
 
 
 def measure(
@@ -54,11 +54,12 @@ def measure(
     decodes: dict[int, dict[int, Replay]],
     drafts: dict[int, Replay] | None,
     kv_token: float,
+    attended: float,
 ) -> StepTimes | None:
     """Time the graphs of an engine, or read what was measured before.
 
     decodes: by width and number of requests, a verify pass; drafts: by number of requests, one draft step; None where
-    no layer drafts. kv_token: bytes of keys and values of a token of context.
+    no layer drafts. kv_token: bytes of keys and values of a token of context. attended: see `StepTimes`.
 
     Returns: the times; None where there are no graphs.
     """
@@ -74,9 +75,10 @@ def measure(
         if replays
     }
     draft = _timed(drafts, "a draft step of {} requests") if drafts else {1: 0.0}
-    times = StepTimes(verify, draft, kv_token / _bytes_per_second(), _attended(config))
-    with written(_file(config)) as part:
-        part.write_text(json.dumps({"verify": verify, "draft": draft, "kv_token": times.kv_token}), encoding="utf-8")
+    times = StepTimes(verify, draft, kv_token / _bytes_per_second(), attended)
+    found = {"verify": verify, "draft": draft, "kv_token": times.kv_token}
+    with written(_file(config)) as part:  # JSON has no infinity
+        part.write_text(json.dumps(found | {"attended": attended if attended < math.inf else None}), encoding="utf-8")
     logger.info(
         "draft lengths: measured %d kinds of steps in %.2f s; at one request a plain step takes %.2f ms of the device, "
         "a draft step %.2f ms",
@@ -115,12 +117,6 @@ def _bytes_per_second() -> float:
     source = torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds("a copy of 128 MiB", Replay(lambda: target.copy_(source)))
-
-
-def _attended(config: Any) -> float:
-    settings = settings_of(config)
-    assert settings is not None
-    return settings.context.attended(math.inf)
 
 
 def _file(config: Any) -> Path:

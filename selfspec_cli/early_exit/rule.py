@@ -58,6 +58,9 @@ SPREAD = 0.15
 """Relative standard deviation of a step's predicted time; a single observation deviates about as much."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows changes."""
+HICCUP = 2.0
+"""Times of one kind of step differ by less, although drafts may end early; more is a hiccup of the host, or the past.
+With 1.5 the times of 12 drafts of one request on an H200 were 17 % too short (results/LOG.md)."""
 FIRST_REQUESTS, MOST_REQUESTS, MOST_STEPS = 40.0, 1000.0, 200.0
 """The first guess, that all expected tokens come, counts like FIRST_REQUESTS requests. Of what requests brought, the
 last MOST_REQUESTS count, or those of the last MOST_STEPS steps, if they are more."""
@@ -212,10 +215,10 @@ class Seen:
         self.weight = min(self.known(now), MOST_SEEN - 1)
         if self.weight >= 1:
             usual = max(self.seconds + token * (prompt - self.prompt), self.seconds / 2)
-            if seconds < usual / 1.5:  # what was known was a hiccup, or is past
+            if seconds < usual / HICCUP:  # what was known was a hiccup, or is past
                 self.weight = self.weight / 2 if self.weight >= 4 else 0.0
             if self.weight:
-                seconds = min(max(seconds, usual / 1.5), usual * 1.5)
+                seconds = min(max(seconds, usual / HICCUP), usual * HICCUP)
         self.weight, self.when = self.weight + 1, now
         self.seconds += (seconds - self.seconds) / self.weight
         self.prompt += (prompt - self.prompt) / self.weight
@@ -330,9 +333,12 @@ class LengthRule:
         self._held: dict[tuple[int, int], tuple[Choice, int, float]] = {}
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
         self._brought: list[list[tuple[Brought, int, float, int]]] = [[], []]  # before the last verdicts, and since
-        # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried, and a width that
-        # was never seen and expected to lose was, in seconds.
-        self._drafted = self._compared = self._explored = clock()
+        # Seconds that steps took. Trials are rare by these: after a pause, a trial in its first steps, which take the
+        # host longer, would say that what is tried is slow.
+        self._busy = 0.0
+        # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried or seen, and a
+        # width that was never seen and expected to lose was tried.
+        self._drafted = self._compared = self._explored = 0.0
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
         """The choice for the step that begins. context: tokens of all requests together, or a function that counts
@@ -354,6 +360,9 @@ class LengthRule:
         computed. accepted: drafts that it accepted, in the mean of its requests."""
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0
+        self._busy += seconds
+        if not (width or prompt):
+            self._compared = self._busy
         if kind not in self._seen:
             self._seen[kind] = Seen(seconds, prompt)
             self._nearest.clear()
@@ -409,12 +418,12 @@ class LengthRule:
         self._tokens |= {(load, width): speeds[width] * there.seconds for width, there in outlooks.items()}
         best = max(speeds, key=speeds.__getitem__)
         self.choices += 1
-        width, steps = self._width(load, outlooks, speeds, best, now)
+        width, steps = self._width(load, outlooks, speeds, best)
         self.trials += width != best
         if width:
-            self._drafted = now
+            self._drafted = self._busy
         elif best:
-            self._compared = now
+            self._compared = self._busy
         plain = outlooks[min(outlooks)].seconds
         # A plain step takes at least what it takes the device. Where it takes less, the times at the start are too
         # long, as those that were measured while others used the GPU.
@@ -428,11 +437,11 @@ class LengthRule:
         return Choice(width, value, step / plain, speeds[width] * load, outlooks[width].seconds, leaves_out), steps
 
     def _width(
-        self, load: int, outlooks: Mapping[int, Outlook], speeds: Mapping[int, float], best: int, now: float
+        self, load: int, outlooks: Mapping[int, Outlook], speeds: Mapping[int, float], best: int
     ) -> tuple[int, int]:
         """The best width, or a trial of another, and the steps that it holds for."""
         losses = {width: there.seconds * (1 - speeds[width] / speeds[best]) for width, there in outlooks.items()}
-        spare = UNSEEN_SHARE * (now - self._explored) / LEAST_HELD
+        spare = UNSEEN_SHARE * (self._busy - self._explored) / LEAST_HELD
         # The time of plain steps is seen, not predicted: drafting takes the host longer.
         unseen = [
             width
@@ -443,17 +452,17 @@ class LengthRule:
         if unseen:
             width = max(unseen, key=speeds.__getitem__) if min(unseen) else 0
             if width and losses[width]:
-                self._explored = now
+                self._explored = self._busy
             return width, LEAST_HELD if width else DRAFTING_HELD
         trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         other = 0 if best else max((width for width in outlooks if width), key=speeds.__getitem__, default=0)
         loss = (trial_steps if other else LEAST_HELD) * losses[other]
-        tried = self._drafted if other else max(self._compared, outlooks[0].when)
+        since = self._busy - (self._drafted if other else self._compared)
         width = best
-        if (now - tried) * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
+        if since * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
             width = other
         elif best and self.choices % TRIED_EVERY == 0:
-            survival = self.acceptance.survival(now, self._random)
+            survival = self.acceptance.survival(self.clock(), self._random)
             drawn = {
                 each: _tokens(survival, each, there.share)
                 / (there.seconds * math.exp(there.deviation * self._random.gauss(0.0, 1.0)))

@@ -13,6 +13,7 @@ from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
+from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
 from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of, planners_like
 from selfspec_cli.vllm_plugin.v2.sizes import (
@@ -358,6 +359,23 @@ def captured_with(manager, support="ALWAYS", backend="FLASH_ATTN", additional="A
         patch.setattr(ModelCudaGraphManager, "capture", lambda self, *arguments, **more: None)
         manager.capture(None, SimpleNamespace(**own | state), None, None, None, [[group]], None, has_lora=False)
     return manager
+
+
+def test_a_verify_pass_is_timed_on_the_inputs_that_its_graph_was_captured_with(monkeypatch):
+    asked = []
+    monkeypatch.setattr(graphs, "prepare_inputs_to_capture", lambda *given, **named: asked.append((given[:2], named)))
+    drafting = captured_with(manager({"length_table": "4:2"}))
+    every = [one for found in drafting._capture_descs.values() for one in found]
+    drafting.graphs = {one: SimpleNamespace(replay=lambda one=one: one) for one in every}
+    replays = drafting.decode_replays()
+    assert set(replays) == {0, 2, 4} and 4 in replays[2]
+    for width, by_requests in replays.items():
+        for requests, replay in by_requests.items():
+            captured = replay.launch()
+            assert (captured.num_reqs, captured.num_tokens) == (requests, requests * (1 + width))
+            replay.prepare()
+            inputs = {"full_cudagraph": True, "max_query_len": 1 + width, "pcp_manager": None}
+            assert asked.pop() == ((requests, requests * (1 + width)), inputs)
 
 
 @pytest.mark.parametrize("requests", [1, 3, 8])

@@ -14,7 +14,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from selfspec_cli.early_exit.rule import LARGEST_VERIFY, REQUESTS, WIDTHS, LengthRule, Seen, StepTimes, batch_size
+from selfspec_cli.early_exit.rule import (
+    LARGEST_VERIFY,
+    REQUESTS,
+    TRIED_EVERY,
+    WIDTHS,
+    LengthRule,
+    Seen,
+    StepTimes,
+    batch_size,
+)
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LATE = 0.05
@@ -294,6 +303,18 @@ def test_times_that_were_measured_while_others_used_the_gpu_are_found_out(reques
     real = device_times().draft_step(requests, requests * engine.context)
     per_second = choice.step_value / engine.speed(choice.width)
     assert per_second == pytest.approx(real, rel=0.5)
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_a_pause_alone_makes_no_trial(width):
+    """The first steps after a pause take the host longer, which would be held against what is tried in them."""
+    engine = Simulated(16, 0.9 if width else 0.05, seed=21)
+    engine.run(3.0)
+    trials = engine.rule.trials
+    for _ in range(40):
+        engine.now += 20.0
+        engine.step()
+    assert engine.rule.trials - trials <= 40 / TRIED_EVERY
 
 
 def test_plain_steps_are_seen_before_drafts_are_at_each_batch_size():

@@ -21,15 +21,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selfspec_cli.config import tuned as tuned_files
 from selfspec_cli.config.choices import (
     EXPERIMENT,
     NAMED_GROUPS,
     TUNED,
     choices,
-    choose_tuned,
     experiment_overrides,
     file_choices,
-    find_tuned,
     named_model,
     of_name,
     settings_of,
@@ -128,11 +127,11 @@ def _tuned_words(name: str, others: Sequence[Word], base: RunConfig | None) -> l
         ConfigError: no model of that name was tuned, or another one was.
     """
     matches = []
-    for file in find_tuned(name):
+    for file in tuned_files.find(name):
         words = [*parse(file.overrides), *others]
         model = [word for word in words if word.key in ("model", "seed") or word.key.startswith("model.")]
         matches.append((file, list(_points(model, True, base))))
-    return parse(choose_tuned(name, matches).overrides)
+    return parse(tuned_files.choose(name, matches).overrides)
 
 
 @dataclass(frozen=True)

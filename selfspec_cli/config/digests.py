@@ -17,7 +17,7 @@ from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import EARLY_EXIT, HUMANEVAL, PROMPTS, RunConfig, head_spec
-from selfspec_cli.config.speculative import draft_digest
+from selfspec_cli.config.speculative import draft_of
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import find_head
 from selfspec_cli.early_exit.head_spec import HeadSpec
@@ -30,18 +30,15 @@ COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: 
 
 def digests(cfg: RunConfig) -> dict[str, str]:
     """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, draft_weights, and of
-    method vllm the draft.
-
-    What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
-    """
+    method vllm the draft. What it does not use, and what is not here (an engine refuses it), is left out."""
     model = _unless_refused(model_fingerprint, cfg)
     found = {"model": model, "tokenizer": _unless_refused(_tokenizer, cfg)}
     if cfg.workload.prompts not in PROMPTS or cfg.workload.prompts == HUMANEVAL:
         found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
         found |= {"head": _head(cfg), "vocab": _vocabulary(cfg)}
-    if cfg.method == "vllm":
-        found["draft"] = draft_digest(cfg)
+    if (draft := draft_of(cfg)) is not None:
+        found["draft"] = _unless_refused(model_fingerprint, RunConfig(model=draft))
     if cfg.method == "layer_skip" and cfg.draft_weights_path is not None:
         found["draft_weights"] = file_digest(Path(cfg.draft_weights_path).expanduser())
     return {name: digest for name, digest in found.items() if digest is not None}

@@ -41,11 +41,8 @@ for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config that was dumped as YAML, or the config of a measured point (.json).
-
-    Raises:
-        ConfigError: not there, not YAML, or with a key or value that the schema refuses.
-    """
+    """Read a config that was dumped as YAML, or the config of a measured point (.json); raises ConfigError where it is
+    not there, or is none."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

@@ -33,9 +33,8 @@ Files = tuple[tuple[str, int, int], ...]
 def model_fingerprint(cfg: RunConfig) -> str:
     """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored.
 
-    A folder is read a second time only when a file's time or size has changed. Weights are sampled: a change that
-    leaves every sampled block of a tensor larger than 64 KiB as it was is not seen; no fine-tuning does that. Raises:
-    ConfigError: the model's folder is not there or cannot be read.
+    Weights are sampled: a change that leaves every sampled block of a tensor larger than 64 KiB as it was is not seen;
+    no fine-tuning does that. Raises ConfigError where the model's folder cannot be read.
     """
     model = cfg.model
     place = paths.model_path(model)
@@ -58,20 +57,13 @@ def safe_name(name: str) -> str:
 
 
 def folder_name(cfg: RunConfig) -> str:
-    """What files and folders that belong to one model are called: its name, for people, and a part of its fingerprint.
-
-    Raises:
-        ConfigError: as `model_fingerprint`.
-    """
+    """What files and folders that belong to one model are called: its name, for people, and a part of its
+    fingerprint, which may raise ConfigError."""
     return f"{safe_name(cfg.model.name)}-{model_fingerprint(cfg)[:SHORT]}"
 
 
 def head_folder(cfg: RunConfig) -> Path:
-    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind.
-
-    Raises:
-        ConfigError: as `model_fingerprint`.
-    """
+    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind."""
     return Path(cfg.head_dir).expanduser() / folder_name(cfg)
 
 
@@ -95,7 +87,7 @@ def _listed(folder: Path, weights: bool) -> Files:
 
 @lru_cache(maxsize=256)
 def _of_folder(folder: str, files: Files) -> str:
-    """SHA-256 of what `_listed` found; the times and sizes in `files` are here so that a change is read anew."""
+    """SHA-256 of what `_listed` found; a change of a time or a size in `files` is read anew."""
     digest = hashlib.sha256()
     for name, _, size in files:
         path = Path(folder) / name

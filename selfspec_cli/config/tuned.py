@@ -76,11 +76,7 @@ def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
 
 
 def find(name: str) -> list[TunedFile]:
-    """Every file for models called `name`; of two folders that hold one model's file, the first is taken.
-
-    Raises:
-        ConfigError: no model of that name was tuned (names the nearest), or a file of another shape.
-    """
+    """Every file for models called `name`; raises ConfigError, which names the nearest, where there is none."""
     names = _files()
     matching = [file for file, model in names.items() if model == safe_name(name)]
     if not matching:
@@ -107,10 +103,8 @@ def _files() -> dict[Path, str]:
 def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
     """The file that belongs to the model of the command.
 
-    matches: every file of `find`, with the configs that name the model once the file's overrides are applied.
-
-    Raises:
-        ConfigError: no file is of that model's weights, or several are, each of the model that it names itself.
+    matches: every file of `find`, with the configs that name the model once the file's overrides are applied. Raises
+    ConfigError where no file is of that model's weights, or several are, each of the model that it names itself.
     """
     right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
     if len(right) == 1:

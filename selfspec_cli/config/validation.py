@@ -39,12 +39,9 @@ if TYPE_CHECKING:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Refuse values that cannot mean anything, before an engine starts.
+    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed.
 
     What the model's facts or its files tell is for stages/preflight.py to refuse.
-
-    Raises:
-        ConfigError: naming the key, the value and what is allowed.
     """
     for option, value in out_of_range(cfg):
         raise ConfigError(refusal(option, value))
@@ -64,15 +61,11 @@ def validate(cfg: RunConfig) -> None:
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
-    """Refuse what one point alone does not show: several values of what a command has one of, and settings of the
-    method that no point uses. A value that is the default asks for nothing. A baseline uses no setting, which is said
-    only where nothing else is measured.
+    """Refuse (ConfigError) what one point alone does not show: several values of what a command has one of, and
+    settings of the method that no point uses. A value that is the default asks for nothing. A baseline uses no setting,
+    which is said only where nothing else is measured.
 
-    Args:
-        points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
-
-    Raises:
-        ConfigError: naming what was typed, and the methods or gates that use it.
+    points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
     """
     launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
     for key in ("results_dir", "head_dir", "tracker.kind", *launcher):
@@ -87,14 +80,10 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
         idle = [cfg for cfg in drafting if attrgetter(place)(cfg) != attrgetter(place)(RunConfig())]
         if idle:
             raise ConfigError(f"{typed} is not used by {_why_unused(key, typed, idle)}")
-    _refuse_two_lengths(given)
-
-
-def _refuse_two_lengths(given: Mapping[str, str]) -> None:
-    """Refuse a draft length by its name and by vLLM's: they are one setting."""
-    typed = [text for key, text in given.items() if key.startswith(speculative.KEY) and SPECULATIVE_LENGTH in text]
-    if typed and "k" in given:
-        raise ConfigError(f"{typed[0]} and {given['k']}: both are the draft length; give one of them")
+    # A draft length by its name and by vLLM's is one setting.
+    lengths = [text for key, text in given.items() if key.startswith(speculative.KEY) and SPECULATIVE_LENGTH in text]
+    if lengths and "k" in given:
+        raise ConfigError(f"{lengths[0]} and {given['k']}: both are the draft length; give one of them")
 
 
 def refuse_names_of_other_gates(points: Sequence[RunConfig], words: Sequence[Word]) -> None:

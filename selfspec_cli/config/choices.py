@@ -128,7 +128,6 @@ def named_model(word: str) -> ModelConfig | None:
 
 
 def experiment_files() -> dict[str, Path]:
-    """Every experiment by name."""
     folders = (paths.experiments_dir(), Path.cwd() / "experiments")
     return {file.stem: file for folder in folders for file in sorted(folder.glob(f"*{_SUFFIX}"))}
 

@@ -49,8 +49,6 @@ _COMPOSED: dict[str, _Composed] = {}
 
 @dataclass
 class _Root(RunConfig):
-    """The schema plus Hydra's list of the groups and the choice of each."""
-
     defaults: list[Any] = field(default_factory=list)
 
 

@@ -68,7 +68,6 @@ def load_config(path: str | Path) -> RunConfig:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

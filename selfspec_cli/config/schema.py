@@ -34,8 +34,6 @@ ConfigError = SettingsError
 
 
 class Method(StrEnum):
-    """What is measured."""
-
     baseline = "baseline"  # the model alone
     layer_skip = "layer_skip"  # early-exit self-speculation
     skip = "skip"  # the first E layers without verification

@@ -40,12 +40,10 @@ class TunedFile:
 
     @property
     def owner(self) -> str:
-        """The model that it was made for, for people."""
         return f"{self.model} (weights {self.fingerprint[:SHORT]})"
 
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
-    """Return `cfg` with a tuned gate, threshold and draft length."""
     return replace(cfg, gate=GateConfig(setting.gate), threshold=setting.threshold, k=setting.k)
 
 
@@ -89,7 +87,6 @@ def find(name: str) -> list[TunedFile]:
 
 
 def models() -> list[str]:
-    """The names of the models that were tuned."""
     return sorted(set(_files().values()))
 
 

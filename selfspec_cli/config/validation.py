@@ -106,7 +106,6 @@ def _takes(rule: Gate, typed: str) -> bool:
 
 
 def _names(rule: Gate) -> str:
-    """The names of a gate's threshold."""
     return " or ".join(dict.fromkeys((rule.key or "threshold", "threshold")))
 
 

@@ -56,7 +56,6 @@ def parse(words: Iterable[str]) -> list[Word]:
 
 
 def _by_its_own_name(word: Word) -> Word:
-    """A word of a setting by its own name."""
     key = OTHER_NAMES.get(word.key, word.key)
     if (kind := own_keys().get(word.key)) is None:
         return replace(word, key=key)
@@ -166,7 +165,6 @@ def _documents(key: str, value: str) -> tuple[dict[str, Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Hydra's parser in Python."""
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, dict):

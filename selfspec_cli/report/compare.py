@@ -87,22 +87,18 @@ class Comparison:
 
 def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
     """The points that a word names: of a folder, or those of `results` with this git revision, machine, run or id;
-    and warnings.
-
-    Raises:
-        ConfigError: it names none.
-    """
+    and warnings. Raises ConfigError where it names none."""
     if archive.is_folder(Path(word)):
         points, warnings = _all(Path(word))
         if points:
             return points, warnings
         raise ConfigError(f"{word} holds no points")
     points, warnings = _all(Path(results)) if archive.is_folder(Path(results)) else ([], [])
-    if not points or "/" in word:
-        why = (
-            "" if points else f", and {results} holds no points, of which it could name a revision, a machine or a run"
-        )
-        raise ConfigError(f"{word}: there is no such folder{why}")
+    if not points:
+        why = f"and {results} holds no points, of which it could name a revision, a machine or a run"
+        raise ConfigError(f"{word}: there is no such folder, {why}")
+    if "/" in word:
+        raise ConfigError(f"{word}: there is no such folder")
     ways: list[Callable[[Point], bool]] = [
         lambda point: len(word) >= 4 and point.id.startswith(word),
         lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
@@ -123,11 +119,8 @@ def _all(root: Path) -> tuple[list[Point], list[str]]:
 
 
 def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
-    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet.
-
-    Raises:
-        ConfigError: a word names nothing, or both have no arm in common.
-    """
+    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet. Raises ConfigError
+    where a word names nothing, or both have no arm in common."""
     sides, warnings = [], []
     for word in words:
         points, doubts = resolve(word, results)
@@ -302,16 +295,8 @@ def _line(pair: Pair) -> list[str]:
         ratio += f" ({pair.interval[0]:.3f} to {pair.interval[1]:.3f})"
     speeds = [f"{row.tok_s_median:,.1f}" if row.tok_s_median else "" for row in (pair.a, pair.b)]
     accepts = [f"{row.accept_rate:.1%}" if row.accept_rate is not None else "" for row in (pair.a, pair.b)]
-    return [
-        pair.arm,
-        *speeds,
-        ratio,
-        pair.verdict,
-        names.times(pair.a),
-        names.times(pair.b),
-        pair.of_speedups,
-        *accepts,
-    ]
+    speedups = map(names.times, (pair.a, pair.b))
+    return [pair.arm, *speeds, ratio, pair.verdict, *speedups, pair.of_speedups, *accepts]
 
 
 def _values(values: list[Any]) -> str:

@@ -18,14 +18,9 @@ def run(
     results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False
 ) -> tuple[Sources, Path, list[Path]]:
     """Read the points of `results`, or of all folders below it, and write the page to `out`: what was read, the page,
-    and the files of figures.
+    and the files of figures. Raises ConfigError where there are no points, or `out` cannot be written.
 
-    Args:
-        where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too, to a
-            folder of `out`.
-
-    Raises:
-        ConfigError: there are no points, or `out` cannot be written.
+    where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too.
     """
     found = sources.read(results, where)
     if archive.inside(out) is not None:

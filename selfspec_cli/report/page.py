@@ -88,7 +88,6 @@ def limited(figure: Figure, most: int) -> Figure:
 
 
 def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
-    """A figure as data; points by their place in the table."""
     panels = [
         {
             "note": panel.note,
@@ -105,7 +104,6 @@ def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
 
 
 def _options(figure: Figure) -> list[tuple[str, list[tuple[int, str]]]]:
-    """The panels of a figure by group: the number and the name of each."""
     by_group: dict[str, list[tuple[int, str]]] = {}
     for number, panel in enumerate(figure.panels):
         by_group.setdefault(panel.group, []).append((number, panel.name))
@@ -184,5 +182,4 @@ def packed(text: str) -> str:
 
 
 def write(sources: Sources, figures: list[Figure], file: Path) -> None:
-    """Write the page; it is there whole, or as it was before."""
     atomic_write(file, html(sources, figures))

@@ -141,7 +141,6 @@ KINDS = ("chat", "coding", "edits", "files")
 
 
 def no_template(name: str) -> str:
-    """Return the error message for model `name`, whose tokenizer has no chat template."""
     return (
         f"model={name}: its tokenizer has no chat template, through which {', '.join(KINDS)} are asked; take "
         "workload.prompts=heldout, prose or random, or a file of text or of prompts, or name a tokenizer that has one: "
@@ -152,9 +151,8 @@ def no_template(name: str) -> str:
 def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], most: int) -> list[list[int]]:
     """Return the token ids of `count` prompts of a kind of KINDS.
 
-    Args:
-        chat: puts a question into the model's template and returns its token ids.
-        most: length to which prompts about files are filled up, in tokens; other prompts keep their length.
+    chat: puts a question into the model's template and returns its token ids. most: length to which prompts about files
+    are filled up, in tokens; other prompts keep their length.
     """
     if kind != "files":
         return [chat(question) for question in chosen(count, seed, kind)]

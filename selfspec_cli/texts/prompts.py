@@ -22,11 +22,8 @@ Turn = list[int] | Callable[[Sequence[list[int]]], list[int]]
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`.
 
-    Chat prompts and prompts from a file have at most `input_len`; a shorter file gives all its prompts.
-
-    Raises:
-        ConfigError: prompt and output are longer than the model allows, the text is too short, or the model has no chat
-            template.
+    Chat prompts and prompts from a file have at most `input_len`; a shorter file gives all its prompts. Raises
+    ConfigError where the model has no room or no chat template for them, or the text is too short.
     """
     check_length(cfg, engine)
     work = cfg.workload

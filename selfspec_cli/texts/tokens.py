@@ -32,7 +32,6 @@ class Tokens:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, text: str) -> list[int]:
@@ -42,15 +41,11 @@ class Tokens:
     def chat(
         self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
     ) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template; or user and model in turn,
-        of which the user begins and ends.
+        """A user's question -> the token ids of a prompt, by the model's own chat template, or ConfigError where it has
+        none; or user and model in turn, of which the user begins and ends.
 
-        Args:
-            tools: functions that the model may call; in words in the system message if the template passes over them.
-            system: the system message; a template that refuses one has it at the beginning of the user's first turn.
-
-        Raises:
-            ConfigError: it has none.
+        tools: functions that the model may call; in words in the system message if the template passes over them.
+        system: the system message; a template that refuses one has it at the beginning of the user's first turn.
         """
         if not self.has_template:
             raise ConfigError(chat.no_template(self.cfg.model.name))

@@ -168,17 +168,14 @@ def titles_above() -> Any:
 
 
 def arm_axis() -> Any:
-    """A row of the chart for each arm, without an axis: `titles_above` names it."""
     return alt.Y("arm:N", sort=None, axis=None)
 
 
 def bars(x: Any, tips: Sequence[Any], **more: Any) -> Any:
-    """A bar for each arm."""
     return rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=arm_axis(), tooltip=tips, **more)
 
 
 def spans(tips: Sequence[Any]) -> Any:
-    """The interval of each arm, from `low` to `high`."""
     rule = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=2, yOffset=4)
     return rule.encode(x="low:Q", x2="high:Q", y=arm_axis(), tooltip=tips)
 
@@ -225,7 +222,6 @@ def whiskers(x: Any, **more: Any) -> Any:
 
 
 def times_axis(title: str) -> Any:
-    """An axis of speedups."""
     return alt.Axis(title=title, labelExpr="datum.label + 'x'", tickCount=6)
 
 

@@ -40,7 +40,6 @@ class Family:
     left_out: int = 0
 
     def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
-        """A panel of these rows."""
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
         panel = base.of_rows(
             base.short(self.rows[0]), self.title, data, self.rows, " ".join(filter(None, (note, more)))
@@ -48,7 +47,6 @@ class Family:
         return replace(panel, axis=AXES[self.axis])
 
     def load(self, row: Record) -> float:
-        """How much was asked at once."""
         return float(getattr(row, self.axis))
 
     def loads(self, *, arms: bool = False) -> set[float]:
@@ -68,7 +66,6 @@ def _axis(row: Record) -> str:
 
 
 def _key(row: Record) -> tuple[Any, ...]:
-    """What rows of one family have in common."""
     axis = _axis(row)
     drawn = ("rate", "load_share") if axis == "rate" else (axis,)
     names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,8 +109,9 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
         head, metadata = with_draft_vocabulary(head, ids), replace(metadata, draft_vocab=tag_of(cfg.vocab, ids))
     name = Path(head_filename(metadata.spec, layer, metadata.draft_vocab))
     target = cache_dir() / "heads" / f"{name.stem}-{_digest(source, metadata, ids)}{name.suffix}"
-    if _is_whole(target):
-        return target
+    with suppress(SettingsError):
+        read_metadata(target)
+        return target  # it was derived before, and is whole
     try:
         return save_head(target, head, metadata)
     except OSError as error:
@@ -125,11 +127,3 @@ def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor | None) -> 
         with open(source, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_metadata(path)
-    except SettingsError:
-        return False
-    return True

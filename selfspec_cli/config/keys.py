@@ -21,14 +21,11 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.settings import AUTO, OPTIONS, DraftSettings, arm_settings
+from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH, DraftSettings, arm_settings
 from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
-NOT_IN_A_KEY = {"engine": ("device",)}
-"""The device is resolved, see `facts.device_of`."""
-
 STILL_IN_A_KEY: dict[str, dict[str, Any]] = {
     "model": {"pipeline_parallel_size": 1},
     "engine": {"nvtx": False, "enable_chunked_prefill": None, "async_scheduling": None},
@@ -57,7 +54,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     if cfg.method is Method.baseline:
         return settings | ({"runner": str(cfg.runner)} if _interpreted(cfg) else {})
     if cfg.method is Method.vllm:
-        settings |= {speculative.KEY: speculative.settings_of(cfg)}
+        named = {name: value for name, value in cfg.speculative.items() if name != SPECULATIVE_LENGTH}  # that is `k`
+        settings |= {speculative.KEY: named}
     else:
         settings |= {"layer": files.layer_in_force(cfg)}
     if cfg.method in EARLY_EXIT:
@@ -183,9 +181,11 @@ class Keys:
         part = getattr(cfg, name)
         text = (name, repr(vars(part)))
         if text not in self._parts:
-            facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), NOT_IN_A_KEY.get(name, ())
+            facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), []
+            if name == "engine":
+                without = ["device"]  # it is resolved, see `facts.device_of`
             if name == "load":  # settings that came later, and are not used: the key is what it was before them
-                without = (*without, *load_patterns.unused_settings(part), *(["slo"] if part.slo is None else []))
+                without = [*load_patterns.unused_settings(part), *(["slo"] if part.slo is None else [])]
             self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
         return self._parts[text]
 

@@ -27,8 +27,10 @@ def versions() -> dict[str, str]:
 @cache
 def hardware() -> dict[str, Any]:
     """CPU model, cores this process may use, memory in MiB, and every GPU of the machine."""
+    file = Path("/proc/cpuinfo")
+    model = re.search(r"^model name.*?: *(.+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
     return {
-        "cpu": _processor() or platform.processor() or platform.machine(),
+        "cpu": (model and model[1].strip()) or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
         "gpus": [name for _, name in gpus()],
@@ -122,9 +124,3 @@ def _lines(command: list[str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
-
-
-def _processor() -> str | None:
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"^model name.*?: *(.+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
-    return found and found[1].strip()

@@ -39,11 +39,6 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
     return spec if draft is None else spec | {"model": model_path(draft)}
 
 
-def settings_of(cfg: RunConfig) -> dict[str, Any]:
-    """The mapping without the draft length, which is `k`."""
-    return {name: value for name, value in cfg.speculative.items() if name != SPECULATIVE_LENGTH}
-
-
 def draft_of(cfg: RunConfig) -> ModelConfig | None:
     """The model, head or other weights that draft, None where there are none. Its path may be `reference` too."""
     spec = cfg.speculative

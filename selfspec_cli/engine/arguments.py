@@ -17,7 +17,7 @@ from selfspec_cli.config.speculative import spec_of
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.texts import corpora
-from selfspec_cli.texts.tokens import Tokens
+from selfspec_cli.texts.prompts import Tokens
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, profiles, quality, tables
@@ -166,7 +165,9 @@ def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
     """Write a finding about an arm's quality, or raise RecordError."""
-    return _save_document(Path(results) / quality.FOLDER / f"{finding.name}.json", finding)
+    file = Path(results) / quality.FOLDER / f"{finding.name}.json"
+    with explained(file):
+        return archive.save_document(file, finding)
 
 
 def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
@@ -174,12 +175,9 @@ def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, tra
     place = Path(results) / profiles.FOLDER
     with explained(place / profile.trace), written(place / profile.trace) as part:
         part.write_bytes(trace)
-    return _save_document(place / f"{profile.name}.json", profile)
-
-
-def _save_document(file: Path, document: Any) -> Path:
+    file = place / f"{profile.name}.json"
     with explained(file):
-        return archive.save_document(file, document)
+        return archive.save_document(file, profile)
 
 
 def in_order(points: list[Point]) -> list[Point]:

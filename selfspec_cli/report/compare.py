@@ -257,36 +257,18 @@ def text(comparison: Comparison, form: Format) -> str:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON."""
-    pairs = [
-        {
-            "arm": pair.arm,
-            "workload": pair.where,
-            "a": pair.a.point,
-            "b": pair.b.point,
-            "a_tok_s": pair.a.tok_s_median,
-            "b_tok_s": pair.b.tok_s_median,
-            "ratio": pair.ratio,
-            "low": pair.interval and pair.interval[0],
-            "high": pair.interval and pair.interval[1],
-            "verdict": pair.verdict,
-            "runs": pair.runs,
-            "a_speedup": pair.a.speedup,
-            "b_speedup": pair.b.speedup,
-            "speedups": pair.of_speedups,
-        }
-        for pair in comparison.pairs
-    ]
+    pairs = []
+    for pair in comparison.pairs:
+        low, high = pair.interval or (None, None)
+        about = {"arm": pair.arm, "workload": pair.where, "a": pair.a.point, "b": pair.b.point}
+        speeds = {"a_tok_s": pair.a.tok_s_median, "b_tok_s": pair.b.tok_s_median}
+        difference = {"ratio": pair.ratio, "low": low, "high": high, "verdict": pair.verdict, "runs": pair.runs}
+        speedups = {"a_speedup": pair.a.speedup, "b_speedup": pair.b.speedup, "speedups": pair.of_speedups}
+        pairs.append({**about, **speeds, **difference, **speedups})
     differing = {name: {"a": a, "b": b} for name, (a, b) in comparison.differing.items()}
-    return {
-        "a": comparison.a,
-        "b": comparison.b,
-        "found": comparison.found,
-        "pairs": pairs,
-        "differing": differing,
-        "only_a": comparison.alone[0],
-        "only_b": comparison.alone[1],
-        "warnings": comparison.warnings,
-    }
+    found = {"a": comparison.a, "b": comparison.b, "found": comparison.found, "pairs": pairs, "differing": differing}
+    only_a, only_b = comparison.alone
+    return found | {"only_a": only_a, "only_b": only_b, "warnings": comparison.warnings}
 
 
 def _line(pair: Pair) -> list[str]:

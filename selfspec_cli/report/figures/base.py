@@ -236,13 +236,13 @@ def name_of(row: Record) -> str:
     return label(replace(row, acceptance_length=None))
 
 
-def labels(rows: Sequence[Record]) -> list[str]:
-    """A name for each row of a group, no two alike."""
+def named(rows: Sequence[Record]) -> list[tuple[str, Record]]:
+    """Each row of a group with its name, no two alike."""
     names: list[str] = []
     for row in rows:
         name = name_of(row)
         names.append(f"{name} [{row.key[:6]}]" if name in names else name)
-    return names
+    return list(zip(names, rows, strict=True))
 
 
 def sig(value: float | None, digits: int = 5) -> float | None:

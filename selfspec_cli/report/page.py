@@ -18,8 +18,7 @@ from typing import Any
 from selfspec_cli import __version__
 from selfspec_cli.record.targets import less_is_better
 from selfspec_cli.report import details
-from selfspec_cli.report.export import config
-from selfspec_cli.report.figures.base import Figure, Panel
+from selfspec_cli.report.figures.base import Figure, Panel, config
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish

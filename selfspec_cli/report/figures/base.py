@@ -41,6 +41,7 @@ SERIES = [
 STEP = 36  # pixels for a bar and the text above it
 SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average
 LONGEST_NAME = 120  # letters of a name in a legend of a picture
+WIDTH = 760  # pixels of a chart in a file
 LONGEST = 40  # bars of one panel; the rest are in the table
 
 
@@ -87,6 +88,37 @@ def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
     text = text.replace(LETTERS, str(LONGEST_NAME))
     made: dict[str, Any] = json.loads(text.replace(json.dumps(LOAD), json.dumps(panel.axis)))
     return made
+
+
+def config(ink: str, muted: str, line: str) -> dict[str, Any]:
+    """How charts look, in three colours: of text, of the text of axes, and of lines."""
+    return {
+        "background": "#ffffff",
+        "font": "sans-serif",
+        "text": {"color": ink, "fontSize": 12},
+        "rule": {"color": ink},
+        "tick": {"color": ink},
+        "view": {"stroke": None},
+        "title": {"anchor": "start", "color": ink, "subtitleColor": muted, "fontSize": 15, "offset": 12},
+        "axis": {
+            "labelColor": muted,
+            "titleColor": muted,
+            "gridColor": line,
+            "domain": False,
+            "ticks": False,
+            "titleFontWeight": "normal",
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+            "labelPadding": 6,
+        },
+        "legend": {
+            "labelColor": ink,
+            "labelFontSize": 12,
+            "labelLimit": WIDTH,
+            "symbolType": "circle",
+            "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
+        },
+    }
 
 
 def figure(name: str, title: str, about: str, chart: Any, panels: Sequence[Panel]) -> list[Figure]:

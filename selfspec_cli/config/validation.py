@@ -92,21 +92,13 @@ def refuse_names_of_other_gates(points: Sequence[RunConfig], words: Sequence[Wor
     for cfg in points:
         rule = GATES[cfg.gate.kind]
         if cfg.method is Method.layer_skip and rule.key is not None and not _takes(rule, typed):
-            name = typed.partition("=")[0]
-            users = ", ".join(gate.name for gate in GATES.values() if gate.key == name)
-            raise ConfigError(
-                f"{typed} is not used by gate {rule.name!r}, which takes {_names(rule)}; gates that use {name}: {users}"
-            )
+            raise ConfigError(f"{typed} is not used by {_why_unused('threshold', typed, [cfg])}")
 
 
 def _takes(rule: Gate, typed: str) -> bool:
     """Whether a gate takes a threshold by the name that was typed; True for any other setting."""
     name = typed.partition("=")[0]
     return name not in THRESHOLD_KEYS or name in ("threshold", rule.key)
-
-
-def _names(rule: Gate) -> str:
-    return " or ".join(dict.fromkeys((rule.key or "threshold", "threshold")))
 
 
 def _why_unused(key: str, typed: str, idle: Sequence[RunConfig]) -> str:
@@ -119,7 +111,8 @@ def _why_unused(key: str, typed: str, idle: Sequence[RunConfig]) -> str:
     cfg = max(idle, key=lambda cfg: (cfg.method in methods, cfg.gate.kind in kinds))
     if cfg.method not in methods:
         return f"method {cfg.method.value!r}; methods that use {name}: {', '.join(methods)}"
-    takes = _names(GATES[cfg.gate.kind]) if uses(cfg, "threshold") else "no threshold"
+    names = (GATES[cfg.gate.kind].key or "threshold", "threshold")
+    takes = " or ".join(dict.fromkeys(names)) if uses(cfg, "threshold") else "no threshold"
     return f"gate {cfg.gate.kind!r}, which takes {takes}; gates that use {name}: {', '.join(kinds)}"
 
 

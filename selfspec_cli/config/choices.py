@@ -20,7 +20,6 @@ from selfspec_cli.config.schema import (
     HeadConfig,
     LauncherConfig,
     LauncherKind,
-    ModelConfig,
     RunConfig,
     TrackerConfig,
     head_spec,
@@ -115,16 +114,14 @@ def of_name(group: str, word: str) -> Any:
     return given if head_spec(given) == spec else replace(given, target=spec.target)
 
 
-def named_model(word: str) -> ModelConfig | None:
-    """What of a model's settings a folder or a Hugging Face id says: path and name; None for a preset's name.
-
-    A folder is called by its own name, a model of the Hub by its whole id, because many have the same last part.
-    """
+def name_of_model(word: str) -> str | None:
+    """What a folder or a Hugging Face id is called; None for a preset's name. A folder has its own name, a model of the
+    Hub its whole id, because many have the same last part."""
     paths.refuse_address(word, "model")
     if not paths.looks_like_model_path(word):
         return None
     folder = word.startswith(("/", ".", "~")) or Path(word).is_dir()
-    return ModelConfig(path=word, name=(Path(word).expanduser().resolve().name if folder else word) or word)
+    return (Path(word).expanduser().resolve().name if folder else word) or word
 
 
 def experiment_files() -> dict[str, Path]:

@@ -29,7 +29,7 @@ from selfspec_cli.config.choices import (
     choices,
     experiment_overrides,
     file_choices,
-    named_model,
+    name_of_model,
     of_name,
     settings_of,
 )
@@ -170,8 +170,8 @@ def _group_choice(group: str, value: Any) -> _Choice:
         return word, {}
     if group in NAMED_GROUPS:
         return None, {group: of_name(group, word)}
-    if group == "model" and (model := named_model(word)) is not None:
-        return "custom", {"model.path": model.path, "model.name": model.name}
+    if group == "model" and (name := name_of_model(word)) is not None:
+        return "custom", {"model.path": word, "model.name": name}
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
     raise ConfigError(closest(word, choices(group), group, further=further))
 

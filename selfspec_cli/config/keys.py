@@ -121,7 +121,6 @@ class Keys:
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
         self._digests: dict[str, dict[str, str]] = {}
-        self._devices: dict[str, str] = {}
         self._versions = {name: one for name, one in machine.versions().items() if name in machine.DECISIVE}
         self._baselines: dict[str, tuple[str, RunConfig]] = {}
 
@@ -129,10 +128,7 @@ class Keys:
         return digest([self.settings(cfg), self.digests(cfg), self.device(cfg), self._versions])
 
     def device(self, cfg: RunConfig) -> str:
-        loaded = device_of(cfg) + self._part(cfg, "model")
-        if loaded not in self._devices:
-            self._devices[loaded] = machine.device(cfg)
-        return self._devices[loaded]
+        return machine.device(cfg)
 
     def baseline(self, cfg: RunConfig) -> tuple[str, RunConfig]:
         """The key and the config of the baseline that a config is compared with."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from selfspec_cli.config import paths
-from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig
 
 LENGTH = 16  # hex digits of a fingerprint
 SHORT = 8  # of them, how many stand in the names of folders and files
@@ -44,7 +44,8 @@ def model_fingerprint(cfg: RunConfig) -> str:
     if dummy:
         facts["seed"] = cfg.seed
     if not folder.is_dir():
-        facts["hub"] = [model.path, snapshot(model) or model.revision or "main"]
+        file = paths.in_hub_cache(model, "config.json")  # its folder has the name of the commit
+        facts["hub"] = [model.path, model.revision or "main" if file is None else file.parent.name]
     else:
         facts["folder"] = _of_folder(str(folder.resolve()), _listed(folder, weights=not dummy))
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -65,12 +66,6 @@ def folder_name(cfg: RunConfig) -> str:
 def head_folder(cfg: RunConfig) -> Path:
     """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind."""
     return Path(cfg.head_dir).expanduser() / folder_name(cfg)
-
-
-def snapshot(model: ModelConfig) -> str | None:
-    """The commit of a Hugging Face model in the local cache, 40 hex digits; None where it is not there."""
-    file = paths.in_hub_cache(model, "config.json")
-    return None if file is None else file.parent.name
 
 
 def _listed(folder: Path, weights: bool) -> Files:

@@ -8,11 +8,11 @@ The packages, in the order in which imports may run:
     report/        points in; tables, figures and the page out
     gateway/       the control layer in front of servers: which backend answers, what is cached, what that gained
     engine/        the only construction of vllm.LLM, and what stages ask of it
-    artifacts/     files that commands make for a model: heads, tuned settings
     vllm_plugin/   the only place that knows vLLM's internals; runs in its workers
     texts/         prompts, and text to fit and to score on
     record/        a measured point as one file, and the tables made of points
-    config/        the schema and every default, model facts and fingerprints; keys say which points are equal
+    config/        the schema and every default, model facts and fingerprints, files of heads and tuned settings; keys
+                   say which points are equal
     load_patterns/ how requests arrive in a load test: one file a pattern
     early_exit/    the method itself: settings, gates, heads, cost model; needs torch alone
 

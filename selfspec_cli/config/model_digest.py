@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from selfspec_cli.config import paths
-from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig
 
 LENGTH = 16  # hex digits of a fingerprint
 SHORT = 8  # of them, how many stand in the names of folders and files
@@ -33,9 +33,8 @@ Files = tuple[tuple[str, int, int], ...]
 def model_fingerprint(cfg: RunConfig) -> str:
     """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored.
 
-    A folder is read a second time only when a file's time or size has changed. Weights are sampled: a change that
-    leaves every sampled block of a tensor larger than 64 KiB as it was is not seen; no fine-tuning does that. Raises:
-    ConfigError: the model's folder is not there or cannot be read.
+    Weights are sampled: a change that leaves every sampled block of a tensor larger than 64 KiB as it was is not seen;
+    no fine-tuning does that. Raises ConfigError where the model's folder cannot be read.
     """
     model = cfg.model
     place = paths.model_path(model)
@@ -45,7 +44,8 @@ def model_fingerprint(cfg: RunConfig) -> str:
     if dummy:
         facts["seed"] = cfg.seed
     if not folder.is_dir():
-        facts["hub"] = [model.path, snapshot(model) or model.revision or "main"]
+        file = paths.in_hub_cache(model, "config.json")  # its folder has the name of the commit
+        facts["hub"] = [model.path, model.revision or "main" if file is None else file.parent.name]
     else:
         facts["folder"] = _of_folder(str(folder.resolve()), _listed(folder, weights=not dummy))
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -58,27 +58,14 @@ def safe_name(name: str) -> str:
 
 
 def folder_name(cfg: RunConfig) -> str:
-    """What files and folders that belong to one model are called: its name, for people, and a part of its fingerprint.
-
-    Raises:
-        ConfigError: as `model_fingerprint`.
-    """
+    """What files and folders that belong to one model are called: its name, for people, and a part of its
+    fingerprint, which may raise ConfigError."""
     return f"{safe_name(cfg.model.name)}-{model_fingerprint(cfg)[:SHORT]}"
 
 
 def head_folder(cfg: RunConfig) -> Path:
-    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind.
-
-    Raises:
-        ConfigError: as `model_fingerprint`.
-    """
+    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind."""
     return Path(cfg.head_dir).expanduser() / folder_name(cfg)
-
-
-def snapshot(model: ModelConfig) -> str | None:
-    """The commit of a Hugging Face model in the local cache, 40 hex digits; None where it is not there."""
-    file = paths.in_hub_cache(model, "config.json")
-    return None if file is None else file.parent.name
 
 
 def _listed(folder: Path, weights: bool) -> Files:
@@ -95,7 +82,7 @@ def _listed(folder: Path, weights: bool) -> Files:
 
 @lru_cache(maxsize=256)
 def _of_folder(folder: str, files: Files) -> str:
-    """SHA-256 of what `_listed` found; the times and sizes in `files` are here so that a change is read anew."""
+    """SHA-256 of what `_listed` found; a change of a time or a size in `files` is read anew."""
     digest = hashlib.sha256()
     for name, _, size in files:
         path = Path(folder) / name

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from selfspec_cli.config.choices import EXPERIMENT, TUNED, experiment_files, tuned_models
+from selfspec_cli.config import tuned
+from selfspec_cli.config.choices import EXPERIMENT, TUNED, experiment_files
 from selfspec_cli.config.choices import choices as choices_of
 from selfspec_cli.config.schema import GROUPS, RunConfig
 from selfspec_cli.early_exit import knobs, settings
@@ -146,7 +147,7 @@ def _values(key: str) -> Iterable[str]:
     if key == EXPERIMENT:
         return sorted(experiment_files())
     if key == TUNED:
-        return tuned_models()
+        return tuned.models()
     option = SETTINGS.get(key)
     if option is None:
         return ()

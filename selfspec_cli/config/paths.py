@@ -29,12 +29,10 @@ def data_dir() -> Path:
 
 
 def conf_dir() -> Path:
-    """Packaged choices, one folder a group."""
     return data_dir() / "conf"
 
 
 def experiments_dir() -> Path:
-    """Packaged experiments, one YAML file each."""
     return data_dir() / "experiments"
 
 
@@ -61,11 +59,8 @@ def prompts_file(prompts: str) -> Path:
 
 
 def read_yaml(file: Path, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """A YAML file that holds a mapping with some of these keys; without them with any. One without content is empty.
-
-    Raises:
-        ConfigError: naming the file, and the nearest of a key that is not one of them.
-    """
+    """A YAML file that holds a mapping with some of these keys (without them with any), or nothing; raises ConfigError
+    for any other."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -117,11 +112,8 @@ def in_hub_cache(model: ModelConfig, file: str) -> Path | None:
 
 
 def model_path(model: ModelConfig) -> str:
-    """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id.
-
-    Raises:
-        ConfigError: the path can only be a folder, and it is not there or holds no config.json.
-    """
+    """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id. Raises ConfigError where it can
+    only be a folder, and that is not there or holds no config.json."""
     if model.path == REFERENCE:
         missing = f"model={REFERENCE} comes with the repository, or with the package selfspec-reference-model"
         return str(_folder(reference_model_dir(), f"{missing} (pip install ./packaging/reference_model in a checkout)"))
@@ -138,12 +130,10 @@ def model_path(model: ModelConfig) -> str:
 
 
 def _folder(path: Path, what: str) -> Path:
+    if path.is_file():
+        raise ConfigError(f"{what}: {path} is a file, not a model's folder")
     if not path.is_dir():
-        raise ConfigError(
-            f"{what}: {path} is a file, not a model's folder"
-            if path.is_file()
-            else f"{what}: there is no folder {path}"
-        )
+        raise ConfigError(f"{what}: there is no folder {path}")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{what}: {path} holds no config.json, so it is not a model")
     return path

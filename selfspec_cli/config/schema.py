@@ -34,8 +34,6 @@ ConfigError = SettingsError
 
 
 class Method(StrEnum):
-    """What is measured."""
-
     baseline = "baseline"  # the model alone
     layer_skip = "layer_skip"  # early-exit self-speculation
     skip = "skip"  # the first E layers without verification
@@ -276,11 +274,8 @@ def own_drafts(model: ModelConfig) -> tuple[int | None, int]:
 
 
 def resolved(cfg: RunConfig) -> RunConfig:
-    """`cfg` with its own `layer` and `k` in place of those that its model brings along, and its context as it is kept.
-
-    Raises:
-        SettingsError: what names no context, or two of them.
-    """
+    """`cfg` with its own `layer` and `k` in place of those that its model brings along, and its context as it is kept;
+    raises SettingsError for what names no context, or two of them."""
     layer, k = own_drafts(cfg.model)
     if cfg.layer is not None or cfg.skip_layers:  # of all layers some are skipped, unless `layer` says so
         layer = cfg.layer
@@ -299,11 +294,8 @@ def vocab_size(cfg: RunConfig) -> int | None:
 
 
 def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
-    """Which head a config names; where it names a file, or a folder and a layer, what that holds.
-
-    Raises:
-        SettingsError: a combination that there is not, such as a lens of rank 15.
-    """
+    """Which head a config names; where it names a file, or a folder and a layer, what that holds. Raises SettingsError
+    for a combination that there is not, such as a lens of rank 15."""
     asked = HeadSpec(head.kind, head.target, head.rank, head.bias)
     if head.path is None:
         return asked

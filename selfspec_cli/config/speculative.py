@@ -13,7 +13,6 @@ from typing import Any
 
 from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.facts import device_of
-from selfspec_cli.config.model_digest import model_fingerprint
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig
 from selfspec_cli.early_exit.errors import closest
@@ -40,26 +39,12 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
     return spec if draft is None else spec | {"model": model_path(draft)}
 
 
-def settings_of(cfg: RunConfig) -> dict[str, Any]:
-    """The mapping without the draft length, which is `k`."""
-    return {name: value for name, value in cfg.speculative.items() if name != SPECULATIVE_LENGTH}
-
-
 def draft_of(cfg: RunConfig) -> ModelConfig | None:
     """The model, head or other weights that draft, None where there are none. Its path may be `reference` too."""
     spec = cfg.speculative
     if cfg.method is not Method.vllm or not spec.get("model"):
         return None
     return ModelConfig(path=str(spec["model"]), revision=spec.get("revision"))
-
-
-def draft_digest(cfg: RunConfig) -> str | None:
-    """Digest of the weights that draft; None where there are none, or they are not here."""
-    draft = draft_of(cfg)
-    try:
-        return None if draft is None else model_fingerprint(RunConfig(model=draft))
-    except ConfigError:
-        return None
 
 
 def in_words(spec: Mapping[str, Any]) -> str:
@@ -103,11 +88,7 @@ def _words(node: ast.expr | None, literals: Mapping[str, ast.expr]) -> list[str]
 
 
 def check_words(cfg: RunConfig) -> None:
-    """Refuse a mapping that vLLM would not understand, by its words alone.
-
-    Raises:
-        ConfigError: nothing to draft by, an unknown method or key, a method that needs another setting.
-    """
+    """Refuse (ConfigError) a mapping that vLLM would not understand, by its words alone."""
     if cfg.method is not Method.vllm:
         return
     spec = cfg.speculative
@@ -135,12 +116,8 @@ def check_words(cfg: RunConfig) -> None:
 
 
 def check(cfg: RunConfig) -> None:
-    """Refuse what cannot be had here: a package, a head, a device. Of a draft on the Hub only what is in the cache is
-    looked at; the engine checks the rest.
-
-    Raises:
-        ConfigError: naming what is missing and how to get it.
-    """
+    """Refuse (ConfigError) what cannot be had here: a package, a head, a device. Of a draft on the Hub only what is in
+    the cache is looked at; the engine checks the rest."""
     if cfg.method is not Method.vllm:
         return
     method = cfg.speculative.get("method")
@@ -171,7 +148,6 @@ def warning(cfg: RunConfig) -> str | None:
     if cfg.method is Method.vllm and cfg.speculative.get("method") == "suffix" and remembers:
         return (
             "suffix decoding remembers the answers to earlier requests, and a benchmark repeats its prompts: its "
-            "drafts are the answers of the warm-up; speculative.suffix_decoding_max_cached_requests=0 forgets "
-            "them"
+            "drafts are the answers of the warm-up; speculative.suffix_decoding_max_cached_requests=0 forgets them"
         )
     return None

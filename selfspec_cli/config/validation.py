@@ -39,12 +39,9 @@ if TYPE_CHECKING:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Refuse values that cannot mean anything, before an engine starts.
+    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed.
 
     What the model's facts or its files tell is for stages/preflight.py to refuse.
-
-    Raises:
-        ConfigError: naming the key, the value and what is allowed.
     """
     for option, value in out_of_range(cfg):
         raise ConfigError(refusal(option, value))
@@ -64,15 +61,11 @@ def validate(cfg: RunConfig) -> None:
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
-    """Refuse what one point alone does not show: several values of what a command has one of, and settings of the
-    method that no point uses. A value that is the default asks for nothing. A baseline uses no setting, which is said
-    only where nothing else is measured.
+    """Refuse (ConfigError) what one point alone does not show: several values of what a command has one of, and
+    settings of the method that no point uses. A value that is the default asks for nothing. A baseline uses no setting,
+    which is said only where nothing else is measured.
 
-    Args:
-        points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
-
-    Raises:
-        ConfigError: naming what was typed, and the methods or gates that use it.
+    points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
     """
     launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
     for key in ("results_dir", "head_dir", "tracker.kind", *launcher):
@@ -87,14 +80,10 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
         idle = [cfg for cfg in drafting if attrgetter(place)(cfg) != attrgetter(place)(RunConfig())]
         if idle:
             raise ConfigError(f"{typed} is not used by {_why_unused(key, typed, idle)}")
-    _refuse_two_lengths(given)
-
-
-def _refuse_two_lengths(given: Mapping[str, str]) -> None:
-    """Refuse a draft length by its name and by vLLM's: they are one setting."""
-    typed = [text for key, text in given.items() if key.startswith(speculative.KEY) and SPECULATIVE_LENGTH in text]
-    if typed and "k" in given:
-        raise ConfigError(f"{typed[0]} and {given['k']}: both are the draft length; give one of them")
+    # A draft length by its name and by vLLM's is one setting.
+    lengths = [text for key, text in given.items() if key.startswith(speculative.KEY) and SPECULATIVE_LENGTH in text]
+    if lengths and "k" in given:
+        raise ConfigError(f"{lengths[0]} and {given['k']}: both are the draft length; give one of them")
 
 
 def refuse_names_of_other_gates(points: Sequence[RunConfig], words: Sequence[Word]) -> None:
@@ -103,22 +92,13 @@ def refuse_names_of_other_gates(points: Sequence[RunConfig], words: Sequence[Wor
     for cfg in points:
         rule = GATES[cfg.gate.kind]
         if cfg.method is Method.layer_skip and rule.key is not None and not _takes(rule, typed):
-            name = typed.partition("=")[0]
-            users = ", ".join(gate.name for gate in GATES.values() if gate.key == name)
-            raise ConfigError(
-                f"{typed} is not used by gate {rule.name!r}, which takes {_names(rule)}; gates that use {name}: {users}"
-            )
+            raise ConfigError(f"{typed} is not used by {_why_unused('threshold', typed, [cfg])}")
 
 
 def _takes(rule: Gate, typed: str) -> bool:
     """Whether a gate takes a threshold by the name that was typed; True for any other setting."""
     name = typed.partition("=")[0]
     return name not in THRESHOLD_KEYS or name in ("threshold", rule.key)
-
-
-def _names(rule: Gate) -> str:
-    """The names of a gate's threshold."""
-    return " or ".join(dict.fromkeys((rule.key or "threshold", "threshold")))
 
 
 def _why_unused(key: str, typed: str, idle: Sequence[RunConfig]) -> str:
@@ -131,7 +111,8 @@ def _why_unused(key: str, typed: str, idle: Sequence[RunConfig]) -> str:
     cfg = max(idle, key=lambda cfg: (cfg.method in methods, cfg.gate.kind in kinds))
     if cfg.method not in methods:
         return f"method {cfg.method.value!r}; methods that use {name}: {', '.join(methods)}"
-    takes = _names(GATES[cfg.gate.kind]) if uses(cfg, "threshold") else "no threshold"
+    names = (GATES[cfg.gate.kind].key or "threshold", "threshold")
+    takes = " or ".join(dict.fromkeys(names)) if uses(cfg, "threshold") else "no threshold"
     return f"gate {cfg.gate.kind!r}, which takes {takes}; gates that use {name}: {', '.join(kinds)}"
 
 

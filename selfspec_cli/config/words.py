@@ -51,16 +51,11 @@ class Word:
 
 
 def parse(words: Iterable[str]) -> list[Word]:
-    """Read overrides.
-
-    Raises:
-        ConfigError: one that cannot be read, or a key that there is not.
-    """
+    """Read overrides; raises ConfigError for one that cannot be read, or a key that there is not."""
     return [_by_its_own_name(_parse(text)) for text in _written_out(list(words))]
 
 
 def _by_its_own_name(word: Word) -> Word:
-    """A word of a setting by its own name."""
     key = OTHER_NAMES.get(word.key, word.key)
     if (kind := own_keys().get(word.key)) is None:
         return replace(word, key=key)
@@ -88,11 +83,7 @@ def is_free_form(key: str) -> bool:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that there is not.
-
-    Raises:
-        ConfigError: naming the nearest.
-    """
+    """Refuse a key that there is not by a ConfigError that names the nearest."""
     if key in SETTINGS or key in GROUPS or is_free_form(key):
         return
     if leaf := next((name for name in SETTINGS if key.startswith(f"{name}.")), None):
@@ -100,14 +91,8 @@ def check_key(key: str) -> None:
     names = [name for name in SETTINGS if name.startswith(f"{key.partition('.')[0]}.")]
     top = dict.fromkeys(name.partition(".")[0] for name in SETTINGS)
     homes = [name for name in SETTINGS if name.endswith(f".{key.rpartition('.')[2]}")]
-    raise ConfigError(
-        closest(
-            key,
-            names or [*top, EXPERIMENT, TUNED, *OTHER_NAMES],
-            "key",
-            meant=homes[0] if len(homes) == 1 else None,
-        )
-    )
+    meant = homes[0] if len(homes) == 1 else None
+    raise ConfigError(closest(key, names or [*top, EXPERIMENT, TUNED, *OTHER_NAMES], "key", meant=meant))
 
 
 def _parse(text: str) -> Word:
@@ -115,8 +100,7 @@ def _parse(text: str) -> Word:
     if documents := _documents(key, value):
         return Word(text, key, documents)
     if equals and _takes_text(key) and not _FUNCTION.fullmatch(value):
-        values = tuple(_text(key, part, text) for part in _parts(key, value))
-        return _known(Word(text, key, values))
+        return _known(Word(text, key, tuple(_text(key, part, text) for part in _parts(key, value))))
     override = _override(text, text)
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
@@ -135,17 +119,15 @@ def _known(word: Word) -> Word:
     return word
 
 
+_parser = cache(OverridesParser.create)
+
+
 def _override(text: str, typed: str) -> Override:
     """What Hydra's parser makes of `text`, a part of what was typed."""
     try:
         return _parser().parse_override(text)
     except HydraException as error:
         raise ConfigError(_unreadable(typed, error)) from error
-
-
-@cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
 
 
 def _unreadable(text: str, error: HydraException) -> str:
@@ -183,7 +165,6 @@ def _documents(key: str, value: str) -> tuple[dict[str, Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Hydra's parser in Python."""
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, dict):

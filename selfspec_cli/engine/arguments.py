@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts.head_files import head_file
 from selfspec_cli.config.facts import config_document, config_file, longest_request, needed
+from selfspec_cli.config.head_files import head_file
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.config.speculative import spec_of
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.texts import corpora
-from selfspec_cli.texts.tokens import Tokens
+from selfspec_cli.texts.prompts import Tokens
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

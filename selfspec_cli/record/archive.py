@@ -1,4 +1,5 @@
-"""Published results: a results folder as one compressed file of JSON lines, which is read like the folder.
+"""Files of a results folder, and of published results: a folder as one compressed file of JSON lines, which is read
+like the folder.
 
 A line is one file of the folder: `{"file": "runs/ID.json", "data": {...}}`, or `"text"` in place of `data` for a file
 that is no JSON. A path may lead into an archive as into a folder (`gpu/lowbit.jsonl.xz/int4_E8/runs`). Nothing is
@@ -8,17 +9,23 @@ written into one: `pack` makes a whole archive, and the same files give the same
 import json
 import lzma
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write, written
 
 SUFFIX = ".jsonl.xz"
 KEPT = (".json", ".csv", ".tsv", ".yaml")
 TABLES = (".csv", ".tsv")
 """Tables beside a folder `runs` are made of its points, and therefore not kept."""
+FORMAT = 1  # of a document
+T = TypeVar("T")
 
 
 def inside(path: str | os.PathLike[str]) -> Path | None:
@@ -63,12 +70,7 @@ def files(folder: Path, pattern: str) -> list[Path]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file of a folder or of an archive.
-
-    Raises:
-        OSError: there is none.
-        UnicodeDecodeError: it is no text.
-    """
+    """The text of a file of a folder or of an archive; raises OSError, or UnicodeDecodeError where it is no text."""
     archive = inside(file)
     if archive is None:
         return file.read_text(encoding="utf-8")
@@ -89,11 +91,7 @@ def below(root: Path, name: str) -> list[Path]:
 
 
 def contents(archive: Path) -> dict[Path, str]:
-    """Every file of an archive, with its line.
-
-    Raises:
-        ConfigError: it is no archive.
-    """
+    """Every file of an archive, with its line; raises ConfigError where it is no archive."""
     status = archive.stat()
     return _read(archive, (status.st_mtime_ns, status.st_size))
 
@@ -114,11 +112,8 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 def pack(folder: Path, archive: Path) -> int:
     """Write an archive of what a folder holds: points, findings, verdicts, profiles and other JSON, CSV and YAML files
-    below it. Traces, logs, pictures and tables that are made of the points are left out. The number of files.
-
-    Raises:
-        ConfigError: a name that does not end in SUFFIX, no files, a JSON file that is none, or it cannot be written.
-    """
+    below it. Traces, logs, pictures and tables that are made of the points are left out. The number of files; raises
+    ConfigError where there are none, one is no JSON, or the archive cannot be written."""
     if not archive.name.endswith(SUFFIX):
         raise ConfigError(f"{archive}: the name of an archive ends in {SUFFIX}")
     lines = []
@@ -135,6 +130,32 @@ def pack(folder: Path, archive: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename or archive} cannot be written ({error.strerror})") from error
     return len(lines)
+
+
+def save_document(file: Path, document: Any) -> Path:
+    """Write a dataclass, such as a finding or a profile, as a JSON file of its own; raises OSError."""
+    atomic_write(file, json.dumps({"format": FORMAT} | asdict(document), ensure_ascii=False) + "\n")
+    return file
+
+
+def json_objects(folder: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a folder, or of one in an archive, the oldest first. Other files are left alone."""
+    found = []
+    for file in files(folder, "[!.]*.json"):
+        with suppress(ValueError, OSError):
+            data = json.loads(read_text(file))
+            if isinstance(data, dict):
+                found.append(((str(data.get("time")), file.stem.partition("-")[2]), data))
+    return [data for _, data in sorted(found, key=lambda pair: pair[0])]
+
+
+def documents(folder: Path, kind: type[T]) -> Iterator[T]:
+    """Yield what `save_document` wrote, the oldest first. Entries that `kind` has no field for are left out."""
+    names = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    for data in json_objects(folder):
+        with suppress(TypeError):
+            if data.get("format") == FORMAT:
+                yield kind(**{name: value for name, value in data.items() if name in names})
 
 
 def _line(file: Path, name: str) -> str:

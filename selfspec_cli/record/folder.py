@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, documents, profiles, quality, tables
+from selfspec_cli.record import archive, columns, profiles, quality, tables
 from selfspec_cli.record.columns import TABLES, AcceptRow, Record
 from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import atomic_write, written
@@ -35,9 +34,8 @@ class RecordError(Exception):
 def writing(results: str | os.PathLike[str]) -> Iterator[None]:
     """Hold a results folder for one command, and make its tables anew; the lock ends with the process, however it ends.
 
-    Raises:
-        ConfigError: another live process holds it (the message names its pid), or the folder cannot be written.
-        RecordError: a table could not be written.
+    Raises ConfigError where another live process holds it (the message names its pid) or it cannot be written,
+    RecordError for a table that cannot.
     """
     archive.refuse(results)
     folder = Path(results)
@@ -105,9 +103,8 @@ def now() -> str:
 def save(results: str | os.PathLike[str], point: Point) -> Path:
     """Write a point, once and for all, and its line in the tables. When this returns the point is on disk.
 
-    Raises:
-        RecordError: it could not be written, or there is such a point already, and nothing of it is left; or its line
-            could not, and the point is kept.
+    Raises RecordError where it could not be written, or there is such a point already, and nothing of it is left; or
+    where its line could not, and the point is kept.
     """
     target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
@@ -146,10 +143,7 @@ def _sync(folder: Path) -> None:
 
 def read(results: str | os.PathLike[str], names: Collection[str] | None = None) -> tuple[list[Point], list[str]]:
     """The points of a folder in the order in which they were measured, and at most one warning about other files.
-
-    Args:
-        names: only points of which the id or the key is one of these.
-    """
+    names: only points of which the id or the key is one of these."""
     points, strange = [], []
     for file in archive.files(Path(results) / RUNS, "[!.]*.json"):
         if names is not None and file.stem not in names and file.stem.partition("-")[0] not in names:
@@ -170,21 +164,20 @@ def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
 
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
-    """Write a finding about an arm's quality; RecordError where that cannot be done."""
-    return _save_document(Path(results) / quality.FOLDER / f"{finding.name}.json", finding)
+    """Write a finding about an arm's quality, or raise RecordError."""
+    file = Path(results) / quality.FOLDER / f"{finding.name}.json"
+    with explained(file):
+        return archive.save_document(file, finding)
 
 
 def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
-    """Write a profile and its trace; RecordError where that cannot be done."""
+    """Write a profile and its trace, or raise RecordError."""
     place = Path(results) / profiles.FOLDER
     with explained(place / profile.trace), written(place / profile.trace) as part:
         part.write_bytes(trace)
-    return _save_document(place / f"{profile.name}.json", profile)
-
-
-def _save_document(file: Path, document: Any) -> Path:
+    file = place / f"{profile.name}.json"
     with explained(file):
-        return documents.save(file, document)
+        return archive.save_document(file, profile)
 
 
 def in_order(points: list[Point]) -> list[Point]:
@@ -195,12 +188,8 @@ def in_order(points: list[Point]) -> list[Point]:
 def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
     """Make the tables again from the points, each at once or not at all; (points, warnings).
 
-    Args:
-        out: a folder for the tables, if not the results folder itself. Of an archive they can only be made elsewhere.
-
-    Raises:
-        ConfigError: `out`, or the results folder without one, is an archive.
-        RecordError: a table could not be written; it is as it was.
+    out: a folder for the tables, if not the results folder itself. Raises ConfigError where they would be written into
+    an archive, RecordError for a table that could not be written; it is as it was.
     """
     place = Path(results if out is None else out)
     with explained(place):
@@ -215,12 +204,7 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
 
 
 def delete(results: str | os.PathLike[str], ids: Collection[str]) -> None:
-    """Delete points for good and make the tables again.
-
-    Raises:
-        ConfigError: another command is writing to the folder.
-        RecordError: a file could not be deleted, or a table not be written.
-    """
+    """Delete points for good and make the tables again; raises ConfigError and RecordError as `writing` does."""
     runs = Path(results) / RUNS
     with writing(results), explained(runs):
         for name in ids:

@@ -19,30 +19,21 @@ Interval = tuple[float, float]
 
 
 def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: bool = False) -> Interval | None:
-    """The 95 % interval of median(ours) / median(theirs), tokens a second of the repeats of both sides.
+    """The 95 % interval of median(ours) / median(theirs), tokens a second of the repeats of both sides; None where one
+    side has fewer than two repeats, because nothing says how much it varies.
 
-    Args:
-        paired: the sides took turns, so that repeat i of one is to be resampled with repeat i of the other; otherwise
-            each is resampled by itself.
-
-    Returns:
-        None where one side has fewer than two repeats: nothing says how much it varies.
+    paired: the sides took turns, so that repeat i of one is resampled with repeat i of the other, and not by itself.
     """
     return _bootstrap(_ratio_of_medians, (tuple(ours), tuple(theirs)), paired)
 
 
 def perplexity_interval(*sides: Sequence[float]) -> Interval | None:
-    """The 95 % interval of a perplexity, or of its difference to another one of the same documents.
+    """The 95 % interval of a perplexity, or of its difference to another one of the same documents; None for fewer than
+    two documents. Documents are resampled, the same for both sides, never tokens: those of one document depend on each
+    other.
 
-    Documents are resampled, never tokens: tokens of one document depend on each other. Of two sides the same documents
-    are drawn for both.
-
-    Args:
-        sides: negative log-likelihood (nats) and scored tokens of each document; then, if its perplexity is to be taken
-            away, likewise of the other side, document by document.
-
-    Returns:
-        None for fewer than two documents: nothing says how much they vary.
+    sides: negative log-likelihood (nats) and scored tokens of each document; then, if its perplexity is to be taken
+    away, likewise of the other side, document by document.
     """
     return _bootstrap(_perplexity, tuple(map(tuple, sides)), True)
 
@@ -88,11 +79,8 @@ def _bootstrap(statistic: Callable[..., Any], sides: tuple[tuple[float, ...], ..
 
 @lru_cache(maxsize=64)
 def mean_ratio_interval(above: tuple[float, ...], below: tuple[float, ...]) -> Interval | None:
-    """The 95 % interval of mean(above) / mean(below), each side resampled by itself.
-
-    Returns:
-        None where one side has fewer than two values, or the values below are all 0.
-    """
+    """The 95 % interval of mean(above) / mean(below), each side resampled by itself; None where one side has fewer than
+    two values, or the values below are all 0."""
     if min(len(above), len(below)) < 2 or not any(below):
         return None
     import numpy

@@ -151,13 +151,10 @@ def point_id(key: str, run_id: str) -> str:
 
 
 def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:
-    """Put a measurement beside the baseline that was measured for it.
-
-    Args:
-        real_text: whether the outputs can be the baseline's at all (acceptance was not set).
-    """
+    """Put a measurement beside the baseline that was measured for it. real_text: whether the outputs can be the
+    baseline's at all (acceptance was not set)."""
     theirs = baseline.tok_s
-    interval = speedup_interval(ours.tok_s, theirs) or (None, None)
+    low, high = speedup_interval(ours.tok_s, theirs) or (None, None)
     both = []
     if real_text and len(ours.outputs) == len(baseline.outputs):
         pairs = zip(ours.outputs, baseline.outputs, strict=True)
@@ -168,8 +165,8 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
         reused=reused,
         tok_s=theirs,
         speedup=median(ours.tok_s) / median(theirs),
-        low=interval[0],
-        high=interval[1],
+        low=low,
+        high=high,
         perplexity=baseline.perplexity,
         identical=sum(both) if both else None,
         outputs=len(both) or None,
@@ -199,11 +196,7 @@ def to_json(point: Point) -> str:
 
 
 def from_json(text: str) -> Point:
-    """The inverse of `to_json`.
-
-    Raises:
-        ValueError: the text is no point, or of another format.
-    """
+    """The inverse of `to_json`; raises ValueError where the text is no point, or of another format."""
     data = json.loads(text)
     if not isinstance(data, dict) or "format" not in data:
         raise ValueError("it is no point")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import documents
+from selfspec_cli.record import archive
 
 FOLDER = "profiles"
 PARTS = {
@@ -59,11 +59,11 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """Of its file, without the suffix."""
+        """The stem of its file."""
         return f"{self.key}-{self.run_id}"
 
 
 def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:
-    """The newest profile of each run key of a results folder. Files that hold none are left alone."""
-    saved = documents.read(Path(results) / FOLDER, Profile)
+    """The newest profile of each run key of a results folder."""
+    saved = archive.documents(Path(results) / FOLDER, Profile)
     return {profile.key: profile for profile in sorted(saved, key=lambda profile: profile.run_id)}

@@ -17,26 +17,16 @@ from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
-from selfspec_cli.record import documents
+from selfspec_cli.record import archive
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 
 FOLDER, VERDICTS = "quality", "verify"
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
-NO_NAMES = (
-    "workload",
-    "batch",
-    "input_len",
-    "output_len",
-    "temperature",
-    "seed",
-    "repeats",
-    *load_patterns.COLUMNS,
-    "ttft_limit_ms",
-    "tpot_limit_ms",
-    "e2e_limit_ms",  # in older results
-)
+_LIMITS = ("ttft_limit_ms", "tpot_limit_ms", "e2e_limit_ms")  # the last in older results
+_WORKLOAD = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats")
+NO_NAMES = (*_WORKLOAD, *load_patterns.COLUMNS, *_LIMITS)
 """Columns of a row that say nothing of an arm."""
 
 
@@ -105,7 +95,7 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """Of its file, without the suffix."""
+        """The stem of its file."""
         return f"{self.kind}-{self.arm_key}-{self.run_id}"
 
     def scores(self, part: str | None = None, baseline: bool = False) -> Scores | None:
@@ -141,9 +131,9 @@ class Book:
 
 def read(results: str | os.PathLike[str]) -> Book:
     """The findings of a results folder. Files that hold none are left alone."""
-    findings = documents.read(Path(results) / FOLDER, Finding)
+    findings = archive.documents(Path(results) / FOLDER, Finding)
     book = Book({(finding.kind, finding.arm_key): finding for finding in findings})
-    for data in documents.plain(Path(results) / VERDICTS):
+    for data in archive.json_objects(Path(results) / VERDICTS):
         # Not of a run that was to find one planted fault; with "all" the verdict is that of the clean runs.
         if "verdict" in data and data.get("planted") in (None, "all"):
             book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}

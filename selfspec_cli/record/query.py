@@ -20,11 +20,7 @@ _CONDITION = re.compile(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)")
 
 
 def chosen(rows: Iterable[Record], words: Sequence[str]) -> list[Record]:
-    """The rows that meet every condition.
-
-    Raises:
-        ConfigError: a condition that cannot be read, or a column that there is not (naming the nearest).
-    """
+    """The rows that meet every condition; raises ConfigError for one that cannot be read."""
     conditions = [condition(word) for word in words]
     return [row for row in rows if all(holds(row) for holds in conditions)]
 

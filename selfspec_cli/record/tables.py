@@ -24,11 +24,7 @@ from selfspec_cli.record.point import FAILED, OK, Point, control
 
 
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
-    """The columns that say what `cfg` measures.
-
-    Args:
-        layer: the exit layer that the engine chose, where `cfg.layer` is None.
-    """
+    """The columns that say what `cfg` measures. layer: the one that the engine chose, where `cfg.layer` is None."""
     work = cfg.workload
     columns: dict[str, Any] = {
         "arm": str(cfg.method),

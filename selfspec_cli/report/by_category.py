@@ -15,11 +15,8 @@ POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the f
 
 
 def document(sources: Sources) -> list[dict[str, Any]]:
-    """Every category of every point: what its row says of the arm and the load, and `categories.rows`.
-
-    Raises:
-        ConfigError: no point has categories.
-    """
+    """Every category of every point: what its row says of the arm and the load, and `categories.rows`; raises
+    ConfigError where no point has any."""
     by_point = {row.point: row for row in sources.rows}
     lines = []
     for line in categories.rows(sources.points):

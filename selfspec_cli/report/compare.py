@@ -87,22 +87,18 @@ class Comparison:
 
 def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
     """The points that a word names: of a folder, or those of `results` with this git revision, machine, run or id;
-    and warnings.
-
-    Raises:
-        ConfigError: it names none.
-    """
+    and warnings. Raises ConfigError where it names none."""
     if archive.is_folder(Path(word)):
         points, warnings = _all(Path(word))
         if points:
             return points, warnings
         raise ConfigError(f"{word} holds no points")
     points, warnings = _all(Path(results)) if archive.is_folder(Path(results)) else ([], [])
-    if not points or "/" in word:
-        why = (
-            "" if points else f", and {results} holds no points, of which it could name a revision, a machine or a run"
-        )
-        raise ConfigError(f"{word}: there is no such folder{why}")
+    if not points:
+        why = f"and {results} holds no points, of which it could name a revision, a machine or a run"
+        raise ConfigError(f"{word}: there is no such folder, {why}")
+    if "/" in word:
+        raise ConfigError(f"{word}: there is no such folder")
     ways: list[Callable[[Point], bool]] = [
         lambda point: len(word) >= 4 and point.id.startswith(word),
         lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
@@ -123,11 +119,8 @@ def _all(root: Path) -> tuple[list[Point], list[str]]:
 
 
 def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
-    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet.
-
-    Raises:
-        ConfigError: a word names nothing, or both have no arm in common.
-    """
+    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet. Raises ConfigError
+    where a word names nothing, or both have no arm in common."""
     sides, warnings = [], []
     for word in words:
         points, doubts = resolve(word, results)
@@ -264,36 +257,18 @@ def text(comparison: Comparison, form: Format) -> str:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON."""
-    pairs = [
-        {
-            "arm": pair.arm,
-            "workload": pair.where,
-            "a": pair.a.point,
-            "b": pair.b.point,
-            "a_tok_s": pair.a.tok_s_median,
-            "b_tok_s": pair.b.tok_s_median,
-            "ratio": pair.ratio,
-            "low": pair.interval and pair.interval[0],
-            "high": pair.interval and pair.interval[1],
-            "verdict": pair.verdict,
-            "runs": pair.runs,
-            "a_speedup": pair.a.speedup,
-            "b_speedup": pair.b.speedup,
-            "speedups": pair.of_speedups,
-        }
-        for pair in comparison.pairs
-    ]
+    pairs = []
+    for pair in comparison.pairs:
+        low, high = pair.interval or (None, None)
+        about = {"arm": pair.arm, "workload": pair.where, "a": pair.a.point, "b": pair.b.point}
+        speeds = {"a_tok_s": pair.a.tok_s_median, "b_tok_s": pair.b.tok_s_median}
+        difference = {"ratio": pair.ratio, "low": low, "high": high, "verdict": pair.verdict, "runs": pair.runs}
+        speedups = {"a_speedup": pair.a.speedup, "b_speedup": pair.b.speedup, "speedups": pair.of_speedups}
+        pairs.append({**about, **speeds, **difference, **speedups})
     differing = {name: {"a": a, "b": b} for name, (a, b) in comparison.differing.items()}
-    return {
-        "a": comparison.a,
-        "b": comparison.b,
-        "found": comparison.found,
-        "pairs": pairs,
-        "differing": differing,
-        "only_a": comparison.alone[0],
-        "only_b": comparison.alone[1],
-        "warnings": comparison.warnings,
-    }
+    found = {"a": comparison.a, "b": comparison.b, "found": comparison.found, "pairs": pairs, "differing": differing}
+    only_a, only_b = comparison.alone
+    return found | {"only_a": only_a, "only_b": only_b, "warnings": comparison.warnings}
 
 
 def _line(pair: Pair) -> list[str]:
@@ -302,16 +277,8 @@ def _line(pair: Pair) -> list[str]:
         ratio += f" ({pair.interval[0]:.3f} to {pair.interval[1]:.3f})"
     speeds = [f"{row.tok_s_median:,.1f}" if row.tok_s_median else "" for row in (pair.a, pair.b)]
     accepts = [f"{row.accept_rate:.1%}" if row.accept_rate is not None else "" for row in (pair.a, pair.b)]
-    return [
-        pair.arm,
-        *speeds,
-        ratio,
-        pair.verdict,
-        names.times(pair.a),
-        names.times(pair.b),
-        pair.of_speedups,
-        *accepts,
-    ]
+    speedups = map(names.times, (pair.a, pair.b))
+    return [pair.arm, *speeds, ratio, pair.verdict, *speedups, pair.of_speedups, *accepts]
 
 
 def _values(values: list[Any]) -> str:

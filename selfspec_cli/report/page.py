@@ -18,8 +18,7 @@ from typing import Any
 from selfspec_cli import __version__
 from selfspec_cli.record.targets import less_is_better
 from selfspec_cli.report import details
-from selfspec_cli.report.export import config
-from selfspec_cli.report.figures.base import Figure, Panel
+from selfspec_cli.report.figures.base import Figure, Panel, config
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish
@@ -88,7 +87,6 @@ def limited(figure: Figure, most: int) -> Figure:
 
 
 def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
-    """A figure as data; points by their place in the table."""
     panels = [
         {
             "note": panel.note,
@@ -105,7 +103,6 @@ def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
 
 
 def _options(figure: Figure) -> list[tuple[str, list[tuple[int, str]]]]:
-    """The panels of a figure by group: the number and the name of each."""
     by_group: dict[str, list[tuple[int, str]]] = {}
     for number, panel in enumerate(figure.panels):
         by_group.setdefault(panel.group, []).append((number, panel.name))
@@ -184,5 +181,4 @@ def packed(text: str) -> str:
 
 
 def write(sources: Sources, figures: list[Figure], file: Path) -> None:
-    """Write the page; it is there whole, or as it was before."""
     atomic_write(file, html(sources, figures))

@@ -33,7 +33,6 @@ def acceptance(row: Record) -> str:
 
 
 def label(row: Record) -> str:
-    """An arm in a few words."""
     return " · ".join(filter(None, (_arm(row), acceptance(row))))
 
 
@@ -77,7 +76,6 @@ def latest(rows: Iterable[Record]) -> list[Record]:
 
 
 def group_title(row: Record) -> str:
-    """What all rows of a group share."""
     return f"{task(row)}, {asked(row)}, {sampling(row)}"
 
 
@@ -88,7 +86,6 @@ def task(row: Record) -> str:
 
 
 def sampling(row: Record) -> str:
-    """How the next token is chosen."""
     return "greedy" if not row.temperature else f"temperature {row.temperature:g}"
 
 
@@ -194,7 +191,6 @@ was (results/published/gpu/smollm2.jsonl.xz/slow_host_h100)."""
 
 
 def _of_the_host(rows: Iterable[Record]) -> str:
-    """What is said where the GPU had little to do in plain decoding."""
     busy = next((row.sm_util for row in rows if row.arm == "baseline" and row.sm_util is not None), 1.0)
     said = (
         f"While plain decoding was timed the GPU's multiprocessors were busy {busy:.0%} of the time, so the "
@@ -204,7 +200,6 @@ def _of_the_host(rows: Iterable[Record]) -> str:
 
 
 def _of_others(rows: Sequence[Record]) -> str:
-    """What is said where others had the processor too."""
     measured = [row for row in rows if row.status == OK]
     shares = [row.cpu_others or 0 for row in measured if disturbed(row.cpu_own, row.cpu_others)]
     if not shares:

@@ -62,11 +62,8 @@ def folders(root: str | Path) -> list[Path]:
 
 
 def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False) -> Sources:
-    """Read a results folder, or all that lie below a folder that is none itself. no_points: it may be without points.
-
-    Raises:
-        ConfigError: there are no points, none that `where` asks for, or it cannot be understood.
-    """
+    """Read a results folder, or all that lie below a folder that is none itself. no_points: it may be without points;
+    else ConfigError is raised, as where none meets the conditions `where`."""
     archive.expect(root, "results_dir")
     points: list[Point] = []
     places: dict[str, str] = {}
@@ -102,7 +99,7 @@ def _no_points(root: Path) -> str:
     more = f" and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
     return (
         f"{root} holds no points to report, but these other results: {', '.join(held[:MOST_NAMED])}{more}. "
-        f"To read one: xzcat {packed} | grep '\"{held[0]}\"'"
+        f"To read one: xzcat {packed} | grep '\"{(root / held[0]).relative_to(packed).as_posix()}\"'"
     )
 
 

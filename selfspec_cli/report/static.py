@@ -19,7 +19,6 @@ from selfspec_cli.report.table import cells, filled
 
 
 def text(sources: Sources, form: Format) -> str:
-    """The whole report in one of the formats that are text."""
     if form is Format.csv:
         return file_of(Summary, sources.rows)
     if form is Format.json:
@@ -37,7 +36,6 @@ def text(sources: Sources, form: Format) -> str:
 
 
 def as_json(document: Any) -> str:
-    """A document on several lines."""
     return json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n"
 
 

@@ -81,7 +81,6 @@ COLUMNS: Columns = {
 
 
 def cells(row: Record, shown: Columns = COLUMNS) -> list[str]:
-    """One measured row as text."""
     return [show(row) for show in shown.values()]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import head_files
+from selfspec_cli.config import head_files
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.engine import scoring

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.artifacts import head_files
-from selfspec_cli.config import speculative
+from selfspec_cli.config import head_files, speculative
 from selfspec_cli.config.facts import (
     config_document,
     config_file,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts import tuned
+from selfspec_cli.config import tuned
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay

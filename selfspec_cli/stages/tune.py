@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.artifacts import head_files, tuned
+from selfspec_cli.config import head_files, tuned
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig

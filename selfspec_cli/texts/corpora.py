@@ -52,10 +52,7 @@ class Corpus:
         self, part: str, encode: Encode, vocab_size: int, length: int, count: int, seed: int
     ) -> list[list[int]]:
         """Draw `count` windows of `length` token ids from part "fitting" or "held_out"; equal seeds give equal windows.
-
-        Raises:
-            ConfigError: the text is too short.
-        """
+        Raises ConfigError where the text is too short."""
         if self.is_random:
             draw = random.Random(f"{part} {seed}")
             return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -78,11 +75,8 @@ class Corpus:
 
 
 def load(source: str) -> Corpus:
-    """Return the corpus that `source` names; the docstring of this file has the forms.
-
-    Raises:
-        ConfigError: no such file, a file of another shape, or too little text.
-    """
+    """Return the corpus that `source` names; the docstring of this file has the forms. Raises ConfigError where
+    there is no such file, or too little text in it."""
     if source == "stdlib":
         return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
     if source == "random":
@@ -92,11 +86,8 @@ def load(source: str) -> Corpus:
 
 def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
     """Return (name, text) of at most `most` documents to score: modules of the held-out standard library, rows of a
-    table, or blocks of a plain text. held_out: only blocks that no fit on this corpus reads.
-
-    Raises:
-        ConfigError: as `load`, or there is no document; random token ids are no text.
-    """
+    table, or blocks of a plain text. held_out: only blocks that no fit on this corpus reads. Raises ConfigError as
+    `load`, and for random token ids, which are no text."""
     if source == "random":
         raise ConfigError("corpus=random: random token ids are no text, and their perplexity says nothing")
     if source == "stdlib":

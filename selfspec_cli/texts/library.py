@@ -213,10 +213,7 @@ def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
     window scores all its tokens except the document's first. Each later window scores the next `stride` tokens (the
     last window the remaining ones), so every token has at least `window - stride` tokens of context, or all that exist.
     Windows hold at most `window` tokens. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness,
-    with one token of context between two windows.
-
-    Raises:
-        ValueError: stride is not in 1..window-1.
+    with one token of context between two windows. Raises ValueError for a stride that is not in 1..window-1.
     """
     if not 1 <= stride < window:
         raise ValueError(

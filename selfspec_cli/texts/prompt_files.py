@@ -59,13 +59,8 @@ def is_prompt_file(name: str) -> bool:
 
 
 def read(name: str, column: str | None = None) -> list[Prompt]:
-    """Read every prompt of a file, in its order; rows without a prompt are left out.
-
-    column: holds the prompts; None: the first of COLUMNS that a row has.
-
-    Raises:
-        ConfigError: the file cannot be read, has no such column, or no prompt.
-    """
+    """Read every prompt of a file, in its order; rows without a prompt are left out. column: holds the prompts; None:
+    the first of COLUMNS that a row has. Raises ConfigError where there is no such file, column or prompt."""
     prompts = []
     for row in rows(name):
         if not isinstance(row, Mapping):
@@ -108,10 +103,7 @@ def encoded(
     """Return the token ids of each prompt, cut to its first `most` tokens.
 
     The question of a chat is cut instead of its end, because the end of the template must stay. Functions that do not
-    fit are left out before.
-
-    Args:
-        chat: puts a question into the model's template; None for a model without one.
+    fit are left out before. chat: puts a question into the model's template; None for a model without one.
     """
 
     def ids_of(prompt: Prompt) -> list[int]:

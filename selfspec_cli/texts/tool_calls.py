@@ -42,7 +42,6 @@ JSON_TYPES = {
 
 
 def is_question(row: Mapping[str, Any]) -> bool:
-    """Whether a row is one of BFCL's."""
     turns = row.get("question")
     return "id" in row and isinstance(turns, list) and bool(turns) and all(isinstance(turn, list) for turn in turns)
 
@@ -54,14 +53,8 @@ def said(row: Mapping[str, Any], role: str) -> list[str]:
 
 
 def tools(row: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
-    """Return the functions of a row in the form of the chat completions API, with types of JSON schema.
-
-    Args:
-        file: that holds the row.
-
-    Raises:
-        ConfigError: the functions of a class that the row names are not there.
-    """
+    """Return the functions of a row of `file` in the form of the chat completions API, with types of JSON schema;
+    raises ConfigError where the functions of a class that the row names are not there."""
     functions = row.get("function")
     if functions is None:
         left_out = row.get("excluded_function", ())
@@ -71,17 +64,12 @@ def tools(row: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
             for function in _functions_of_class(str(name), str(row["id"]), file)
             if function["name"] not in left_out
         ]
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": function["name"],
-                "description": function.get("description", ""),
-                "parameters": _json_schema(function.get("parameters", {})),
-            },
-        }
-        for function in functions
-    ]
+    made = []
+    for function in functions:
+        parameters = _json_schema(function.get("parameters", {}))
+        about = {"name": function["name"], "description": function.get("description", ""), "parameters": parameters}
+        made.append({"type": "function", "function": about})
+    return made
 
 
 def in_words(tools: Sequence[Mapping[str, Any]], system: str = "") -> str:

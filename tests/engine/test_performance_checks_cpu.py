@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from planted_checks import checks, of_counts, red
 
-from selfspec_cli.artifacts import tuned
+from selfspec_cli.config import tuned
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.paths import conf_dir
 from selfspec_cli.record import folder

@@ -87,9 +87,10 @@ def test_nothing_is_written_into_an_archive(results):
     assert (results.read_bytes(), sorted(Path().iterdir())) == (before, seen)
 
 
-def test_an_archive_without_points_says_what_it_holds_and_how_to_read_it():
-    """It said "no points yet; make some", which nobody can in an archive."""
-    said = call("report", f"results_dir={PUBLISHED / 'gpu.jsonl.xz'}").stderr
+@pytest.mark.parametrize("place", ["gpu.jsonl.xz", "sprint.jsonl.xz/conversations"])
+def test_an_archive_without_points_says_what_it_holds_and_how_to_read_it(place):
+    """It said "no points yet; make some", which nobody can in an archive, and of a folder in one nothing to find."""
+    said = call("report", f"results_dir={PUBLISHED / place}").stderr
     assert "holds no points to report" in said and " more. To read one" in said and "make some" not in said
     command = said.partition("To read one: ")[2].strip()
     assert json.loads(subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout)["file"]

@@ -10,10 +10,9 @@ import pytest
 import typer
 import yaml
 
-from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands.app import app
 from selfspec_cli.commands.screen import BAD_INPUT, RUN_FAILED, guard
-from selfspec_cli.config import compose, paths
+from selfspec_cli.config import compose, paths, tuned
 from selfspec_cli.config.choices import NAMED_GROUPS, choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.dumped import load_config

@@ -85,7 +85,7 @@ NEW_SETTING = """
     )
 """
 ASKED_OF_IT = """
-from selfspec_cli.artifacts.tuned import overrides
+from selfspec_cli.config.tuned import overrides
 from selfspec_cli.config import options
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys

@@ -12,9 +12,8 @@ import pytest
 from commands import call, document, model_folder
 from points import against, baseline
 
-from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands import deploying, serve
-from selfspec_cli.config import facts
+from selfspec_cli.config import facts, tuned
 from selfspec_cli.config.compose import compose_runs, load_config
 from selfspec_cli.config.schema import (
     ConfigError,

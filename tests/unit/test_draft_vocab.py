@@ -9,7 +9,7 @@ import pytest
 import torch
 from exit_heads import lsq_head, translator_head
 
-from selfspec_cli.artifacts import head_files
+from selfspec_cli.config import head_files
 from selfspec_cli.config.facts import ModelFacts
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec

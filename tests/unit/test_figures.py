@@ -6,7 +6,7 @@ import pytest
 from points import ARM, BASELINE, against, baseline, drafts, measured, point
 
 from selfspec_cli.record.point import compare
-from selfspec_cli.report import export, figures, sources
+from selfspec_cli.report import figures, make, sources
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS
 
 pytestmark = pytest.mark.slow  # each draws
@@ -184,7 +184,7 @@ def test_perplexities_are_a_figure_where_two_arms_differ_by_more_than_rounding()
 
 
 def test_figures_are_files_for_a_paper(tmp_path):
-    files = export.every([drawn(baseline(), against(baseline()))["speedup"]], tmp_path)
+    files = make.every([drawn(baseline(), against(baseline()))["speedup"]], tmp_path)
     assert [file.name for file in files] == ["speedup.svg", "speedup.png"]
     text = files[0].read_text()
     assert "1.50x" in text and "varH ≤ 5" in text

@@ -12,7 +12,7 @@ from bigrams import nats
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.engine import scoring
 from selfspec_cli.engine.scoring import Passage
-from selfspec_cli.record import documents, folder, quality
+from selfspec_cli.record import archive, folder, quality
 from selfspec_cli.stages import ppl
 from selfspec_cli.stages.ppl import Request
 
@@ -161,8 +161,8 @@ def test_a_folder_that_cannot_be_written_ends_the_command(opened, monkeypatch):
             raise OSError(28, "No space left on device", "results/quality/x.json")
         return kept(file, finding)
 
-    kept = documents.save
-    monkeypatch.setattr(documents, "save", save)
+    kept = archive.save_document
+    monkeypatch.setattr(archive, "save_document", save)
     with pytest.raises(folder.RecordError, match="free some space"):
         ppl.run([SKIP], SMALL, open_engine=opened)
 

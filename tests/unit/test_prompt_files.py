@@ -13,8 +13,7 @@ from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, Workl
 from selfspec_cli.stages import preflight
 from selfspec_cli.texts import prompt_files
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
-from selfspec_cli.texts.prompts import workload_prompts, workload_turns
-from selfspec_cli.texts.tokens import Tokens
+from selfspec_cli.texts.prompts import Tokens, workload_prompts, workload_turns
 
 SHAREGPT = [
     {"id": "a", "conversations": [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "first"}]},

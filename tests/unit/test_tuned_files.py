@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selfspec_cli.artifacts import tuned
+from selfspec_cli.config import tuned
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.model_digest import folder_name, head_folder, model_fingerprint
 from selfspec_cli.config.schema import ConfigError

@@ -62,26 +62,19 @@ def coloured(figures: Sequence[Figure], rows: Iterable[Record]) -> list[Figure]:
             drawn = dict.fromkeys(arms[row["point"]] for row in panel.data if row.get("point") in arms)
             for name in drawn:
                 together[name] |= set(drawn)
+    palettes = {"baseline": [PLAIN], "skip": [LOSSY]} | dict.fromkeys(names.RIVALS, RIVALS)
     chosen: dict[str, str] = {}
     for name, others in together.items():
         used = Counter(chosen[other] for other in others if other in chosen)
-        chosen[name] = min(_palette(kinds[name]), key=lambda colour: used[colour])  # the first of those least used
-    return [
-        replace(figure, panels=[_with_colours(panel, arms, chosen) for panel in figure.panels]) for figure in figures
-    ]
+        palette = palettes.get(kinds[name], SERIES)
+        chosen[name] = min(palette, key=lambda colour: used[colour])  # the first of those least used
 
+    def with_colours(panel: Panel) -> Panel:
+        colours: dict[str, str] = {}
+        for row in panel.data:
+            name = row.get("series", row.get("arm"))
+            if name is not None and row.get("point") in arms:
+                colours.setdefault(name, chosen[arms[row["point"]]])
+        return replace(panel, colours=colours)
 
-def _palette(kind: str) -> list[str]:
-    """The colours that an arm of this kind may have."""
-    if kind in ("baseline", "skip"):
-        return [PLAIN if kind == "baseline" else LOSSY]
-    return RIVALS if kind in names.RIVALS else SERIES
-
-
-def _with_colours(panel: Panel, arms: dict[str, str], chosen: dict[str, str]) -> Panel:
-    colours: dict[str, str] = {}
-    for row in panel.data:
-        name = row.get("series", row.get("arm"))
-        if name is not None and row.get("point") in arms:
-            colours.setdefault(name, chosen[arms[row["point"]]])
-    return replace(panel, colours=colours)
+    return [replace(figure, panels=[*map(with_colours, figure.panels)]) for figure in figures]

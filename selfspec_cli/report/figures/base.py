@@ -41,6 +41,7 @@ SERIES = [
 STEP = 36  # pixels for a bar and the text above it
 SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average
 LONGEST_NAME = 120  # letters of a name in a legend of a picture
+WIDTH = 760  # pixels of a chart in a file
 LONGEST = 40  # bars of one panel; the rest are in the table
 
 
@@ -87,6 +88,37 @@ def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
     text = text.replace(LETTERS, str(LONGEST_NAME))
     made: dict[str, Any] = json.loads(text.replace(json.dumps(LOAD), json.dumps(panel.axis)))
     return made
+
+
+def config(ink: str, muted: str, line: str) -> dict[str, Any]:
+    """How charts look, in three colours: of text, of the text of axes, and of lines."""
+    return {
+        "background": "#ffffff",
+        "font": "sans-serif",
+        "text": {"color": ink, "fontSize": 12},
+        "rule": {"color": ink},
+        "tick": {"color": ink},
+        "view": {"stroke": None},
+        "title": {"anchor": "start", "color": ink, "subtitleColor": muted, "fontSize": 15, "offset": 12},
+        "axis": {
+            "labelColor": muted,
+            "titleColor": muted,
+            "gridColor": line,
+            "domain": False,
+            "ticks": False,
+            "titleFontWeight": "normal",
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+            "labelPadding": 6,
+        },
+        "legend": {
+            "labelColor": ink,
+            "labelFontSize": 12,
+            "labelLimit": WIDTH,
+            "symbolType": "circle",
+            "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
+        },
+    }
 
 
 def figure(name: str, title: str, about: str, chart: Any, panels: Sequence[Panel]) -> list[Figure]:
@@ -168,17 +200,14 @@ def titles_above() -> Any:
 
 
 def arm_axis() -> Any:
-    """A row of the chart for each arm, without an axis: `titles_above` names it."""
     return alt.Y("arm:N", sort=None, axis=None)
 
 
 def bars(x: Any, tips: Sequence[Any], **more: Any) -> Any:
-    """A bar for each arm."""
     return rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=arm_axis(), tooltip=tips, **more)
 
 
 def spans(tips: Sequence[Any]) -> Any:
-    """The interval of each arm, from `low` to `high`."""
     rule = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=2, yOffset=4)
     return rule.encode(x="low:Q", x2="high:Q", y=arm_axis(), tooltip=tips)
 
@@ -225,7 +254,6 @@ def whiskers(x: Any, **more: Any) -> Any:
 
 
 def times_axis(title: str) -> Any:
-    """An axis of speedups."""
     return alt.Axis(title=title, labelExpr="datum.label + 'x'", tickCount=6)
 
 
@@ -240,13 +268,13 @@ def name_of(row: Record) -> str:
     return label(replace(row, acceptance_length=None))
 
 
-def labels(rows: Sequence[Record]) -> list[str]:
-    """A name for each row of a group, no two alike."""
+def named(rows: Sequence[Record]) -> list[tuple[str, Record]]:
+    """Each row of a group with its name, no two alike."""
     names: list[str] = []
     for row in rows:
         name = name_of(row)
         names.append(f"{name} [{row.key[:6]}]" if name in names else name)
-    return names
+    return list(zip(names, rows, strict=True))
 
 
 def sig(value: float | None, digits: int = 5) -> float | None:

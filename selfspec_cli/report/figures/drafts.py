@@ -92,7 +92,7 @@ def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> l
                 "share": base.sig(int(count) / (counted[row.point].rounds or 1), 4),
                 "point": row.point,
             }
-            for name, row in zip(base.labels(rows), rows, strict=True)
+            for name, row in base.named(rows)
             for place, count in enumerate((counted[row.point].accepted_at or "").split(), start=1)
         ]
         panels += base.on_machine(group, data, rows)

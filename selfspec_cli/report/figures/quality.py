@@ -31,11 +31,7 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
         rows = [row for row in group.rows if row.status == OK]
         for column, meaning in PERPLEXITIES.items():
             measured = [row for row in rows if getattr(row, column) is not None][: base.LONGEST]
-            ends = [(getattr(row, f"{column}_low", None), getattr(row, f"{column}_high", None)) for row in measured]
-            data = [
-                _dot(name, row, getattr(row, column), *pair)
-                for name, row, pair in zip(base.labels(measured), measured, ends, strict=True)
-            ]
+            data = [_dot(name, row, column) for name, row in base.named(measured)]
             values = [dot["value"] for dot in data] + [0.0] * (column != "ppl")
             if len(data) > 1 and max(values) - min(values) >= SEEN:  # else the table says it
                 panels.append(base.of_rows(f"{group.title}, {base.short(rows[0])}", meaning, data, measured))
@@ -60,10 +56,7 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
         arms = [row for row in group.rows if row.status == OK and row.arm != "baseline"]
         rows = [row for row in arms if row.identical is not None and row.outputs][: base.LONGEST]
         plain = by_id.get(group.rows[0].point)
-        data = [
-            _equal(name, row.identical or 0, row.outputs or 1, row.point)
-            for name, row in zip(base.labels(rows), rows, strict=True)
-        ]
+        data = [_equal(name, row.identical or 0, row.outputs or 1, row.point) for name, row in base.named(rows)]
         if data and plain is not None and plain.arm["arm"] == "baseline":
             data = [_equal(name, *counts, plain.id) for name, counts in controls(plain, points).items()] + data
         where = f"{group.title}, {base.short(group.rows[0])}"
@@ -116,8 +109,9 @@ def _equal(name: str, same: int, outputs: int, point: str) -> dict[str, Any]:
     }
 
 
-def _dot(name: str, row: Record, value: float, low: float | None, high: float | None) -> dict[str, Any]:
+def _dot(name: str, row: Record, column: str) -> dict[str, Any]:
+    ends = {"value": column, "low": f"{column}_low", "high": f"{column}_high"}
+    values = {end: getattr(row, of_end, None) for end, of_end in ends.items()}
     # Perplexities that are equal differ by rounding, in the ninth digit.
-    ends = {"value": value, "low": low, "high": high}
-    rounded = {end: None if number is None else base.sig(round(number, 6)) for end, number in ends.items()}
+    rounded = {end: None if value is None else base.sig(round(value, 6)) for end, value in values.items()}
     return {"arm": name, **rounded, "text": f"{rounded['value']:.4g}", "point": row.point}

@@ -36,7 +36,7 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
             {"arm": name, "slower": base.slower(row), "target": _target(row, targets)}
             | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
             | {"text": times(row) + (", slower" if base.slower(row) else "")}
-            for name, row in zip(base.labels(rows), rows, strict=True)
+            for name, row in base.named(rows)
         ]
         if any(row.arm != "baseline" for row in rows):
             most = f"The {base.LONGEST} fastest of {len(data)} arms are drawn; the table below has all of them."
@@ -69,7 +69,7 @@ def throughput(groups: Iterable[Group]) -> list[Figure]:
     panels = []
     for group in groups:
         rows = base.measured(group)[: base.LONGEST]
-        named = list(zip(base.labels(rows), rows, strict=True))
+        named = base.named(rows)
         where = f"{group.title}, {base.short(rows[0])}" if rows else ""
         for meaning, unit, columns in MEASURES:
             shown = [(name, row) for name, row in named if getattr(row, columns[0]) is not None]
@@ -121,8 +121,7 @@ def by_category(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure
     panels = []
     for group in groups:
         rows = [row for row in group.rows if row.point in by_point]
-        named = zip(base.labels(rows), rows, strict=True)
-        data = [{"series": name} | line for name, row in named for line in by_point[row.point]]
+        data = [{"series": name} | line for name, row in base.named(rows) for line in by_point[row.point]]
         panels += base.on_machine(group, data, rows)
     y = alt.Y(
         "category:N",

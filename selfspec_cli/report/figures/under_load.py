@@ -40,7 +40,6 @@ class Family:
     left_out: int = 0
 
     def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
-        """A panel of these rows."""
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
         panel = base.of_rows(
             base.short(self.rows[0]), self.title, data, self.rows, " ".join(filter(None, (note, more)))
@@ -48,7 +47,6 @@ class Family:
         return replace(panel, axis=AXES[self.axis])
 
     def load(self, row: Record) -> float:
-        """How much was asked at once."""
         return float(getattr(row, self.axis))
 
     def loads(self, *, arms: bool = False) -> set[float]:
@@ -68,7 +66,6 @@ def _axis(row: Record) -> str:
 
 
 def _key(row: Record) -> tuple[Any, ...]:
-    """What rows of one family have in common."""
     axis = _axis(row)
     drawn = ("rate", "load_share") if axis == "rate" else (axis,)
     names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
@@ -79,34 +76,29 @@ def families(groups: Iterable[Group]) -> list[Family]:
     """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
     last measured."""
     by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
-    firsts: dict[tuple[Any, ...], Record] = {}
     for group in groups:
         rows = base.measured(group)
         first = next((row for row in rows if row.arm != "baseline"), None)
         if first is not None and getattr(first, _axis(first)) is not None:
             by_family[_key(first)] += rows
-            firsts[_key(first)] = first
-    together = [_fewer(Family(_title(firsts[key]), _axis(firsts[key]), rows)) for key, rows in by_family.items()]
-    together = [family for family in together if len(family.loads(arms=True)) > 1]
+    together = [family for family in map(_family, by_family.values()) if len(family.loads(arms=True)) > 1]
     together.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
-    return sorted(
-        together,
-        key=lambda family: (
-            any(row.acceptance_length is not None for row in family.rows),
-            len(family.loads()) < ENOUGH_LOADS,
-        ),
-    )
+
+    def comes_later(family: Family) -> tuple[bool, bool]:
+        is_set = any(row.acceptance_length is not None for row in family.rows)
+        return is_set, len(family.loads()) < ENOUGH_LOADS
+
+    return sorted(together, key=comes_later)
 
 
-def _title(row: Record) -> str:
-    more = ", in a load test" if row.arrivals is not None else ""
-    return ", ".join(filter(None, (task(row) + more, sampling(row), acceptance(row))))
-
-
-def _fewer(family: Family) -> Family:
-    """A family with as many arms as a reader can tell apart: those with the most loads, then the fastest."""
+def _family(rows: list[Record]) -> Family:
+    """Rows of one family with as many arms as a reader can tell apart: those with the most loads, then the fastest."""
+    first = next(row for row in rows if row.arm != "baseline")
+    more = ", in a load test" if first.arrivals is not None else ""
+    title = ", ".join(filter(None, (task(first) + more, sampling(first), acceptance(first))))
+    family = Family(title, _axis(first), rows)
     arms: dict[str, list[Record]] = defaultdict(list)
-    for row in family.rows:
+    for row in rows:
         arms[base.name_of(row)].append(row)
 
     def rank(rows: list[Record]) -> tuple[int, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,12 +31,8 @@ Counts = Callable[[], "Tensor"]
 
 
 def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
-    """Refuse a head that cannot be used at `layer` of a model with these facts; reads only a file's header.
-
-    Raises:
-        ConfigError, HeadError: it does not exist, is damaged, or belongs to another layer or another model's shape; the
-            file holds another head than `head` says.
-    """
+    """Refuse (ConfigError, HeadError) a head that cannot be used at `layer` of a model with these facts; reads only a
+    file's header."""
     file = full_head(cfg, layer)
     if file is None:
         return
@@ -49,9 +46,7 @@ def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
 def full_head(cfg: RunConfig, layer: int) -> Path | None:
     """Return the file of the head of `cfg` at `layer`, over the full vocabulary; None for a head that needs no fit.
 
-    Raises:
-        ConfigError: it has not been fitted (the message says how to), or the path does not exist.
-        HeadError: a folder has no such head, or several.
+    Raises ConfigError where it has not been fitted, HeadError where a folder of the user's has none, or several.
     """
     spec = head_spec(replace(cfg.head, path=None))
     if cfg.head.path is not None:
@@ -73,10 +68,8 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
     """Return the token ids of `cfg.vocab`, int64 [V'] ascending; None for the full vocabulary.
 
     A number means the most frequent tokens of the text on which heads were fitted (counts in the head folder), or else
-    of the text that `counts()` counts. With dummy weights, which speak no language, ids are evenly spaced.
-
-    Raises:
-        HeadError: larger than the vocabulary, or a list file with anything but its ids.
+    of the text that `counts()` counts. With dummy weights, which speak no language, ids are evenly spaced. Raises
+    HeadError for more tokens than the vocabulary has, or a list file with anything but its ids.
     """
     from selfspec_cli.early_exit import draft_vocab  # imports torch
     from selfspec_cli.early_exit.head_module import most_frequent_ids
@@ -93,16 +86,12 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
 
 
 def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: Counts) -> Path | None:
-    """Return the head file to draft with at `layer`; None for the lens over the full vocabulary.
+    """Return the head file to draft with at `layer` of a model of this shape; None for the lens over the full
+    vocabulary.
 
     A derived file is made if needed, in a cache (`whole.cache_dir`), named by a digest of head and draft vocabulary.
-
-    Args:
-        hidden, vocab_size: of the model.
-
-    Raises:
-        ConfigError, HeadError: as `full_head` and `draft_vocabulary`; a head that already has a draft vocabulary, or
-            belongs to another layer or another model's shape; a cache that cannot be written.
+    Raises ConfigError or HeadError as `full_head` and `draft_vocabulary`; for a head that already has a draft
+    vocabulary, or is of another layer or shape; for a cache that cannot be written.
     """
     source, spec = full_head(cfg, layer), head_spec(cfg.head, layer)
     ids = draft_vocabulary(cfg, vocab_size, counts)
@@ -120,8 +109,9 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
         head, metadata = with_draft_vocabulary(head, ids), replace(metadata, draft_vocab=tag_of(cfg.vocab, ids))
     name = Path(head_filename(metadata.spec, layer, metadata.draft_vocab))
     target = cache_dir() / "heads" / f"{name.stem}-{_digest(source, metadata, ids)}{name.suffix}"
-    if _is_whole(target):
-        return target
+    with suppress(SettingsError):
+        read_metadata(target)
+        return target  # it was derived before, and is whole
     try:
         return save_head(target, head, metadata)
     except OSError as error:
@@ -132,17 +122,8 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
 
 
 def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor | None) -> str:
-    """Return a digest of the inputs of a derived head: the file of the full head, its metadata and the token ids."""
     digest = hashlib.sha256(f"{metadata}{None if ids is None else ids.tolist()}".encode())
     if source is not None:
         with open(source, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_metadata(path)
-    except SettingsError:
-        return False
-    return True

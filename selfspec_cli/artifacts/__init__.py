@@ -1,1 +1,0 @@
-"""Files that commands make for a model: exit heads, tuned settings."""

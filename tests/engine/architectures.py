@@ -30,6 +30,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 LAYERS, EXIT, K = 4, 2, 3
 VOCAB, MAX_LEN = 256, 512
 PROMPTS, TOKENS = 6, 32
@@ -241,13 +243,6 @@ def ask(folder: Path, **changes: Any) -> dict[str, Any]:
     return found | {"verdict": "works"}
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _in_a_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"
@@ -361,7 +356,7 @@ def main() -> None:
     from vllm import LLM  # noqa: F401
 
     prepare()
-    changes = {key: _value(text) for key, text in (one.split("=", 1) for one in given.set)}
+    changes = {key: yaml.safe_load(text) for key, text in (one.split("=", 1) for one in given.set)}
     if given.heads_of_128:
         SHAPE.update(HEADS_OF_128)
     for name in _wanted(given.out, given.names):

@@ -88,6 +88,12 @@ def test_a_view_changes_on_a_live_engine(expected):
         assert want.check(engine, SOME) == found[4]
 
 
+def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
+    spec = layer_skip(LAYERS, K, skip_layers=[LAYERS])
+    with pytest.raises(SettingsError, match=f"allowed: 0 to {LAYERS - 1}"), live(expected("llama").path, spec):
+        pass
+
+
 def check_others_without(engine: Live, want: Any, context: dict[str, Any]) -> None:
     """The same engine drafts others over the whole context, and over this part of it again the same; both are verified
     to the target's output, with some accepted and some rejected."""

@@ -307,7 +307,7 @@ def _in_a_fork(name: str, seconds: int, changes: dict[str, Any]) -> dict[str, An
     with ProcessPoolExecutor(1, fork, initializer=signal.alarm, initargs=(seconds,)) as child:
         try:
             return child.submit(line, name, **changes).result()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return {"name": name, "verdict": "fails", "reason": _in_a_line(error)}
 
 

@@ -27,7 +27,7 @@ SIDE_BY_SIDE := -n $(shell expr $(JOBS) + 1) --dist worksteal
 # (tests/engine/conftest.py); without the option those with many tests would.
 BY_FILE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 REPORTS := $(VENV)/.reports
-GRID := tests/engine/test_lossless.py tests/engine/test_lossless_others.py tests/engine/test_sampling.py
+GRID := tests/engine/test_lossless.py tests/engine/test_sampling.py
 MUTANTS ?= reference costs gates settings v1 lengths vocabulary weights heads v2
 
 # $(call timed,NAME,COMMAND): run a part, and note how long it took. $(call tests,NAME,ARGUMENTS): a part of pytest's.
@@ -102,7 +102,7 @@ nightly: $(INSTALLED) programs
 # Takes up where it was stopped; a suite that is done costs its tests once. Lets everything else on the machine go first.
 mutants: $(INSTALLED)
 	for suite in $(MUTANTS); do OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python tests/mutation/run.py $$suite || exit 1; done
-	$(BIN)/python tests/mutation/report.py
+	$(BIN)/python tests/mutation/run.py
 
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict

@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +117,9 @@ def serve(port: int, step: float) -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Program:
-    """What is measured: its command, and the port it listens on."""
-
-    command: list[str]
-    port: int
-
-
 @contextmanager
-def started(program: Program, log: Path) -> Iterator[tuple[str, int]]:
-    """(address, process id) of a program, once it answers a completion; ended afterwards."""
-    command, port = program.command, program.port
+def started(command: list[str], port: int, log: Path) -> Iterator[tuple[str, int]]:
+    """(address, process id) of a program that listens on a port, once it answers a completion; ended afterwards."""
     with open(log, "wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
@@ -169,13 +159,13 @@ async def answers(url: str) -> bool:
         return False
 
 
-def gateways(options: argparse.Namespace, backend: str, folder: Path) -> dict[str, Program]:
-    """Every gateway that is to be measured in front of the server at `backend`, by name."""
-    found: dict[str, Program] = {}
+def gateways(options: argparse.Namespace, backend: str, folder: Path) -> dict[str, tuple[list[str], int]]:
+    """The command and the port of every gateway that is measured in front of the server at `backend`, by name."""
+    found: dict[str, tuple[list[str], int]] = {}
 
     def add(name: str, make: Callable[[int], list[Any]]) -> None:
         port = free_port()
-        found[name] = Program([str(word) for word in make(port)], port)
+        found[name] = [str(word) for word in make(port)], port
 
     config = folder / "selfspec.yaml"
     settings = {
@@ -291,11 +281,11 @@ def main() -> None:
         return write_table(json.loads(options.table.read_text(encoding="utf-8")))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         folder, port = Path(scratch), free_port()
-        program = Program([sys.executable, __file__, "--serve", str(port), "--step", str(options.step)], port)
-        backend, _ = stack.enter_context(started(program, folder / "server.log"))
+        command = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
+        backend, _ = stack.enter_context(started(command, port, folder / "server.log"))
         running = {"direct": (backend, 0)}
-        for name, program in gateways(options, backend, folder).items():
-            running[name] = stack.enter_context(started(program, folder / f"{name}.log"))
+        for name, (words, its_port) in gateways(options, backend, folder).items():
+            running[name] = stack.enter_context(started(words, its_port, folder / f"{name}.log"))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
         found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()})
         document = described(options) | {"rows": table(found)}

@@ -24,11 +24,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from trunk_model import FEW_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill, numbers_of, reference, tensors_of
+from trunk_model import FEW_TOKENS, SHAPES, UNROUNDED, Model, Rounding, Step, bound, error, fill, reference
 
 from selfspec_cli.vllm_plugin.attention.one_query import attend
 from selfspec_cli.vllm_plugin.fused_step.drafting import EVENLY, MOST
-from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built, pointer
+from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built
 from selfspec_cli.vllm_plugin.fused_step.layout import Stream, planned
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
@@ -60,14 +60,7 @@ class Fused:
 
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
-        tensors = {**self.weights, **tensors_of(step)}
-        pointers = {name: pointer(tensor) for name, tensor in tensors.items()}
-        arguments = Arguments(**pointers, **numbers_of(step))
-
-        def run(_: object = tensors) -> None:  # which lives as long as the call
-            self.kernel(arguments)
-
-        return run
+        return bound(self.kernel, Arguments, step, self.weights)
 
 
 # ---- the kernels that it replaces -----------------------------------------------------------------------------------
@@ -114,36 +107,38 @@ def separate(step: Step) -> Tensor:
 # ---- checks and times -----------------------------------------------------------------------------------------------
 
 
-def check(model: Model, fused: Fused, lengths: list[int], beside: bool) -> dict[str, Any]:
-    """One step of the kernel, run three times and then in a loop inside a CUDA graph, against PyTorch."""
-    step, live = Step(model, lengths), [n for n, length in enumerate(lengths) if length]
-    wanted, written = reference(step, FEW_TOKENS)
+def check(run: Callable[[], None], step: Step, rounding: Rounding, loop: bool, beside: bool) -> dict[str, Any]:
+    """A kernel's step, run three times and, with `loop`, as the body of a loop in a CUDA graph, against PyTorch, which
+    rounds as the kernel does. beside: also what the separate kernels make of it."""
+    live = [n for n, length in enumerate(step.lengths.tolist()) if length]
+    wanted, written = reference(step, rounding)
     plain, _ = reference(step, UNROUNDED)
     before = [cache.clone() for cache in step.caches]
-    run = fused.bind(step)
     outs = []
     for _ in range(3):
         step.out.fill_(float("nan"))
         run()
         torch.cuda.synchronize()
-        outs.append(step.out.clone())
-    page, cache_error, untouched = model.shape.page, 0.0, True
+        outs.append(step.out[live].clone())
+    page, cache_error, untouched = step.model.shape.page, 0.0, True
     for cache, old, new in zip(step.caches, before, written, strict=True):
+        kept = cache.clone()
         for n in live:
-            slot = int(step.slots[n])
-            cache_error = max(cache_error, error(cache[slot // page, :, slot % page], new[n]))
-            cache[slot // page, :, slot % page] = old[slot // page, :, slot % page]
-        untouched &= torch.equal(cache, old)
+            place = (int(step.slots[n]) // page, slice(None), int(step.slots[n]) % page)
+            cache_error = max(cache_error, error(cache[place], new[n]))
+            kept[place] = old[place]
+        untouched &= torch.equal(kept, old)
     row = {
-        "lengths": lengths,
-        "error": error(outs[0][live], wanted[live]),
+        "error": error(outs[0], wanted[live]),
         "cache_error": cache_error,
         "untouched": untouched,
         "same_again": all(torch.equal(outs[0], other) for other in outs),
-        "error_unrounded": error(outs[0][live], plain[live]),
-        "looped": looped(run, step, outs[0]),
+        "error_unrounded": error(outs[0], plain[live]),
     }
-    if beside and not model.shape.head_norms:
+    if loop:
+        run()
+        row["looped"] = looped(run, step, step.out.clone())
+    if beside and not step.model.shape.head_norms:
         row["separate_error_unrounded"] = error(separate(step)[live], plain[live])
     return row
 
@@ -219,8 +214,10 @@ def main() -> None:
             for tokens in filter(CASES.get, arguments.tokens):
                 fused = Fused(small, tokens, *settings[0])
                 for lengths in CASES[tokens]:
-                    row = check(small, fused, lengths, not arguments.no_separate)
-                    keep({"shape": name, "layers": arguments.check_layers, "tokens": tokens, **row})
+                    step = Step(small, lengths)
+                    row = check(fused.bind(step), step, FEW_TOKENS, True, not arguments.no_separate)
+                    about = {"shape": name, "layers": arguments.check_layers, "tokens": tokens, "lengths": lengths}
+                    keep({**about, **row})
         model = Model(replace(shape, layers=arguments.layers or shape.layers))
         for tokens in arguments.tokens:
             if not arguments.no_separate and not shape.head_norms:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import integers
+from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, gate_and_up, records
 
 SHAPES = {
@@ -119,6 +120,17 @@ def numbers_of(step: Step) -> dict[str, int | float]:
         "table_row": step.table.stride(0),
         "scale": dim**-0.5 * LOG2_E,
     }
+
+
+def bound(kernel: Kernel, arguments: type, step: Step, weights: dict[str, Tensor], **more: int) -> Callable[[], None]:
+    """A call of a kernel for a step. weights: and its own memory; more: numbers that this kernel has besides."""
+    tensors = {**weights, **tensors_of(step)}
+    given = arguments(**{name: pointer(one) for name, one in tensors.items()}, **numbers_of(step), **more)
+
+    def run(_: object = tensors) -> None:  # which lives as long as the call
+        kernel(given)
+
+    return run
 
 
 def fill(stream: Any, model: Model) -> None:

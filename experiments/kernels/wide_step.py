@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fused_step import looped, separate, timed
+from fused_step import check, separate, timed
 from torch import Tensor
-from trunk_model import MANY_TOKENS, SHAPES, UNROUNDED, Model, Step, error, fill, numbers_of, reference, tensors_of
+from trunk_model import MANY_TOKENS, SHAPES, Model, Step, bound, fill
 
-from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
+from selfspec_cli.vllm_plugin.fused_step.launch import Kernel
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
@@ -63,14 +63,7 @@ class Wide:
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
         weights = {"stream": self.stream.records, "offsets": self.stream.offsets, "stamps": self.stamps}
-        tensors = {**weights, **tensors_of(step)}
-        pointers = {name: pointer(tensor) for name, tensor in tensors.items()}
-        arguments = Arguments(**pointers, **numbers_of(step), tokens=len(step.lengths))
-
-        def run(_: object = tensors) -> None:  # which lives as long as the call
-            self.kernel(arguments)
-
-        return run
+        return bound(self.kernel, Arguments, step, weights, tokens=len(step.lengths))
 
     def facts(self) -> dict[str, Any]:
         """The plan, and what the compiler made of it."""
@@ -83,39 +76,6 @@ class Wide:
         rings = {"slab": build.slab, "weight_slots": build.weight_slots, "input_slots": build.input_slots}
         sizes = {"shared": build.shared_bytes, "spilled": self.kernel.spilled, "compiled_s": self.compiled_s}
         return {"warps": build.warps, **plan, **rings, **sizes}
-
-
-def check(model: Model, wide: Wide, lengths: list[int], loop: bool) -> dict[str, Any]:
-    """One step, run three times and, with `loop`, as the body of a loop in a CUDA graph, against PyTorch."""
-    step, live = Step(model, lengths), [n for n, length in enumerate(lengths) if length]
-    wanted, written = reference(step, MANY_TOKENS)
-    plain, _ = reference(step, UNROUNDED)
-    before = [cache.clone() for cache in step.caches]
-    run, outs = wide.bind(step), []
-    for _ in range(3):
-        step.out.fill_(float("nan"))
-        run()
-        torch.cuda.synchronize()
-        outs.append(step.out[live].clone())
-    page, cache_error, untouched = model.shape.page, 0.0, True
-    for cache, old, new in zip(step.caches, before, written, strict=True):
-        kept = cache.clone()
-        for n in live:
-            place = (int(step.slots[n]) // page, slice(None), int(step.slots[n]) % page)
-            cache_error = max(cache_error, error(cache[place], new[n]))
-            kept[place] = old[place]
-        untouched &= torch.equal(kept, old)
-    row = {
-        "error": error(outs[0], wanted[live]),
-        "cache_error": cache_error,
-        "untouched": untouched,
-        "same_again": all(torch.equal(outs[0], other) for other in outs),
-        "error_unrounded": error(outs[0], plain[live]),
-    }
-    if loop:
-        run()
-        row["looped"] = looped(run, step, step.out.clone())
-    return row
 
 
 def phases_of(stamps: Tensor) -> dict[str, list[float]]:
@@ -138,7 +98,8 @@ def tiny(options: list[str]) -> None:
     """One step with everything in it, on eight blocks."""
     model = Model(TINY)
     for most, lengths in ((16, MIXED), (32, MIXED + MIXED[:7])):
-        row = check(model, Wide(model, most, None, options, blocks=8), lengths, loop=False)
+        step = Step(model, lengths)
+        row = check(Wide(model, most, None, options, blocks=8).bind(step), step, MANY_TOKENS, loop=False, beside=False)
         print(json.dumps(row), flush=True)
         assert row["error"] < 0.01 and row["cache_error"] < 0.01 and row["untouched"] and row["same_again"], row
 
@@ -147,11 +108,12 @@ def checks(shape: Shape, tokens: int, warps: int | None) -> list[dict[str, Any]]
     """Two layers, with a full step and with fewer tokens than the kernel is compiled for."""
     model = Model(replace(shape, layers=2))
     wide = Wide(model, tokens, warps, [PATIENCE])
-    counts = (tokens - 7, tokens)
-    return [
-        {"warps": wide.build.warps, "checked_tokens": count, **check(model, wide, (MIXED * 4)[:count], loop=True)}
-        for count in counts
-    ]
+    found = []
+    for count in (tokens - 7, tokens):
+        step = Step(model, (MIXED * 4)[:count])
+        row = check(wide.bind(step), step, MANY_TOKENS, loop=True, beside=False)
+        found.append({"warps": wide.build.warps, "checked_tokens": count, **row})
+    return found
 
 
 def times(model: Model, step: Step, tokens: int, stamps: bool, warps: int | None) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.whole import atomic_write
+
 NEAR = 0.25
 """Nats between two tokens that count as almost level: bf16 rounds logits of 16 to 32 to steps of 0.125."""
 TOKENS = 96
@@ -376,16 +378,9 @@ def drafted(name: str, model: str, folder: Path, paths: Mapping[str, str], few: 
     )
     for case in cases(name, llm, paths, few):
         for arm in case.arms:
-            try:
-                judge(name, llm, case, arm, folder)
-            except Exception as error:  # the next case is worth running all the same
-                failed(name, case.name, arm, error)
-        if case.name == "logit_bias":
-            for arm in case.arms:
-                try:
-                    judge_distribution(name, llm, arm, folder, few)
-                except Exception as error:
-                    failed(name, "min_p", arm, error)
+            attempt(name, case.name, arm, lambda case=case, arm=arm: judge(name, llm, case, arm, folder))
+        for arm in case.arms if case.name == "logit_bias" else ():
+            attempt(name, "min_p", arm, lambda arm=arm: judge_distribution(name, llm, arm, folder, few))
 
 
 _worth: dict[str, Any] = {}
@@ -604,19 +599,21 @@ def row(found: dict[str, Any]) -> None:
     print("ROW " + json.dumps(found), flush=True)
 
 
-def failed(name: str, case: str, arm: str, error: Exception) -> None:
-    traceback.print_exc()
-    words = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
-    row({"engine": name, "case": case, "arm": arm, "ok": False, "error": words, "where": where})
+def attempt(name: str, case: str, arm: str, judged: Callable[[], None]) -> None:
+    """A case under an arm; where it fails its row says so, because the next one is worth running all the same."""
+    try:
+        judged()
+    except Exception as error:
+        traceback.print_exc()
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        frames = traceback.extract_tb(error.__traceback__)[-6:]
+        where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+        row({"engine": name, "case": case, "arm": arm, "ok": False, "error": words, "where": where})
 
 
 def write(path: Path, what: Any) -> None:
     """As a whole or not at all: another process reads it, and this one may be ended at any moment."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(what, indent=1), encoding="utf-8")
-    part.replace(path)
+    atomic_write(path, json.dumps(what, indent=1))
 
 
 def wait_for(path: Path, seconds: float = 270) -> None:

@@ -1,7 +1,12 @@
-"""The tables of what early exit works with, the refusals and the tests are in step.
+"""The tables of docs/limits.md (what early exit works with), the refusals and the tests are in step.
+
+The page says what works, and compatibility.toml names the test; what we refuse is refused here. A row is named by the
+beginning of its first cell.
 
 python tests/contract/test_compatibility.py      writes the tables of architectures and of fields into docs/limits.md
 """
+
+from __future__ import annotations
 
 import ast
 import dataclasses
@@ -9,24 +14,142 @@ import inspect
 import json
 import re
 import runpy
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import limits_tables
 import pytest
-from compatibility import BY_VLLM, ONES, PAGE, PLAIN, REFUSALS, REFUSED, SHOWN, Row, rows
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.contexts import Context
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record import archive
-from selfspec_cli.vllm_plugin import refusals
+from selfspec_cli.vllm_plugin import refusals, spec_config
+from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
 
 pytestmark = pytest.mark.contract
 
 REPO = Path(__file__).parents[2]
+PAGE = REPO / "docs" / "limits.md"
+REFUSED, BY_VLLM = "Refused", "by vLLM"
+SHOWN = tomllib.loads((Path(__file__).parent / "compatibility.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page's tables of three columns. table: the heading above it.
+
+    Of what works, `shown` is where that was seen, such as "CPU, GPU (Gemma 3)", and note is what to know. Of what is
+    refused, shown is empty, note is the reason, and instead what the refusal has to advise.
+    """
+
+    table: str
+    what: str
+    shown: str
+    note: str
+    instead: str = ""
+
+
+def rows() -> list[Row]:
+    """The rows of the page's tables of what is refused, and of what works and where that was shown."""
+    found, table = [], ""
+    for line in PAGE.read_text(encoding="utf-8").partition("<!-- compatibility -->")[2].splitlines():
+        if line.startswith("#"):
+            table = line.lstrip("# ")
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 3 or cells[0] == "refused":
+            continue
+        if table == REFUSED and not cells[0].startswith("-"):
+            found.append(Row(table, cells[0], "", *cells[1:]))
+        elif cells[1].startswith(("CPU", "GPU")):
+            found.append(Row(table, *cells))
+    return found
+
+
+# ---- what triggers our refusals -------------------------------------------------------------------------------------
+
+ONES = dict.fromkeys(refusals.ONE_ONLY, 1)
+PLAIN = ONES | {
+    "enable_elastic_ep": False,
+    "watermark_config": None,
+    "offload_group_size": 0,
+    "offload_backend": "uva",
+    "enable_lora": False,
+}
+"""Arguments of vLLM's EngineArgs that early exit looks at, as they are by default."""
+
+
+def engine(**changes: Any) -> Callable[[], Any]:
+    return lambda: refusals.refuse_engine(SimpleNamespace(**PLAIN | changes))
+
+
+def blocks_of_latent_keys() -> None:
+    made, backend = Blocks(256), SimpleNamespace(get_name=lambda: "FLASHMLA")
+    layer = SimpleNamespace(attn_backend=backend, kv_cache_dtype="auto")
+    made.names = {"layer"}
+    compilation = SimpleNamespace(static_forward_context={"layer": layer}, cudagraph_mode=None)
+    made.vllm_config = SimpleNamespace(compilation_config=compilation)
+    made.start()
+
+
+def target(name: str, value: Any = True) -> Callable[[], Any]:
+    facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(refusals.NO_TARGETS, False), name: value}
+    return lambda: refusals.refuse_model(SimpleNamespace(**facts))
+
+
+def weights(kind: str, **facts: Any) -> Callable[[], Any]:
+    return lambda: require_draft_weights(kind, WeightFacts(**facts))
+
+
+def runner(device: str, v2: bool | None) -> Callable[[], Any]:
+    return lambda: refusals.require_runner(device, v2, has_triton=False)
+
+
+LATENTS = SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True)
+WINDOWED = SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)
+ADAPTERS, EXPERTS = SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True)
+REFUSALS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("pipeline parallelism", engine(pipeline_parallel_size=2)),
+    ("data parallelism", engine(data_parallel_size=2)),
+    ("elastic expert parallelism", engine(enable_elastic_ep=True)),
+    ("prefill or decode context parallelism", engine(prefill_context_parallel_size=2)),
+    ("prefill or decode context parallelism", engine(decode_context_parallel_size=2)),
+    ("latent attention (MLA) on a CPU", lambda: refusals.refuse_latents(LATENTS, "cpu")),
+    ("recurrent states", target("is_hybrid")),
+    ("recurrent states", target("is_attention_free")),
+    ("encoder-decoder models", target("is_encoder_decoder")),
+    ("diffusion language models", target("is_diffusion")),
+    ("embedding and other pooling models", target("runner_type", "pooling")),
+    ("LoRA with a mixture of experts", lambda: refusals.refuse_adapters(ADAPTERS, EXPERTS)),
+    ("sessions whose input streams in", lambda: refusals.refuse_streamed_input()),
+    ("watermarks", engine(watermark_config={"key": 1})),
+    ("V2 model runner on a CPU", runner("cpu", True)),
+    ("V1 model runner on a GPU", runner("cuda", False)),
+    ("devices other than", runner("xpu", None)),
+    ("draft_window for layers", lambda: refusals.refuse_context(Context("window", (64,)), [WINDOWED])),
+    ("draft_context=blocks:N for latent keys", blocks_of_latent_keys),
+    ("weights fetched while layers run", engine(offload_group_size=4)),
+    (
+        "keys of a speculative_config",
+        lambda: spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3}),
+    ),
+    ("copies fitted to data, with tensor", lambda: refusals.refuse_fitted_copies("a file", 2)),
+    ("copies with expert parallelism", weights("fp8", is_moe=True, expert_parallel=True)),
+    ("copies of quantised experts", weights("fp8", quantization="awq", is_moe=True)),
+    ("integer copies where a rank's rows", weights("int8", row_lengths=(96,))),
+    ("fp8 on an older GPU", weights("fp8", device="cuda", dtype="float16")),
+)
+"""The beginning of a row's name -> what is refused; a row may have several."""
+
+
+# ---- refusals, tests and rows ---------------------------------------------------------------------------------------
+
 ALL = rows()
 OURS = [row for row in ALL if row.table == REFUSED and not row.note.startswith(BY_VLLM)]
 
@@ -37,21 +160,6 @@ def named(beginning: str) -> Row:
     exact = [row for row in found if row.what == beginning]
     (row,) = exact if len(found) > 1 else found
     return row
-
-
-def with_tables(text: str) -> str:
-    """The page with the tables that are generated written anew."""
-    for part in (limits_tables.architectures(), limits_tables.fields()):
-        heading = part.strip().splitlines()[0]
-        text = re.sub(
-            rf"\n{heading}\n.*?(?=\n### )", lambda _, part=part: part.rstrip("\n") + "\n", text, flags=re.DOTALL
-        )
-    return text
-
-
-def test_the_page_has_the_tables_of_architectures_and_fields():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == with_tables(text), "run: python tests/contract/test_compatibility.py"
 
 
 @pytest.mark.parametrize(("name", "refuse"), REFUSALS)
@@ -126,15 +234,6 @@ def test_every_refusal_of_ours_has_a_row(monkeypatch):
     assert all(reason in said for reason in refusals.NO_TARGETS.values())
 
 
-def test_every_field_of_a_request_is_in_its_table():
-    known = runpy.run_path(str(limits_tables.ENGINE / "request_fields.py"))
-    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - known["OF_VLLM"]
-    assert limits_tables.named_fields() == fields
-    assert set(known["NOTES"]) <= fields
-    assert set(known["REFUSED"]) <= set(known["NOTES"]), "what is refused has its reason"
-    assert set(known["V2_FIELDS"]) <= set(known["REFUSED"])
-
-
 def test_every_kind_of_draft_weights_has_a_row():
     kinds = " ".join(row.what for row in ALL if row.table == "Draft weights")
     assert all(name in kinds for name in DRAFT_WEIGHTS)
@@ -156,6 +255,115 @@ def message(refuse) -> str:
     with pytest.raises(SettingsError) as refused:
         refuse()
     return str(refused.value)
+
+
+# ---- the generated tables: architectures, from what tests/engine/architectures.py wrote, and fields of a request
+
+
+ENGINE = REPO / "tests" / "engine"
+ASKED = runpy.run_path(str(ENGINE / "request_fields.py"))
+RAN = ("works", "refused", "wrong", "fails")
+"""Verdicts on architectures that the plain engine runs."""
+
+ARCHITECTURES_PART = """
+### Architectures
+
+Decoder-only architectures of vLLM's registry as tiny models of random weights on a CPU
+(`tests/engine/architectures.py`): {asked} of {known} were asked, {made} of them can be made with transformers, and a
+plain vLLM runs {ran} of these. With {works} of the {ran} early exit works: greedy output is the plain engine's, drafts
+were made and some were accepted.
+
+| what happens | with |
+|---|---|
+"""
+
+WORDS = {
+    "works": "works",
+    "refused": "refused",
+    "wrong": "another output than the plain engine's",
+    "fails": "fails",
+    "vllm": "a plain vLLM did not run the tiny model here",
+    "no model": "transformers made no tiny model",
+    "not asked": "not asked yet",
+}
+
+
+def architectures() -> str:
+    """The part of the page; of two lines with one name the later one counts."""
+    lines = [json.loads(text) for text in (ENGINE / "architectures.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = sorted({one["name"]: one for one in lines}.values(), key=lambda one: one["name"])
+    asked = [one for one in found if one["verdict"] != "not asked"]
+    works = [one for one in asked if one["verdict"] == "works"]
+    ran = [one for one in asked if one["verdict"] in RAN]
+    made = [one for one in asked if one["verdict"] != "no model"]
+    counts = {"known": found, "asked": asked, "made": made, "ran": ran, "works": works}
+    rows: dict[str, list[str]] = {}
+    for one in sorted(found, key=lambda one: list(WORDS).index(one["verdict"])):
+        rows.setdefault(_what(one), []).append(one["name"])
+    parts = [ARCHITECTURES_PART.format(**{name: len(ones) for name, ones in counts.items()})]
+    return "".join([*parts, *(f"| {what} | {', '.join(names)} |\n" for what, names in rows.items())])
+
+
+def _what(one: dict[str, Any]) -> str:
+    """What happens with an architecture: on which of vLLM's models it works, and why we refuse it."""
+    text = WORDS[one["verdict"]]
+    if one["verdict"] == "works" and one["served_by"].startswith("Transformers"):
+        return f"{text}, on vLLM's Transformers backend"
+    return f"{text}: {_why(one)}" if one["verdict"] in ("refused", "fails") else text
+
+
+def _why(one: dict[str, Any]) -> str:
+    """The first part of the reason; of our refusals without the model's place."""
+    text = one["reason"]
+    if one["verdict"] == "refused":
+        text = text.partition("is not supported with early exit")[2].lstrip(": ") or text
+    return re.split("[;,] ", text)[0].replace("|", "\\|")[:200]
+
+
+FIELDS_PART = """
+### Fields of a request
+
+Fields of vLLM's SamplingParams, in one batch with all others: with drafts, without any by load (a table of lengths) and
+by request (`selfspec_k` 0). "yes": each time the answer, with its log-probabilities, is a plain engine's.
+`temperature`, `top_p`, `top_k` and `min_p` were asked for so that one token is left; for the distribution see
+`tests/engine/test_sampling.py` and `tests/engine/v2/test_v2_sampling.py`.
+
+| field | V1, on a CPU | V2, in Triton's interpreter | what to know |
+|---|---|---|---|
+"""
+
+
+def fields() -> str:
+    """The part of the page."""
+    rows = dict.fromkeys(ASKED["FIELDS"], ("yes", "yes")) | dict.fromkeys(ASKED["REFUSED"], ("refused", "refused"))
+    rows |= dict.fromkeys(ASKED["V2_FIELDS"], ("refused", "yes"))
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name in sorted(rows):
+        alike.setdefault((*rows[name], ASKED["NOTES"].get(name, "")), []).append(name)
+    return FIELDS_PART + "".join(f"| {', '.join(names)} | {' | '.join(said)} |\n" for said, names in alike.items())
+
+
+def with_tables(text: str) -> str:
+    """The page with the tables that are generated written anew."""
+    for part in (architectures(), fields()):
+        heading = part.strip().splitlines()[0]
+        text = re.sub(
+            rf"\n{heading}\n.*?(?=\n### )", lambda _, part=part: part.rstrip("\n") + "\n", text, flags=re.DOTALL
+        )
+    return text
+
+
+def test_the_page_has_the_tables_of_architectures_and_fields():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_tables(text), "run: python tests/contract/test_compatibility.py"
+
+
+def test_every_field_of_a_request_is_in_its_table():
+    theirs = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert theirs == {*ASKED["FIELDS"], *ASKED["REFUSED"], *ASKED["OF_VLLM"]}
+    assert set(ASKED["NOTES"]) <= theirs
+    assert set(ASKED["REFUSED"]) <= set(ASKED["NOTES"]), "what is refused has its reason"
+    assert set(ASKED["V2_FIELDS"]) <= set(ASKED["REFUSED"])
 
 
 if __name__ == "__main__":

@@ -137,10 +137,3 @@ def test_nothing_is_sent_to_an_api_server_that_would_not_take_it_out(make, monke
     serve(scheduler, crowd(2))
     assert seen
     assert not any(name.startswith("selfspec") for stats in seen for name in getattr(stats, CARRIER))
-
-
-def test_where_all_opt_out_every_step_is_plain(make):
-    requests = crowd(8, extra=lambda number: {"selfspec_k": 0})
-    runner, done = serve(make(), requests)
-    assert done == {name: most for name, _, most, _ in requests}
-    assert {width for _, widths in runner.lengths for width in widths} == {0}

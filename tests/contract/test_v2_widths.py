@@ -68,14 +68,6 @@ def width_after(plan, output, requests):
     return plan.width(output, after)
 
 
-def test_the_width_is_the_tables_at_the_number_of_requests():
-    plan = planner(length_table="3:2 5:0")
-    assert plan.widths == (4, 2, 0)
-    for load, width in ((1, 4), (2, 4), (3, 2), (4, 2), (5, 0), (9, 0)):
-        requests = running(**{f"r{number}": 10 for number in range(load)})
-        assert width_after(plan, step(requests), requests) == width
-
-
 def test_free_drafts_have_their_places_while_few_requests_run_and_graphs_for_them():
     for free, wide, all_widths in ((67, 67, (67, 2, 0)), (33, 33, (33, 2, 0)), (3, 4, (4, 2, 0))):
         plan = planner(length_table="2:2 40:0", free_drafts=free)

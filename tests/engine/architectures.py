@@ -7,7 +7,7 @@
 
 asks each, the second time on a GPU, in a process of its own, forked from one that has imported vLLM, and appends a line
 of JSON to FILE; an architecture that is in FILE already is left out. docs/limits.md has a table that is made of
-such a file (tests/contract/limits_tables.py). A line:
+such a file (tests/contract/test_compatibility.py). A line:
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
 - `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with
@@ -18,14 +18,19 @@ such a file (tests/contract/limits_tables.py). A line:
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 LAYERS, EXIT, K = 4, 2, 3
 VOCAB, MAX_LEN = 256, 512
@@ -204,7 +209,7 @@ def ask(folder: Path, **changes: Any) -> dict[str, Any]:
     for more in ({}, *ATTEMPTS):
         try:
             with live(folder, **changes, **more) as engine:
-                model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+                model = engine.runner.get_model()
                 found |= {"served_by": type(model).__name__, **more}
                 want = tokens(engine.generate(prompts, params))
             changes |= more
@@ -236,13 +241,6 @@ def ask(folder: Path, **changes: Any) -> dict[str, Any]:
     if not counts.accepted:
         return found | {"verdict": "fails", "reason": "no draft was accepted"}
     return found | {"verdict": "works"}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -304,28 +302,13 @@ def _useful_dummies() -> None:
 
 
 def _in_a_fork(name: str, seconds: int, changes: dict[str, Any]) -> dict[str, Any]:
-    """The line of one architecture, made in a child of this process, which ends with it."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        import signal
-
-        os.close(reading)
-        signal.alarm(seconds)
+    """The line of one architecture, made in a child of this process, which ends with it, or after so many seconds."""
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, initializer=signal.alarm, initargs=(seconds,)) as child:
         try:
-            found = line(name, **changes)
-        except BaseException as error:
-            found = {"name": name, "verdict": "fails", "reason": _in_a_line(error)}
-        with os.fdopen(writing, "w") as out:
-            out.write(json.dumps(found))
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        text = answer.read()
-    _, status = os.waitpid(child, 0)
-    return (
-        json.loads(text) if text else {"name": name, "verdict": "fails", "reason": f"the process ended with {status}"}
-    )
+            return child.submit(line, name, **changes).result()
+        except (Exception, SystemExit) as error:
+            return {"name": name, "verdict": "fails", "reason": _in_a_line(error)}
 
 
 def asked(file: Path) -> dict[str, dict[str, Any]]:
@@ -373,7 +356,7 @@ def main() -> None:
     from vllm import LLM  # noqa: F401
 
     prepare()
-    changes = {key: _value(text) for key, text in (one.split("=", 1) for one in given.set)}
+    changes = {key: yaml.safe_load(text) for key, text in (one.split("=", 1) for one in given.set)}
     if given.heads_of_128:
         SHAPE.update(HEADS_OF_128)
     for name in _wanted(given.out, given.names):

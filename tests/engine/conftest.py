@@ -1,23 +1,24 @@
 """Fixtures shared by the engine tests: models on disk, made once, and what a plain vLLM generates with them."""
 
+import gc
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import quick_starts
 from filelock import FileLock
 from harness import Counts, Live, greedy, live, ragged_prompts, tokens
 from models import save_tiny, save_tokenizer, vocab_of
 
 LONG_FILES = """
-test_verify test_server_stress test_draft_weights test_load test_gateway test_lossless_others test_lossless
-test_two_ranks test_performance_checks_cpu test_views test_beside_vllm test_compile_cache test_screen test_fit_heads
-test_third_party test_lossless_edges test_server test_request_faults test_draft_lengths test_sampling test_prometheus
+test_lossless test_verify test_server_stress test_draft_weights test_load test_gateway test_fit_heads test_two_ranks
+test_performance_checks_cpu test_views test_beside_vllm test_compile_cache test_screen test_lossless_edges test_server
+test_request_faults test_draft_lengths test_sampling test_prometheus
 """
 """Files that take a minute and more begin first, so that no process is left with one of them at the end."""
 
@@ -27,17 +28,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+# ---- Engines after the first of a process start and stop in a fraction of the processor time. Of the four seconds that
+# a tiny engine took, three were walks over everything that was ever imported.
+
+
+FREEZE = gc.freeze
+
+
 @pytest.fixture(scope="session", autouse=True)
 def engines_start_quickly() -> None:
-    quick_starts.replace_kernels_once()
-    quick_starts.rank_tokens_without_compiling()
-    quick_starts.look_at_models_in_this_process()
+    """vLLM replaces kernels at each start of an engine, and from now on only after it or we imported something more.
+    It also compiles, in every engine, the function that ranks a token for its log-probability, and imports itself in
+    another process, which keeps CUDA out of this one, to ask the class of each architecture what it can."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.sample import sampler
+
+    replace, seen = CpuPlatform.register_triton_kernel_overrides, set[str]()
+
+    def imported() -> set[str]:
+        return {name for name in sys.modules if name.startswith(("vllm", "selfspec_cli"))}
+
+    def once() -> None:
+        if not imported() <= seen:
+            replace()
+            seen.update(imported())  # the replacement itself imports the modules that hold the kernels
+
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
+    sampler.batched_count_greater_than = sampler.batched_count_greater_than._torchdynamo_orig_callable
+    registry._run_in_subprocess = lambda ask: ask()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_imported_stays(engines_start_quickly: None) -> None:
-    """Between two files no engine lives."""
-    quick_starts.keep_what_is_imported_out_of_garbage_collections()
+    """Between two files no engine lives: what is alive stays for ever, and later garbage collections leave it out.
+    vLLM's own freezing would keep an engine's cycles from being collected, once nobody thaws what is kept here."""
+    gc.collect()
+    FREEZE()
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+
+
+# ---- Models, and what a plain vLLM generates with them
 
 
 FULL = os.environ.get("SELFSPEC_FULL") == "1"

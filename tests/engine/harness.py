@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,35 @@ class Live:
         """What the worker answers."""
         return self.llm.collective_rpc(method, args=args)[0]
 
+    @property
+    def runner(self) -> Any:
+        """The model runner, which is in this process where the engine has one rank."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def drafter(self) -> Any:
+        """What drafts on a V1 engine."""
+        return self.runner.drafter
+
+    def watch_proposals(self, note: Callable[[Any, list[list[int]]], None]) -> None:
+        """From now on `note` is called after each round of a V1 engine, with its drafter and the drafts."""
+        drafter, propose = self.drafter, self.drafter.propose
+
+        def watched(*args: Any, **kwargs: Any) -> list[list[int]]:
+            drafts = propose(*args, **kwargs)
+            note(drafter, drafts)
+            return drafts
+
+        drafter.propose = watched
+
+    def draft_also_what_does_not_pay(self) -> None:
+        """On a V1 engine with prompt lookup, where steps of half the layers would hardly be taken."""
+        self.drafter.worth = None
+
+    def fix_times(self, draft_step: float = 0.2) -> None:
+        """What the rule of a V1 engine hears of steps is the same in every run; draft_step: in plain steps."""
+        fix_times(self.drafter.lengths.rule, draft_step)
+
 
 @contextmanager
 def live(path: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iterator[Live]:
@@ -147,6 +176,22 @@ def layer_skip(layer: int, k: int, **more: Any) -> dict[str, Any]:
     return {"method": "layer_skip", "layer_skip": layer, "num_speculative_tokens": k, **more}
 
 
+def change_everything(engine: Live, k: int) -> Callable[[list[str]], None]:
+    """What changes gate, threshold, draft length, table and the record, between any two steps of an engine. k: its."""
+    settings, lengths = cycle(CHANGING), cycle([k, 2, 0, 5, 1, 4, 3])
+    tables = cycle([None, "1:5 3:2", *[None] * 4, "1:3 2:0 4:4"])
+    records = cycle([True, *[None] * 6, False, *[None] * 3])
+
+    def change(_: list[str]) -> None:
+        engine.call("early_exit_set_gate", *next(settings))
+        engine.call("early_exit_set_draft_length", next(lengths))
+        engine.call("early_exit_set_length_table", next(tables))
+        if (on := next(records)) is not None:
+            engine.call("early_exit_record", on)
+
+    return change
+
+
 def ragged_prompts(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
     """Prompts of 1 to 170 tokens; most begin with 40 or 100 tokens that others share, so the prefix cache has hits."""
     draw = random.Random(seed)
@@ -174,30 +219,3 @@ def tokens(outputs: Sequence[Any]) -> list[list[int]]:
 def differing(outputs: Sequence[list[int]], expected: Sequence[list[int]]) -> list[int]:
     """Which of the requests have another output than expected."""
     return [index for index, pair in enumerate(zip(outputs, expected, strict=True)) if pair[0] != pair[1]]
-
-
-def watch_proposals(engine: Live, note: Callable[[Any, list[list[int]]], None]) -> None:
-    """From now on `note` is called after each round of a V1 engine, with its drafter and the drafts."""
-
-    def watch(worker: Any) -> None:
-        drafter = worker.model_runner.drafter
-        propose = drafter.propose
-
-        def watched(*args: Any, **kwargs: Any) -> list[list[int]]:
-            drafts = propose(*args, **kwargs)
-            note(drafter, drafts)
-            return drafts
-
-        drafter.propose = watched
-
-    engine.llm.collective_rpc(watch)
-
-
-def draft_also_what_does_not_pay(worker: Any) -> None:
-    """Called in the worker of a V1 engine with prompt lookup, where steps of half the layers would hardly be taken."""
-    worker.model_runner.drafter.worth = None
-
-
-def steps_of_fixed_times(engine: Live, draft_step: float = 0.2) -> None:
-    """What the rule of a V1 engine hears of steps is the same in every run; draft_step: in plain steps."""
-    engine.llm.collective_rpc(lambda worker: fix_times(worker.model_runner.drafter.lengths.rule, draft_step))

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from selfspec_cli import children
+from selfspec_cli.engine.server import free_port
 
 START_SECONDS = 480  # two processes import vLLM one after the other
 # These servers are eager. What vLLM compiles all the same is a small function for log-probabilities, for half a minute.
@@ -22,13 +22,6 @@ NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 ENGINE_FORKED = {"SELFSPEC_TESTS_FORK": "1"}  # one import of vLLM fewer: tests/processes/sitecustomize.py
 ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
 LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def metric(url: str, name: str, **labels: str) -> float:
@@ -61,24 +54,17 @@ def served(
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait(process, url, log)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, log, process)
         yield process, url, log
     finally:
         children.end(process, signal.SIGINT, 120)
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    def answers() -> bool:
-        assert process.poll() is None, log.read_text()[-3000:]
-        return httpx.get(f"{url}/health").status_code == 200
-
-    wait_for(answers, log)
-
-
-def wait_for(done: Callable[[], bool], what: str | Path) -> None:
-    """Wait until `done`, which may be refused a connection; fails after a long time with `what`, or that file's end."""
+def wait_for(done: Callable[[], bool], what: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until `done`, which may be refused a connection; fails after a long time, or when the process has ended,
+    with `what`, or that file's end."""
     until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+    while time.monotonic() < until and (process is None or process.poll() is None):
         with suppress(httpx.HTTPError):
             if done():
                 return

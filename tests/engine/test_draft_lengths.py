@@ -4,19 +4,7 @@ round, and lossless."""
 from typing import Any
 
 import pytest
-from harness import (
-    GATES,
-    Live,
-    differing,
-    draft_also_what_does_not_pay,
-    greedy,
-    layer_skip,
-    live,
-    ragged_prompts,
-    steps_of_fixed_times,
-    tokens,
-    watch_proposals,
-)
+from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
 from vllm.exceptions import VLLMValidationError
 
@@ -70,7 +58,7 @@ def watch(engine: Live) -> Seen:
             if goes
         )
 
-    watch_proposals(engine, note)
+    engine.watch_proposals(note)
     return seen
 
 
@@ -92,7 +80,7 @@ def test_load_context_and_requests_own_wishes_together_while_requests_are_preemp
         assert not differing(tokens(outputs), plain)
         engine.counts().require_both_verdicts()
         assert engine.preempted() > 0
-        table = engine.llm.collective_rpc(lambda worker: worker.model_runner.drafter.lengths.table)[0]
+        table = engine.drafter.lengths.table
     first = min(int(output.request_id) for output in outputs)
     number = {name: int(name.split("-")[0]) - first for _, _, name, _ in seen}
     kinds = set()
@@ -112,7 +100,7 @@ def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
     """An exit after one layer is hardly ever right, so that most rounds go without: the times of steps say what is
     lost."""
     with live(model_dir("llama"), layer_skip(1, K, gate="auto")) as engine:
-        steps_of_fixed_times(engine, 0.5)
+        engine.fix_times(0.5)
         seen = watch(engine)
         engine.gives(PROMPTS, parameters(own=False), plain).require_both_verdicts()
     lengths = [drafted for *_, drafted in seen]
@@ -122,14 +110,14 @@ def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
 
 def cost(engine: Live) -> int:
     """Rounds of a request so far in which drafts did not pay."""
-    return int(engine.llm.collective_rpc(lambda worker: worker.model_runner.drafter.counters.off["cost"])[0])
+    return int(engine.drafter.counters.off["cost"])
 
 
 def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_dir, plain):
     """`{"method": "selfspec"}` alone: copies of all layers, prompt lookup and gate auto, which may be left and taken
     again on the live engine."""
     with live(model_dir("llama"), {"method": "selfspec"}) as engine:
-        steps_of_fixed_times(engine)
+        engine.fix_times()
         made = {}
         for gate, threshold in (("auto", None), ("none", None), ("maxp", 0.3), ("auto", None)):
             engine.set_gate(gate, threshold)
@@ -139,10 +127,10 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
             if gate != "auto":
                 counts.require_both_verdicts()
         engine.counts().require_both_verdicts()
-        rule = engine.llm.collective_rpc(lambda worker: vars(worker.model_runner.drafter.lengths.rule))[0]
+        rule = engine.drafter.lengths.rule
         assert made["none"] == made["maxp"] == 0
-        assert rule["choices"] > 20 and len({width for _, _, width, *_ in rule["_seen"]}) > 1
-        assert sum(rule["acceptance"].stood) > 0 < sum(rule["acceptance"].failed)
+        assert rule.choices > 20 and len({width for _, _, width, *_ in rule._seen}) > 1
+        assert sum(rule.acceptance.stood) > 0 < sum(rule.acceptance.failed)
 
 
 def test_a_table_is_set_on_the_live_engine_and_wrong_tables_and_wishes_are_refused(model_dir, plain):
@@ -203,8 +191,8 @@ def counted(engine: Live, plain: list[list[int]], params: list[Any]) -> dict[str
 
 def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(model_dir, plain_repeating):
     with live(model_dir("llama"), layer_skip(LAYERS // 2, SHORT, free_drafts=FREE)) as engine:
-        engine.llm.collective_rpc(draft_also_what_does_not_pay)
-        steps_of_fixed_times(engine)
+        engine.draft_also_what_does_not_pay()
+        engine.fix_times()
         for gate in ("none", "maxp", "survival"):
             engine.set_gate(gate, GATES[gate])
             found = counted(engine, plain_repeating, asking())
@@ -223,8 +211,8 @@ def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(mod
 
 def test_alone_where_no_layer_drafts(model_dir, plain_repeating):
     with live(model_dir("llama"), {"method": "selfspec", "draft_weights": "none"}) as engine:
-        engine.llm.collective_rpc(draft_also_what_does_not_pay)
-        steps_of_fixed_times(engine)
+        engine.draft_also_what_does_not_pay()
+        engine.fix_times()
         found = counted(engine, plain_repeating, asking())
         assert found["drafted"] == 0 and found["free_accepted"] > 20
 
@@ -237,7 +225,7 @@ def seen(engine: Live) -> dict[bool, set[int]]:
         for name, draft in zip(drafter.runner.input_batch.req_ids, drafts, strict=False):
             found[bool(drafter.runner.requests[name].sampling_params.extra_args)].add(len(draft))
 
-    watch_proposals(engine, note)
+    engine.watch_proposals(note)
     return found
 
 
@@ -247,7 +235,7 @@ def test_with_a_table_gate_auto_copies_a_window_and_preemption(model_dir, plain_
     )
     small = {"kv_cache_memory_bytes": 24 * 2**16, "max_model_len": 384}
     with live(model_dir("llama"), spec, **small) as engine:
-        steps_of_fixed_times(engine, 0.02)
+        engine.fix_times(0.02)
         lengths = seen(engine)[False]
         assert counted(engine, plain_repeating, asking())["free_accepted"] > 20
         assert 3 < max(lengths) <= FREE  # the table bounds the model's own drafts

@@ -1,7 +1,7 @@
 """Fitting heads and copies through live engines: the data are right, what is fitted drafts losslessly and better than
 what is not, what is wrong is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,22 @@ import torch
 from harness import greedy, layer_skip, live, tokens
 from models import LAYERS, VOCAB, save_tiny
 from safetensors import safe_open
+from test_skip_and_heads import own_bytes
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitting import fit_head
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_metadata import read_metadata
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.replay import Setting, draft_lengths
 from selfspec_cli.stages import fit
 from selfspec_cli.texts import corpora
 from selfspec_cli.vllm_plugin.exit_head import gathered, sharded, split
@@ -141,6 +146,8 @@ def test_fitted_heads_draft_losslessly(fitted, expected, report, key):
     found, k = fitted.reports[key], 3
     prompts = corpora.load("random").windows("held_out", None, VOCAB, INPUT, PROMPTS, seed=1000)
     with live(fitted.path, layer_skip(key[0], k, head_path=found.get("path")), max_num_batched_tokens=512) as engine:
+        paid = own_bytes(load_head(found["path"]).head) if "path" in found else 0
+        assert engine.call("early_exit_weights")["draft"] == paid
         outputs = tokens(engine.generate(prompts, [greedy(OUTPUT)] * PROMPTS))
         made = engine.counts()
         # `lsq` was fitted to random text, whose next token is anything: hardly any of its drafts is accepted, or none.
@@ -237,3 +244,58 @@ def test_nothing_is_fitted_to_nothing(expected, tmp_path):
         engine.call("early_exit_observe", [0])
         with pytest.raises(SettingsError, match="no activations were collected"):
             engine.call("early_exit_fit_weights", str(tmp_path / "x.safetensors"), "int4", {})
+
+
+# ---- A head and a gate from somebody else's package (tests/packages/toy): found by its entry points, fitted, saved and
+# loaded in vLLM, with no edit of selfspec
+
+
+TOY = Path(__file__).parents[1] / "packages" / "toy"
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package is installed: its folder, with its metadata, is on the path."""
+
+    def forget() -> None:
+        for registry in (HEADS, GATES):
+            vars(registry).pop("_loaded", None)
+
+    monkeypatch.syspath_prepend(str(TOY))
+    forget()
+    yield
+    forget()
+
+
+def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp_path):
+    want, names = expected("llama"), ("lens", "one_direction", "translator_r1")
+    assert "one_direction" in examples()
+    done = fit.run(config(want.path, tmp_path), layers=EXITS[1:], heads=names, pairs=2000, ridge=1e-3, corpus="random")
+    found = {report["head"]: report for report in done.reports}
+    assert found["one_direction"]["agreement"] == pytest.approx(found["translator_r1"]["agreement"], abs=0.01)
+    head = found["one_direction"]
+    assert read_metadata(head["path"]).spec == HeadSpec.from_name("one_direction")
+    assert head["parameters"] == 2 * 64
+    with live(want.path, layer_skip(EXITS[1], 3, head_path=head["path"], gate="ratio", threshold=0.8)) as engine:
+        counts = want.check(engine, SOME)
+        counts.require_both_verdicts()
+        assert counts.drafted < 3 * counts.rounds  # the gate ended some drafts
+
+
+def test_a_sweep_over_a_gates_threshold_is_lossless_and_recorded(toy, expected):
+    """The gate of another package is recorded like one of ours."""
+    want, k, drafted = expected("llama"), 5, []
+    with live(want.path, layer_skip(EXITS[1], k, gate="ratio", threshold=0.5)) as engine:
+        for threshold in (None, 0.2, 0.5, 0.8, 1.0):
+            if threshold is not None:  # the first point is as the engine was started
+                engine.call("early_exit_set_gate", "ratio", threshold)
+            engine.call("early_exit_record", True)
+            want.check(engine, SOME)
+            log = DraftLog.from_plain(engine.call("early_exit_recorded"), k)
+            # What was recorded is the gate's own definition, in terms of what other gates recorded beside it.
+            maxp, margin, ratio = (log.feature(name)[log.was_drafted] for name in ("maxp", "margin", "ratio"))
+            torch.testing.assert_close(ratio, (maxp - margin) / maxp, atol=1e-5, rtol=1e-4)
+            assert torch.equal(draft_lengths(log, Setting("ratio", threshold or 0.5, k)), log.drafted)
+            drafted.append(float(log.drafted.float().mean()))
+    assert drafted[0] == drafted[2]
+    assert drafted[1] < drafted[2] < drafted[3] < drafted[4] == pytest.approx(k, rel=0.1)

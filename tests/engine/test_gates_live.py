@@ -3,13 +3,11 @@ round by round the engine does what the method in plain PyTorch does (early_exit
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import CHANGING, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import GATES, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
 from safetensors.torch import load_file
 
@@ -125,17 +123,9 @@ def test_a_gate_that_cannot_be_is_refused_and_the_one_before_it_stays(drafting, 
 
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
-    """Gate, threshold, draft length and the record, between any two steps of the engine."""
-    before, settings, lengths = drafting.counts(), cycle(CHANGING), cycle([K, 2, 0, 5, 1, 4, 3])
-    records = cycle([True, *[None] * 6, False, *[None] * 3])
-
-    def change(_: list[str]) -> None:
-        drafting.call("early_exit_set_gate", *next(settings))
-        drafting.call("early_exit_set_draft_length", next(lengths))
-        if (on := next(records)) is not None:
-            drafting.call("early_exit_record", on)
-
-    outputs = drafting.step_through(PROMPTS, [greedy(LENGTH)] * len(PROMPTS), change)
+    before = drafting.counts()
+    outputs = drafting.step_through(PROMPTS, [greedy(LENGTH)] * len(PROMPTS), change_everything(drafting, K))
+    drafting.call("early_exit_set_length_table", None)
     drafting.call("early_exit_record", False)
     assert not differing(tokens(outputs), plain)
     (drafting.counts() - before).require_both_verdicts()
@@ -170,21 +160,15 @@ class Broken:
 @pytest.mark.parametrize("gate", ["none", "survival"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
 def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, plain, gate, value):
-    seen = SimpleNamespace()
-
-    def spoil(worker: Any) -> None:
-        seen.drafter = worker.model_runner.drafter
-        seen.drafter.head = seen.broken = Broken(seen.drafter.head, value)
-
-    drafting.llm.collective_rpc(spoil)
-    before = seen.drafter.counters.nan_logits
+    drafter = drafting.drafter
+    broken, before = Broken(drafter.head, value), drafter.counters.nan_logits
+    drafter.head = broken
     try:
         drafting.call("early_exit_set_gate", gate, GATES[gate])
         made = same(drafting, plain, AT_ONCE)
-        assert seen.broken.spoiled > 10
-        assert seen.drafter.counters.nan_logits - before == seen.broken.spoiled
+        assert drafter.counters.nan_logits - before == broken.spoiled > 10
         assert made.drafted < made.rounds * K
         sampled = drafting.generate(PROMPTS[:AT_ONCE], greedy(16, temperature=1.0))
         assert all(0 <= token < VOCAB for output in tokens(sampled) for token in output)
     finally:
-        seen.drafter.head = seen.broken.head
+        drafter.head = broken.head

@@ -8,9 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import ENGINE_FORKED, START_SECONDS, free_port, metric, served, wait_for
+from served import ENGINE_FORKED, START_SECONDS, metric, served, wait_for
+
+from selfspec_cli.engine.server import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -89,16 +90,11 @@ def gateway(folder: Path, early: str, plain: str) -> Iterator[str]:
         "backends": [{**one, "serves": ["reference"]} for one in backends],
     }
     file.write_text(json.dumps(settings))
-    with open(folder / "gateway.log", "wb") as out:
+    url, log = f"http://127.0.0.1:{port}", folder / "gateway.log"
+    with open(log, "wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", "gateway", str(file)], stdout=out, stderr=out)
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
-        while time.monotonic() < until:
-            assert process.poll() is None, (folder / "gateway.log").read_text()
-            with suppress(httpx.HTTPError):
-                if len(httpx.get(f"{url}/health").json()["backends"]) == 3:
-                    break
-            time.sleep(0.2)
+        wait_for(lambda: len(httpx.get(f"{url}/health").json()["backends"]) == 3, log, process)
         yield url
     finally:
         process.send_signal(signal.SIGINT)

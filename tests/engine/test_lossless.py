@@ -4,7 +4,8 @@ The engines chunk their prefills (64 tokens a step, prompts of up to 170), share
 requests of mixed lengths at a time, so that requests join and leave. An engine is started once and changes its view,
 draft length and gate while it lives. The default is a part of the grid in which every exit is tried with every draft
 length, and every gate in several places. SELFSPEC_FULL=1 (`make nightly`) is all of it: for every architecture each
-exit, length and gate over all 32 prompts (4,112 tokens). test_lossless_others.py has other architectures.
+exit, length and gate over all 32 prompts (4,112 tokens). Architectures other than Llama have two exits and lengths on
+an engine each.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,6 +98,12 @@ def test_every_point_and_every_gate_is_here():
 @pytest.mark.parametrize("start", STARTED, ids=[f"k{k}-from-E{layer}" for layer, k in STARTED])
 def test_greedy(expected, report, start):
     check_engine(expected("llama"), "llama", start, report)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_greedy_of_others(expected, report, name):
+    layer, k = FEW[0]
+    check_engine(expected(name), name, (layer, max(LENGTHS) if FULL else k), report, OTHERS.index(name))
 
 
 def test_compiled(expected, report):

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from harness import (
-    Live,
-    draft_also_what_does_not_pay,
-    greedy,
-    layer_skip,
-    live,
-    ragged_prompts,
-    steps_of_fixed_times,
-    tokens,
-)
+from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 from torch import Tensor
 
@@ -70,11 +59,11 @@ def test_copies_that_are_broken_are_named_once_and_hardly_draft_any_more(model_d
             outputs.append(tokens(engine.generate(prompts, params)))
             drafted.append(engine.call("early_exit_counters")["drafted"] - before)
 
-        steps_of_fixed_times(engine, 0.5)
-        engine.llm.collective_rpc(negate_copies)
+        engine.fix_times(0.5)
+        scale(own_tensors(engine), -1.0)
         generate()
         generate()
-        engine.llm.collective_rpc(draft_also_what_does_not_pay)
+        engine.draft_also_what_does_not_pay()
         engine.set_gate("none", None)
         for table in ("1:2", "1:0"):
             engine.call("early_exit_set_length_table", table)
@@ -96,11 +85,15 @@ def test_each_kind_of_broken_copies_is_named(model_dir, tmp_path, monkeypatch, r
     with live(model_dir("llama"), copies, enable_prefix_caching=False) as engine:
         want = tokens(engine.generate(prompts, params))
         assert not named(lines)
-        for damage in (lambda layers: scale(layers, 8.0), lambda layers: scale(layers[:1], 0.0)):
+        layers = own_tensors(engine)
+        for damaged, factor in ((layers, 8.0), (layers[:1], 0.0)):
             look_again(engine)
-            mend = engine.llm.collective_rpc(damage_copies, args=(damage,))[0]
+            before = [[tensor.clone() for tensor in tensors] for tensors in damaged]
+            scale(damaged, factor)
             assert tokens(engine.generate(prompts, params)) == want
-            mend()
+            for tensors, old in zip(damaged, before, strict=True):
+                for tensor, value in zip(tensors, old, strict=True):
+                    tensor.data.copy_(value)
         look_again(engine)
         monkeypatch.setattr(renewed, "renew", lambda *_: None)
         monkeypatch.setattr("selfspec_cli.vllm_plugin.v1.proposer.renew", lambda *_: None)
@@ -129,24 +122,9 @@ def scale(layers: list[list[Tensor]], factor: float) -> None:
             tensor.data.mul_(factor)
 
 
-def damage_copies(worker: Any, damage: Callable[[list[list[Tensor]]], None]) -> Callable[[], None]:
-    """Called in the worker: `damage` gets the tensors of each copied layer that are the layer's own. Returns what mends
-    them."""
-    layers = own_tensors(worker)
-    before = [[tensor.clone() for tensor in tensors] for tensors in layers]
-    damage(layers)
-
-    def mend() -> None:
-        for tensors, old in zip(layers, before, strict=True):
-            for tensor, value in zip(tensors, old, strict=True):
-                tensor.data.copy_(value)
-
-    return mend
-
-
-def own_tensors(worker: Any) -> list[list[Tensor]]:
+def own_tensors(engine: Live) -> list[list[Tensor]]:
     """Of each layer that drafts, the floats that are not the target's."""
-    target = worker.model_runner.get_model()
+    target = engine.runner.get_model()
     shared = {tensor.data_ptr() for tensor in (*target.parameters(), *target.buffers())}
     return [
         [
@@ -154,10 +132,5 @@ def own_tensors(worker: Any) -> list[list[Tensor]]:
             for tensor in (*layer.parameters(), *layer.buffers())
             if tensor.is_floating_point() and tensor.data_ptr() not in shared
         ]
-        for layer in worker.model_runner.drafter.model.drafting_layers
+        for layer in engine.drafter.model.drafting_layers
     ]
-
-
-def negate_copies(worker: Any) -> None:
-    """Called in the worker: what drafts has no weight that is not the target's, but with the other sign."""
-    scale(own_tensors(worker), -1.0)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
-from request_fields import FIELDS, OF_VLLM, REFUSED
-from vllm import SamplingParams
+from request_fields import FIELDS, REFUSED
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -141,11 +140,6 @@ def drafting(request, talking, wanted):  # two engines of one process cannot liv
     more = {} if request.param == "greedy" else {"draft_sample_method": "probabilistic"}
     with live(talking, layer_skip(EXIT, K, **more), logits_processors=[avoid_the_last()], **ENGINE) as engine:
         yield engine
-
-
-def test_every_field_of_a_request_is_in_this_file():
-    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert fields == {*FIELDS, *REFUSED, *OF_VLLM}
 
 
 def test_each_field_alone(drafting: Live, wanted):

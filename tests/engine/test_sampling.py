@@ -17,16 +17,7 @@ import numpy as np
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head
-from harness import (
-    Live,
-    draft_also_what_does_not_pay,
-    greedy,
-    layer_skip,
-    live,
-    ragged_prompts,
-    steps_of_fixed_times,
-    tokens,
-)
+from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, vocab_of
 from scipy import stats
 from transformers import AutoModelForCausalLM
@@ -199,9 +190,9 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
     verifier that takes them for drawn ones accepts them too often, which the reference finds."""
     spec = layer_skip(EXIT, 3, free_drafts=5, draft_sample_method=method)
     with engine_of(model_dir(MODEL), spec) as engine:
-        steps_of_fixed_times(engine)
-        for change in (draft_also_what_does_not_pay, copy_as_if_alone):
-            engine.llm.collective_rpc(change)
+        engine.fix_times()
+        engine.draft_also_what_does_not_pay()
+        copy_as_if_alone(engine.drafter.free)
         check(f"free and {method} drafts", sample(engine), plain, exact, report)
         engine.counts().require_both_verdicts()
         counted = engine.call("early_exit_counters")
@@ -209,22 +200,20 @@ def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, meth
         assert counted["drafted"] > 1000
         assert tokens(beside(engine))[1::2] == plain.greedy
         if method == "probabilistic":
-            engine.llm.collective_rpc(doubt_copies)
+            doubt_copies(engine.drafter)
             wrong = p_exact(sample(engine), exact)
             report(f"free drafts that the verifier takes for drawn: p = {wrong:.2g} against exact")
             assert wrong < ACCEPT
 
 
-def copy_as_if_alone(worker: Any) -> None:
+def copy_as_if_alone(free: Any) -> None:
     """A draft step counts whole for each request, so that copies are made which do not pay for many."""
-    free = worker.model_runner.drafter.free
     begin = free.begin
     free.begin = lambda *given: begin(*given[:-1], given[-1] * len(given[2]))
 
 
-def doubt_copies(worker: Any) -> None:
+def doubt_copies(drafter: Any) -> None:
     """A fault: copied tokens, which are sure to be drafted, are verified as if they had been drawn with 0.02."""
-    drafter = worker.model_runner.drafter
     stack = drafter._stack_probs
     drafter._stack_probs = lambda *given: stack(*given).where(stack(*given) < 1, 0.02)
 

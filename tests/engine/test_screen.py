@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 from first_lines import INDEX, README, of_kind
 from models import save_tiny
 from pseudo_terminal import Terminal
+from served import wait_for
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -106,10 +105,10 @@ def test_one_that_gets_sigterm_while_its_engines_process_starts_leaves_no_proces
     with open(folder / "ended.txt", "w+") as said:
         command = subprocess.Popen(words, cwd=folder, env=env, stdout=said, stderr=said, start_new_session=True)
         try:
-            assert waited(240, lambda: any("EngineCore" in line for line in of_session(command.pid))), "no engine"
+            wait_for(lambda: any("EngineCore" in line for line in of_session(command.pid)), "an engine", command)
             command.send_signal(signal.SIGTERM)
             assert command.wait(240) == 130
-            assert waited(120, lambda: not of_session(command.pid)), of_session(command.pid)
+            wait_for(lambda: not of_session(command.pid), "the end of the engine's processes")
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(command.pid, signal.SIGKILL)
@@ -126,13 +125,3 @@ def of_session(number: int) -> list[str]:
             if int(session) == number and state != "Z":
                 found.append((place / "cmdline").read_text().replace("\0", " "))
     return found
-
-
-def waited(seconds: float, until: Callable[[], bool]) -> bool:
-    """Whether `until` came true in so many seconds."""
-    ends = time.monotonic() + seconds
-    while not until():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.1)
-    return True

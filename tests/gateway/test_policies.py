@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-import step_engine
+import simulated
 from simulated import Request, Server, asked_of, begun, chooser_of, poisson, simulate
 
 from selfspec_cli.early_exit.errors import SettingsError
@@ -110,7 +110,7 @@ def curved(curves, kind=Server, **more):
 
 def as_published(*kinds):
     """Servers with the step times of an H200, twice as long."""
-    return warmed([Server(kind, engine=step_engine.as_published(kind, 2.0), says=kind == "early") for kind in kinds])
+    return warmed([Server(kind, engine=simulated.as_published(kind, 2.0), says=kind == "early") for kind in kinds])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -171,9 +171,9 @@ def plain() -> Requests:
     return PROMPTS, [greedy(length) for length in LENGTHS]
 
 
-def few() -> Requests:
-    """Eight requests, for engines that run one at a time."""
-    return PROMPTS[:8], [greedy(length) for length in LENGTHS[:8]]
+def in_turn(kinds: list[dict[str, Any]]) -> Requests:
+    """As plain, each request with one of several kinds of parameters."""
+    return PROMPTS, [greedy(length, **kinds[number % len(kinds)]) for number, length in enumerate(LENGTHS)]
 
 
 def full_models() -> Requests:
@@ -182,75 +182,45 @@ def full_models() -> Requests:
     return [*long, *PROMPTS[8:24]], [greedy(64)] * 24
 
 
-def crowd() -> Requests:
-    """256 requests at once."""
-    return ragged_prompts(256, VOCAB, seed=2), [greedy(48 + number % 32) for number in range(256)]
-
-
 def company() -> Requests:
     """Greedy requests beside sampled ones, some asking for log-probabilities, some bound by a grammar."""
     from vllm.sampling_params import StructuredOutputsParams
 
     words = StructuredOutputsParams(regex=r"[a-f]{3}-[0-9]{20,40}")
-    kinds = [
-        greedy(96),
-        greedy(96, temperature=0.8, seed=1),
-        greedy(96, logprobs=3),
-        greedy(60, ignore_eos=False, detokenize=True, structured_outputs=words),
-    ]
-    return PROMPTS, [kinds[number % 4] for number in range(64)]
+    kinds = [greedy(96), greedy(96, temperature=0.8, seed=1), greedy(96, logprobs=3)]
+    return PROMPTS, [*kinds, greedy(60, ignore_eos=False, detokenize=True, structured_outputs=words)] * 16
 
 
-def own() -> Requests:
-    """Requests that opt out of drafts or want shorter ones, beside others."""
-    wishes = [None, {"selfspec_k": 0}, {"selfspec_k": 1}, {"selfspec_k": 3}]
-    return PROMPTS, [greedy(length, extra_args=wishes[number % 4]) for number, length in enumerate(LENGTHS)]
-
-
-def opted_out() -> Requests:
-    """Nobody wants drafts but the last eight, which run on when the others have ended."""
-    wish = {"selfspec_k": 0}
-    return PROMPTS, [greedy(96, extra_args=wish) for _ in PROMPTS[8:]] + [greedy(320) for _ in PROMPTS[:8]]
-
-
-def repeated() -> Requests:
-    """Every second prompt says the same again and again, so that requests with a match run beside others."""
-    return [(prompt[:20] * 9)[:120] if number % 2 else prompt for number, prompt in enumerate(PROMPTS)], plain()[1]
-
-
-def short() -> Requests:
-    """As plain, without tokens that mean a picture."""
-    return ragged_prompts(64, 240), [greedy(length) for length in LENGTHS]
-
-
-def wishes() -> Requests:
-    """Penalties, stops and a least number of tokens, each beside requests without."""
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"repetition_penalty": 1.2},
-        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-        {"stop_token_ids": [7, 11], "ignore_eos": False},
-        {"min_tokens": 24, "ignore_eos": False},
-        {"stop": ["ab", "c"], "detokenize": True, "include_stop_str_in_output": True},
-    ]
-    return PROMPTS, [greedy(length, **kinds[number % 6]) for number, length in enumerate(LENGTHS)]
-
-
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"stop_token_ids": [7, 11], "ignore_eos": False},
+    {"min_tokens": 24, "ignore_eos": False},
+    {"stop": ["ab", "c"], "detokenize": True, "include_stop_str_in_output": True},
+]
+"""Penalties, stops and a least number of tokens, each beside requests without."""
+OWN = [{"extra_args": wish} for wish in (None, {"selfspec_k": 0}, {"selfspec_k": 1}, {"selfspec_k": 3})]
+OUT = {"extra_args": {"selfspec_k": 0}}
+REPEATED = [(prompt[:20] * 9)[:120] if number % 2 else prompt for number, prompt in enumerate(PROMPTS)]
+WITHOUT_PICTURES = ragged_prompts(64, 240)
 REQUESTS: dict[str, Callable[[], Requests]] = {
-    "wishes": wishes,
-    "short": short,
+    "plain": plain,
+    "few": lambda: (PROMPTS[:8], plain()[1][:8]),  # for engines that run one at a time
+    "wishes": lambda: in_turn(WISHES),
+    "short": lambda: (WITHOUT_PICTURES, plain()[1]),  # without tokens that mean a picture
     "asleep": plain,  # and once more after a sleep at level 2
     "replaced": plain,  # and once more with the weights of another model
-    "plain": plain,
-    "few": few,
     "adapters": plain,  # alternating between requests without an adapter, and with one of two
-    "pictures": short,  # every second one shows a picture; its place holder is in no text
+    "pictures": lambda: (WITHOUT_PICTURES, plain()[1]),  # every second one shows a picture
     "full_models": full_models,
-    "crowd": crowd,
+    "crowd": lambda: (ragged_prompts(256, VOCAB, seed=2), [greedy(48 + number % 32) for number in range(256)]),
     "company": company,
-    "own": own,
-    "repeated": repeated,
-    "opted_out": opted_out,
+    "own": lambda: in_turn(OWN),  # opt out of drafts or want shorter ones, beside others
+    # Every second prompt says the same again and again, so that requests with a match run beside others.
+    "repeated": lambda: (REPEATED, plain()[1]),
+    # Nobody wants drafts but the last eight, which run on when the others have ended.
+    "opted_out": lambda: (PROMPTS, [greedy(96, **OUT)] * 56 + [greedy(320)] * 8),
 }
 
 
@@ -304,184 +274,184 @@ def is_compiled(case: Case) -> bool:
     return case.engine.get("compilation_config") == COMPILED["compilation_config"]
 
 
-def cases(**engine: Any) -> Iterator[Case]:
-    """engine: arguments that all cases get."""
+def cases(tensor_parallel: int = 1) -> Iterator[Case]:
+    """tensor_parallel: ranks of the engines; `report_cases` tells them so."""
     for model in ("llama", "qwen3"):
         for point in POINTS:
-            yield Case(model, *point, engine={**engine})
+            yield Case(model, *point)
         for requests in ("full_models", "company"):
-            yield Case(model, *MIDDLE, requests, engine={**engine})
-        yield Case(model, *MIDDLE, "company", engine={**engine}, spec={"draft_sample_method": "probabilistic"})
-        yield Case(model, *MIDDLE, "crowd", engine={**engine, **MANY})
-        yield Case(model, *MIDDLE, engine={**engine, "kv_cache_memory_bytes": 24 * 2**20})  # too small: preemption
-        yield Case(model, *MIDDLE, engine={**engine, "enforce_eager": True})
-        yield Case(model, *MIDDLE, engine={**engine, "async_scheduling": False})
-        yield Case(model, *MIDDLE, engine={**engine, **COMPILED})
-        yield Case(model, *MIDDLE, "adapters", engine={**engine, **ADAPTERS})
-        if engine.get("tensor_parallel_size", 1) > 1:
+            yield Case(model, *MIDDLE, requests)
+        yield Case(model, *MIDDLE, "company", spec={"draft_sample_method": "probabilistic"})
+        yield Case(model, *MIDDLE, "crowd", engine=MANY)
+        yield Case(model, *MIDDLE, engine={"kv_cache_memory_bytes": 24 * 2**20})  # too small: preemption
+        yield Case(model, *MIDDLE, engine={"enforce_eager": True})
+        yield Case(model, *MIDDLE, engine={"async_scheduling": False})
+        yield Case(model, *MIDDLE, engine=COMPILED)
+        yield Case(model, *MIDDLE, "adapters", engine=ADAPTERS)
+        if tensor_parallel > 1:
             for kind in ("fp8", "int8"):
-                yield Case(model, *MIDDLE, engine={**engine}, spec={"draft_weights": kind})
+                yield Case(model, *MIDDLE, spec={"draft_weights": kind})
         else:
             for more in ({}, COMPILED, {"enforce_eager": True}):
-                yield Case(model, *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
+                yield Case(model, *MIDDLE, engine=more, spec={"draft_weights": "fp8"})
             for kind in ("int8", "int4"):
-                yield Case(model, *MIDDLE, engine={**engine, **COMPILED}, spec={"draft_weights": kind})
-            yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
+                yield Case(model, *MIDDLE, engine=COMPILED, spec={"draft_weights": kind})
+            yield Case(model, LAYERS, 4, spec={"draft_weights": "int4"})
             for kind in ("int8", "int4"):  # one token at a time
-                yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={"draft_weights": kind})
-    yield from one_kernel(**engine)
-    yield from reach(**engine)
-    yield from ranks(**engine)
-    yield from views(**engine)
-    yield from lengths(**engine)
-    yield from free_drafts(**engine)
+                yield Case(model, LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec={"draft_weights": kind})
+    yield from one_kernel(tensor_parallel)
+    yield from reach(tensor_parallel)
+    yield from ranks(tensor_parallel)
+    yield from views(tensor_parallel)
+    yield from lengths(tensor_parallel)
+    yield from free_drafts(tensor_parallel)
     for model in OTHERS:
-        yield Case(model, *MIDDLE, engine={**engine})
+        yield Case(model, *MIDDLE)
     for kind in ("fp8", "int8", "int4"):
-        yield Case("mixtral", *MIDDLE, engine={**engine}, spec={"draft_weights": kind})
+        yield Case("mixtral", *MIDDLE, spec={"draft_weights": kind})
     for more in ({}, COMPILED):
-        yield Case("qwen3_moe", *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
-    yield Case("deepseek_v2", *MIDDLE, engine={**engine})
+        yield Case("qwen3_moe", *MIDDLE, engine=more, spec={"draft_weights": "fp8"})
+    yield Case("deepseek_v2", *MIDDLE)
     for more in ({}, COMPILED, {"enforce_eager": True}):
-        yield Case("llama", *MIDDLE, engine={**engine, **more, "quantization": "fp8"})
-        yield Case("llama+int4", *MIDDLE, engine={**engine, **more})
-        yield Case("llama+eyes", *MIDDLE, "pictures", engine={**engine, **more})
+        yield Case("llama", *MIDDLE, engine={**more, "quantization": "fp8"})
+        yield Case("llama+int4", *MIDDLE, engine=more)
+        yield Case("llama+eyes", *MIDDLE, "pictures", engine=more)
 
 
-def one_kernel(**engine: Any) -> Iterator[Case]:
+def one_kernel(tensor_parallel: int = 1) -> Iterator[Case]:
     """Draft steps as one kernel: one for up to 8 tokens, one for up to 64; steps of more tokens are not."""
-    if engine.get("tensor_parallel_size", 1) > 1:
+    if tensor_parallel > 1:
         return
     copies = {"draft_weights": "int4"}
     for model in ("llama+wide", "qwen3+wide"):
         for more in ({}, COMPILED, {"enforce_eager": True}):
-            yield Case(model, LAYERS, 4, "few", engine={**engine, **more, "max_num_seqs": 4}, spec=copies)
-        yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec=copies)
-        yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
-        yield Case(model, LAYERS, 4, engine={**engine}, spec={**copies, "gate": "maxp", "tau": 0.2})
+            yield Case(model, LAYERS, 4, "few", engine={**more, "max_num_seqs": 4}, spec=copies)
+        yield Case(model, LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec=copies)
+        yield Case(model, LAYERS, 4, spec=copies)
+        yield Case(model, LAYERS, 4, spec={**copies, "gate": "maxp", "tau": 0.2})
         for more in ({}, COMPILED):  # how many tokens a step has chooses among the kernels and their layouts
-            many = {**engine, **more, **MANY}
+            many = {**more, **MANY}
             for requests in ("plain", "crowd"):
                 yield Case(model, LAYERS, 4, requests, engine=many, spec=copies)
-        yield Case(model, LAYERS, 4, "few", engine={**engine}, spec={**copies, "draft_window": 48})
+        yield Case(model, LAYERS, 4, "few", spec={**copies, "draft_window": 48})
 
 
-def reach(**engine: Any) -> Iterator[Case]:
+def reach(tensor_parallel: int = 1) -> Iterator[Case]:
     """Copies over checkpoints, caches, adapters and requests of other kinds."""
     copies = {"draft_weights": "int4"}
     for model in ("llama+int4", "llama+gptq"):
-        yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
+        yield Case(model, LAYERS, 4, spec=copies)
     # In batch-invariant mode vLLM multiplies AWQ weights by a kernel for float16 alone, which copies on CUDA refuse.
-    yield Case("llama+awq", *MIDDLE, engine={**engine, "dtype": "float16"})
-    yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec=copies)
-    yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
-    yield Case("llama", LAYERS, 4, "own", engine={**engine}, spec=copies)
-    yield Case("llama", LAYERS, 4, "adapters", engine={**engine, **ADAPTERS}, spec=copies)
-    yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_window": 48})
-    yield Case("llama", LAYERS, 4, "replaced", engine={**engine, "enable_prefix_caching": False}, spec=copies)
-    yield Case("llama", LAYERS, 4, "asleep", engine={**engine, "enable_sleep_mode": True}, spec=copies)
-    if engine.get("tensor_parallel_size", 1) == 1:
-        yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_weights_path": FITTED})
+    yield Case("llama+awq", *MIDDLE, engine={"dtype": "float16"})
+    yield Case("llama", LAYERS, 4, engine={"quantization": "fp8"}, spec=copies)
+    yield Case("llama", LAYERS, 4, "wishes", spec=copies)
+    yield Case("llama", LAYERS, 4, "own", spec=copies)
+    yield Case("llama", LAYERS, 4, "adapters", engine=ADAPTERS, spec=copies)
+    yield Case("llama", LAYERS, 4, spec={**copies, "draft_window": 48})
+    yield Case("llama", LAYERS, 4, "replaced", engine={"enable_prefix_caching": False}, spec=copies)
+    yield Case("llama", LAYERS, 4, "asleep", engine={"enable_sleep_mode": True}, spec=copies)
+    if tensor_parallel == 1:
+        yield Case("llama", LAYERS, 4, spec={**copies, "draft_weights_path": FITTED})
     for kind in ("fp8", "int8"):
-        yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec={"draft_weights": kind})
+        yield Case("llama", LAYERS, 4, engine={"quantization": "fp8"}, spec={"draft_weights": kind})
     for name in OTHER_DECODERS:
-        yield Case(name, 1, 3, engine={**engine})
+        yield Case(name, 1, 3)
     # vLLM 0.32 has no parameters of the names under which it looks for a checkpoint's experts. With the weights that it
     # makes up every draft is accepted.
-    yield Case("DbrxForCausalLM", 1, 3, engine={**engine, "load_format": "dummy"})
+    yield Case("DbrxForCausalLM", 1, 3, engine={"load_format": "dummy"})
     for more in ({}, COMPILED):  # before the next model, which moves the positions of all that this process makes later
-        yield Case("qwen2_vl+pictures", 2, 3, "pictures", engine={**engine, **more, **ONE_PICTURE})
+        yield Case("qwen2_vl+pictures", 2, 3, "pictures", engine={**more, **ONE_PICTURE})
     for more in ({}, COMPILED):
-        yield Case("qwen2_vl+positions", 2, 3, "short", engine={**engine, **more, **NO_PICTURES})
+        yield Case("qwen2_vl+positions", 2, 3, "short", engine={**more, **NO_PICTURES})
     for spec in ({}, copies):
-        yield Case("llama", *MIDDLE, engine={**engine, "model_impl": "transformers"}, spec=spec)
-    yield from fp8_keys(**engine)
+        yield Case("llama", *MIDDLE, engine={"model_impl": "transformers"}, spec=spec)
+    yield from fp8_keys(tensor_parallel)
 
 
-def fp8_keys(**engine: Any) -> Iterator[Case]:
+def fp8_keys(tensor_parallel: int = 1) -> Iterator[Case]:
     """Keys and values in fp8, with prompts in pieces that leave FlashAttention 3 at one size of its blocks."""
     for spec in ({}, {"draft_weights": "int4"}):
-        yield Case("llama", *MIDDLE, engine={**engine, **FP8_KEYS, **PIECES}, spec=spec)
+        yield Case("llama", *MIDDLE, engine={**FP8_KEYS, **PIECES}, spec=spec)
 
 
-def ranks(**engine: Any) -> Iterator[Case]:
+def ranks(tensor_parallel: int = 1) -> Iterator[Case]:
     """What tensor-parallel ranks have to do alike: end the loop by gates and by its worth, on copies of their shares,
     and with experts that are divided among them. Those that share a plain engine are neighbours."""
-    if engine.get("tensor_parallel_size", 1) == 1:
+    if tensor_parallel == 1:
         return
     gate, copies = {"gate": "maxp", "tau": 0.2}, {"draft_weights": "int4"}
-    yield Case("llama", *MIDDLE, engine={**engine}, spec=gate)
-    yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
-    yield Case("llama", LAYERS, 4, engine={**engine}, spec={"draft_weights": "int8", **gate})
-    yield Case("llama", *MIDDLE, engine={**engine}, spec={"gate": "auto"})
-    yield Case("qwen3_moe", *MIDDLE, engine={**engine, "enable_expert_parallel": True}, spec=gate)
-    yield Case("mixtral", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
-    yield Case("llama", LAYERS, 4, engine={**engine, **COMPILED}, spec={**copies, **gate})
+    yield Case("llama", *MIDDLE, spec=gate)
+    yield Case("llama", LAYERS, 4, spec={**copies, **gate})
+    yield Case("llama", LAYERS, 4, spec={"draft_weights": "int8", **gate})
+    yield Case("llama", *MIDDLE, spec={"gate": "auto"})
+    yield Case("qwen3_moe", *MIDDLE, engine={"enable_expert_parallel": True}, spec=gate)
+    yield Case("mixtral", LAYERS, 4, spec={**copies, **gate})
+    yield Case("llama", LAYERS, 4, engine=COMPILED, spec={**copies, **gate})
 
 
-def views(**engine: Any) -> Iterator[Case]:
+def views(tensor_parallel: int = 1) -> Iterator[Case]:
     """Drafts without some of the layers or of the context, alone and with all that they combine with."""
     copies = {"draft_weights": "int4"}
     for model in ("llama", "qwen3"):
         for more in ({}, COMPILED, {"enforce_eager": True}):
-            yield Case(model, LAYERS, 4, engine={**engine, **more}, spec={"skip_layers": "1,4-5"})
-        yield Case(model, LAYERS, 4, engine={**engine, **COMPILED}, spec={"skip_layers": "2", "draft_weights": "int4"})
-        yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "0", "gate": "maxp", "tau": 0.2})
+            yield Case(model, LAYERS, 4, engine=more, spec={"skip_layers": "1,4-5"})
+        yield Case(model, LAYERS, 4, engine=COMPILED, spec={"skip_layers": "2", "draft_weights": "int4"})
+        yield Case(model, LAYERS, 4, spec={"skip_layers": "0", "gate": "maxp", "tau": 0.2})
     for model in ("mixtral", "deepseek_v2"):
-        yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "2"})
+        yield Case(model, LAYERS, 4, spec={"skip_layers": "2"})
     for more in ({}, COMPILED, {"enforce_eager": True}):
-        yield Case("llama", *MIDDLE, engine={**engine, **more}, spec={"draft_window": 32})
-        yield Case("llama", LAYERS, 4, engine={**engine, **more}, spec={"draft_context": "blocks:64", **copies})
-    yield Case("qwen3", LAYERS, 4, engine={**engine, **COMPILED}, spec={"draft_window": 48, "draft_weights": "int4"})
-    yield Case("deepseek_v2", *MIDDLE, engine={**engine}, spec={"draft_window": 32})
+        yield Case("llama", *MIDDLE, engine=more, spec={"draft_window": 32})
+        yield Case("llama", LAYERS, 4, engine=more, spec={"draft_context": "blocks:64", **copies})
+    yield Case("qwen3", LAYERS, 4, engine=COMPILED, spec={"draft_window": 48, "draft_weights": "int4"})
+    yield Case("deepseek_v2", *MIDDLE, spec={"draft_window": 32})
     for kind in ("int8", "int4"):
-        yield Case("deepseek_v2", LAYERS, 4, engine={**engine}, spec={"draft_weights": kind})
+        yield Case("deepseek_v2", LAYERS, 4, spec={"draft_weights": kind})
     for model in ("llama", "mixtral"):
         gated = {"draft_weights": "int4", "gate": "maxp", "tau": 0.2}
-        yield Case(model, LAYERS, 4, engine={**engine}, spec=gated)
-    if engine.get("tensor_parallel_size", 1) == 1:
-        yield Case("llama", LAYERS, 5, engine={**engine}, spec={"draft_weights": "int4", "length_table": TABLE})
+        yield Case(model, LAYERS, 4, spec=gated)
+    if tensor_parallel == 1:
+        yield Case("llama", LAYERS, 5, spec={"draft_weights": "int4", "length_table": TABLE})
 
 
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
 """Draft lengths for 16 requests at once: the batch of the tests passes through all of them as it shrinks."""
 
 
-def lengths(**engine: Any) -> Iterator[Case]:
+def lengths(tensor_parallel: int = 1) -> Iterator[Case]:
     """Draft lengths by load, context, request and measured times; the widths of verify passes change on the way."""
     small = {"kv_cache_memory_bytes": 24 * 2**20}
     table, auto = {"length_table": TABLE}, {"gate": "auto"}
     for more in ({}, small, COMPILED, {"async_scheduling": False}, {"enforce_eager": True}):
-        yield Case("llama", *MIDDLE, engine={**engine, **more}, spec=table)
+        yield Case("llama", *MIDDLE, engine=more, spec=table)
     for requests in ("own", "opted_out"):
-        yield Case("llama", *MIDDLE, requests, engine={**engine})
-        yield Case("llama", *MIDDLE, requests, engine={**engine, **small}, spec={**table, **auto})
+        yield Case("llama", *MIDDLE, requests)
+        yield Case("llama", *MIDDLE, requests, engine=small, spec={**table, **auto})
     gate = {"gate": "maxp", "tau": 0.3, "length_table": "1:5 4:3 10:5"}
-    yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=gate)
-    yield Case("qwen3", 1, 5, engine={**engine}, spec=auto)
-    yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
+    yield Case("llama", *MIDDLE, "own", spec=gate)
+    yield Case("qwen3", 1, 5, spec=auto)
+    yield Case("qwen3", *MIDDLE, "company", spec={**table, "draft_sample_method": "probabilistic"})
 
 
-def free_drafts(**engine: Any) -> Iterator[Case]:
+def free_drafts(tensor_parallel: int = 1) -> Iterator[Case]:
     """Drafts from what a request had before, alone and with all that they combine with; wider than k and narrower."""
     free, copies = {"free_drafts": 12}, {"draft_weights": "int4"}
     for more in ({}, COMPILED):
-        yield Case("llama", *MIDDLE, "repeated", engine={**engine, **more}, spec={"draft_weights": "none", **free})
+        yield Case("llama", *MIDDLE, "repeated", engine=more, spec={"draft_weights": "none", **free})
     for more in ({}, COMPILED, {"enforce_eager": True}):
-        yield Case("llama", *MIDDLE, "repeated", engine={**engine, **more}, spec=free)
+        yield Case("llama", *MIDDLE, "repeated", engine=more, spec=free)
     for spec in (
         {"free_drafts": 3},
         {"gate": "maxp", "tau": 0.3, **free},
         {"length_table": TABLE, "gate": "auto", **free},
         {"draft_window": 32, **free},
     ):
-        yield Case("llama", *MIDDLE, "repeated", engine={**engine}, spec=spec)
+        yield Case("llama", *MIDDLE, "repeated", spec=spec)
     small = {"kv_cache_memory_bytes": 24 * 2**20}
-    yield Case("qwen3", LAYERS, 4, "repeated", engine={**engine, **small}, spec={**copies, **free})
-    yield Case("qwen3", LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={**copies, **free})
-    yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=free)
+    yield Case("qwen3", LAYERS, 4, "repeated", engine=small, spec={**copies, **free})
+    yield Case("qwen3", LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec={**copies, **free})
+    yield Case("llama", *MIDDLE, "own", spec=free)
     for method in ("greedy", "probabilistic"):
-        yield Case("llama", *MIDDLE, "company", engine={**engine}, spec={**free, "draft_sample_method": method})
+        yield Case("llama", *MIDDLE, "company", spec={**free, "draft_sample_method": method})
 
 
 @cache
@@ -846,7 +816,8 @@ def save(file: Path, found: dict[str, Any]) -> None:
 
 def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
-    chosen = part_of((case for case in globals()[group](**shared) if wanted(case, only)), part)
+    made = (replace(case, engine={**shared, **case.engine}) for case in globals()[group](tensor_parallel))
+    chosen = part_of((case for case in made if wanted(case, only)), part)
     spec = {"free_drafts": 12} if group == "free_drafts" else {}
     whole = group in ("cases", "free_drafts") and not shared and not only
     waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None

@@ -3,6 +3,8 @@
     python tests/mutation/run.py costs                           every module of a suite of pyproject.toml
     python tests/mutation/run.py costs --module cost_model       some of its modules
     python tests/mutation/run.py costs --every 8                 every eighth mutant of each module
+    python tests/mutation/run.py                                 the verdicts so far, in Markdown; exit code 1 if a
+                                                                 survivor is not explained
 
 mutmut makes the mutants (`make.py`). It does not run them, for two reasons: it leaves out decorated functions, which
 here are every property, every statistic of a draft distribution and every Triton kernel; and it starts pytest once a
@@ -14,6 +16,10 @@ is the default of an argument, is imported anew in the fork; first the module is
 A mutant counts as killed if a test fails, if the module cannot be imported, or if ten times the CPU time of the tests
 is not enough. Verdicts are added to a file as they come. Started again, a run takes up where it was: a mutant that was
 killed stays so, because tests are only added, and the others are tried again.
+
+`explained.toml` holds groups of mutants that no test can tell from the original, or that none should: `why`, and for
+each mutant a part of its module's path, and regular expressions that its function, the code before and the code after
+match.
 """
 
 from __future__ import annotations
@@ -29,12 +35,14 @@ import inspect
 import json
 import linecache
 import os
+import re
 import resource
 import signal
 import sys
 import time
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -46,14 +54,16 @@ from make import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED, SURVIVED, UNREACHED, TIMEOUT = "killed", "survived", "unreached", "timeout"
+EXPLAINED = Path(__file__).with_name("explained.toml")
+Row = dict[str, Any]
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+def key_of(row: Row) -> tuple[str, ...]:
     """What tells a mutant from others, also after lines have moved. Files of before there were numbers have none."""
     return (*(row[name] for name in ("module", "function", "was", "now")), str(row.get("number", 0)))
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path: Path) -> list[Row]:
     """What a file of verdicts holds; later verdicts on a mutant replace earlier ones."""
     if not path.exists():
         return []
@@ -298,6 +308,67 @@ def _import_anew(path: Path, source: str) -> None:
     sys.meta_path.insert(0, Mutated())
 
 
+# ---- the verdicts ----------------------------------------------------------------------------------------------------
+
+
+def explanation(row: Row, groups: Iterable[Row]) -> str | None:
+    """Why a survivor may live; None where nobody has said."""
+    for group in groups:
+        for entry in group["mutants"]:
+            if entry.get("module", "") in row["module"] and all(
+                re.search(entry.get(name, ""), row[name]) for name in ("function", "was", "now")
+            ):
+                return str(group["why"])
+    return None
+
+
+def percent(part: int, whole: int) -> str:
+    """A score; nothing of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def table(found: list[Row], groups: list[Row]) -> list[str]:
+    """One line a module, and one for all: killed, and what is left."""
+    modules = defaultdict(list)
+    for row in found:
+        modules[row["module"]].append(row)
+    lines = [
+        "| module | mutants | killed | explained | left | not reached |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, here in [*modules.items(), ("all", found)]:
+        killed = [row for row in here if row["verdict"] in (KILLED, TIMEOUT)]
+        living = [row for row in here if row["verdict"] not in (KILLED, TIMEOUT)]
+        known = sum(explanation(row, groups) is not None for row in living)
+        unreached = sum(row["verdict"] == UNREACHED for row in living)
+        file = f"`{name.removeprefix('selfspec_cli/')}`"
+        dead = f"{len(killed)} ({percent(len(killed), len(here))})"
+        cells = (file, len(here), dead, known, len(living) - known, unreached)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def report() -> int:
+    """Print the table, the explained survivors by reason, and the others; 1 if a survivor is not explained."""
+    found = [row for file in sorted((ROOT / "mutants").glob("*.jsonl")) for row in rows(file)]
+    groups = tomllib.loads(EXPLAINED.read_text(encoding="utf-8"))["group"]
+    living: dict[str | None, list[Row]] = defaultdict(list)
+    for row in found:
+        if row["verdict"] not in (KILLED, TIMEOUT):
+            living[explanation(row, groups)].append(row)
+    left = living.pop(None, [])
+    print("\n".join(table(found, groups)))
+    for why, members in [*living.items(), ("Left", left)]:
+        print(f"\n{why} ({len(members)})\n")
+        for row in members:
+            place = f"{row['module'].removeprefix('selfspec_cli/')}:{row['line']} {row['function']}"
+            print(f"- {row['verdict']} {place}: `{row['was']}` → `{row['now']}`")
+    return 1 if left else 0
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
 def unknown(suite: str, words: list[str], suites: dict[str, Any]) -> str | None:
     """What is wrong with the name of a suite, or with parts of its modules' paths; None: nothing."""
     modules = suites[suite]["modules"] if suite in suites else []
@@ -312,14 +383,16 @@ def unknown(suite: str, words: list[str], suites: dict[str, Any]) -> str | None:
 
 
 def main() -> int:
-    """Run a suite; 0 once every mutant has its verdict."""
+    """Run a suite; 0 once every mutant has its verdict. Without one, report."""
     suites = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["selfspec-mutants"]
     parser = argparse.ArgumentParser(description="mutation testing; the suites are in pyproject.toml")
-    parser.add_argument("suite", help=", ".join(suites))
+    parser.add_argument("suite", nargs="?", help="; ".join([", ".join(suites), "none prints the verdicts so far"]))
     parser.add_argument("--module", action="append", help="only modules with this in their path")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it; default mutants/SUITE.jsonl")
     parser.add_argument("--every", type=int, default=1, help="a sample: with 8 every eighth mutant of each module")
     options = parser.parse_args()
+    if options.suite is None:
+        return report()
     sys.path[:0] = [str(ROOT)]
     if wrong := unknown(options.suite, options.module or [], suites):
         parser.error(wrong)

@@ -3,7 +3,7 @@ engines (tests/engine/test_verify.py, tests/engine/v2/test_v2_faults.py)."""
 
 import pytest
 import torch
-from selfspec_faults.spoil import spoil
+from selfspec_faults import spoil
 
 from selfspec_cli.vllm_plugin.wrap import wrap
 

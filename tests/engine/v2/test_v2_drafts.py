@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import count, cycle
+from itertools import count
 from typing import Any
 
 import pytest
 from fixed_times import fix_times
 from harness import (
-    CHANGING,
     GATES,
     Counts,
     Live,
+    change_everything,
     differing,
     greedy,
     layer_skip,
@@ -71,6 +71,11 @@ def same(engine: Live, plain: list[list[int]], few: int = len(PROMPTS)) -> Count
     return made
 
 
+def planner(engine: Live) -> Any:
+    """What plans the widths of its steps."""
+    return planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
+
+
 def drafted(engine: Live) -> int:
     """Tokens that the draft loop counted on the device. vLLM counts the places of a verify pass."""
     return int(engine.call("early_exit_counters")["drafted"])
@@ -128,20 +133,8 @@ def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):
 
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
-    """Gate, threshold, draft length, table and the record, between any two steps."""
-    settings, lengths = cycle(CHANGING), cycle([K, 2, 0, 5, 1, 4, 3])
-    tables = cycle([None, "1:5 3:2", *[None] * 4, "1:3 2:0 4:4"])
-    records = cycle([True, *[None] * 6, False, *[None] * 3])
     before = drafting.counts()
-
-    def change(_: list[str]) -> None:
-        drafting.call("early_exit_set_gate", *next(settings))
-        drafting.call("early_exit_set_draft_length", next(lengths))
-        drafting.call("early_exit_set_length_table", next(tables))
-        if (on := next(records)) is not None:
-            drafting.call("early_exit_record", on)
-
-    outputs = drafting.step_through(PROMPTS, parameters(), change)
+    outputs = drafting.step_through(PROMPTS, parameters(), change_everything(drafting, K))
     drafting.call("early_exit_set_length_table", None)
     drafting.call("early_exit_record", False)
     assert not differing(tokens(outputs), plain)
@@ -173,7 +166,7 @@ def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain
     """Nine blocks for four requests of up to five: some are thrown out and computed again."""
     spec = layer_skip(LAYERS, 3, draft_weights="int4", free_drafts=FREE)
     with live(model_dir("llama"), spec, **SMALL | {"kv_cache_memory_bytes": 9 * 2**16}, max_model_len=256) as engine:
-        fix_times(planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler).rule)
+        fix_times(planner(engine).rule)
         same(engine, plain)
         counted = engine.call("early_exit_counters")
         assert engine.preempted() > 0
@@ -183,36 +176,33 @@ def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain
 def test_prompt_lookup_alone_drafts_what_the_text_repeats(model_dir, plain):
     """What the one line does where no copies fit. No draft step exists, and the rule counts none."""
     with live(model_dir("llama"), {"method": "selfspec", "draft_weights": "none"}, **SMALL) as engine:
-        planner = planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
-        fix_times(planner.rule)
+        fix_times(planner(engine).rule)
         same(engine, plain)
         counted = engine.call("early_exit_counters")
         assert counted["drafted"] == counted["steps"] == 0 < counted["free_accepted"]
-        assert len(planner.steps) > 1
+        assert len(planner(engine).steps) > 1
 
 
 def test_the_one_line_chooses_widths_and_gate_auto_is_left_and_taken_again(model_dir, plain):
     """Everything is chosen: 4-bit copies of all layers, up to 12 drafts, prompt lookup, and when a step pays. With
     another gate every step has all slots. In the interpreter a kernel's time says nothing, so times are fixed."""
     with live(model_dir("llama"), {"method": "selfspec"}, **SMALL) as engine:
-        core = engine.llm.llm_engine.engine_core.engine_core
-        planner = planner_of(core.scheduler)
-        rule = planner.rule
+        steps, rule = planner(engine).steps, planner(engine).rule
         fix_times(rule)
         same(engine, plain)
-        assert len([width for width in planner.steps if width]) > 1 and rule.choices > 5
+        assert len([width for width in steps if width]) > 1 and rule.choices > 5
         assert sum(rule.acceptance.stood) > 0 < sum(rule.acceptance.failed)
         counted = engine.call("early_exit_counters")
         assert counted["drafted"] > 0 < counted["free_accepted"]
-        worth = core.model_executor.driver_worker.worker.model_runner.speculator.state.worth
+        worth = engine.runner.speculator.state.worth
         assert float(worth.counts[1].sum()) > float(worth.first[1].sum())  # confidences of drafts were judged
         assert float(worth.step_value) > 0
         found = {}
         for gate, threshold in (("none", None), ("maxp", 0.3), ("auto", None)):
             engine.set_gate(gate, threshold)
-            planner.steps.clear()
+            steps.clear()
             before = rule.choices
             same(engine, plain, few=3)
-            found[gate] = {width for width, steps in planner.steps.items() if steps}
+            found[gate] = {width for width, number in steps.items() if number}
         assert found["none"] == found["maxp"] == {12}
         assert found["auto"] != {12} and rule.choices > before

@@ -9,7 +9,7 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.planted.v1 import after_verify, last_draft_is_wrong
 from selfspec_cli.vllm_plugin.v1.round import Ahead
 from selfspec_cli.vllm_plugin.wrap import Undo, wrap
-from selfspec_faults.spoil import spoil
+from selfspec_faults import spoil
 
 STALE = 2
 

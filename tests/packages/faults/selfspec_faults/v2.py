@@ -7,7 +7,7 @@ from torch import Tensor
 
 from selfspec_cli.vllm_plugin.planted.v2 import after_verify, around_propose, draft_at, last_draft_is_wrong, verdict_of
 from selfspec_cli.vllm_plugin.wrap import Undo, wrap
-from selfspec_faults.spoil import spoil
+from selfspec_faults import spoil
 
 STALE = 2
 

@@ -279,13 +279,6 @@ def test_bad_input_is_named_and_ends_with_2(words, said, tmp_path):
     assert said in result.stderr
 
 
-@pytest.mark.parametrize("name", ["bench", "sweep"])
-def test_other_commands_refuse_settings_of_a_load_test(name, tmp_path):
-    result = call(name, "load.seconds=5", f"results_dir={tmp_path}/r", "--dry-run")
-    assert result.exit_code == 2
-    assert f"{name} has none: selfspec load" in result.stderr
-
-
 def test_a_plan_has_every_load_on_one_server_for_each_arm(tmp_path):
     result = call("load", "load.clients=1,8", "gate=maxp,margin", f"results_dir={tmp_path}/r", "--dry-run", "--json")
     assert result.exit_code == 0, result.stderr

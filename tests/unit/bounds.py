@@ -10,6 +10,8 @@ import torch
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
+from selfspec_cli.vllm_plugin.interpreted import launch_quickly
+
 
 def tensors(arguments: Any) -> list[torch.Tensor]:
     """The tensors among a kernel's arguments, in tuples too."""
@@ -63,3 +65,8 @@ def watch() -> None:
     watched("create_masked_load", 0, 1)
     watched("create_masked_store", 0, 2)
     watched("create_atomic_rmw", 1, 3)
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest: kernels are launched quickly."""
+    launch_quickly()

@@ -5,13 +5,43 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
+import pytest
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.schema import ConfigError
 
 
 def call(*words):
     return CliRunner().invoke(app, words)
+
+
+def done(*words):
+    """The result of a command that ends well."""
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*words):
+    """What a command says in stderr that ends with exit code 2, in one line."""
+    result = call(*words)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.split())
+
+
+def one(*words):
+    """The one config that words say."""
+    (cfg,) = compose_runs(None, words)
+    return cfg
+
+
+def refusal(*words, **options):
+    """What is said of words that make no config."""
+    with pytest.raises(ConfigError) as caught:
+        compose_runs(None, words, **options)
+    return str(caught.value)
 
 
 def document(result):

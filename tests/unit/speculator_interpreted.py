@@ -447,16 +447,11 @@ def capturing(speculator, monkeypatch, *, reason=None, fails=(), ranks=2):
     return said, made
 
 
-def test_ranks_whose_exchange_works_in_a_loop_capture_it(drafting, monkeypatch):
-    said, made = capturing(drafting, monkeypatch)
-    assert not said
-    assert drafting.decode_cudagraph_manager.loops == [made]
-
-
-def test_ranks_whose_exchange_does_not_capture_k_steps_and_say_why(drafting, monkeypatch):
-    said, _ = capturing(drafting, monkeypatch, reason="NCCL")
-    assert said == ["drafting always takes all k steps on this device: NCCL"]
-    assert drafting.decode_cudagraph_manager.loops == [None]
+@pytest.mark.parametrize("reason", [None, "NCCL"])
+def test_ranks_capture_the_loop_where_their_exchange_works_in_it_or_k_steps_and_say_why(drafting, monkeypatch, reason):
+    said, made = capturing(drafting, monkeypatch, reason=reason)
+    assert said == ([f"drafting always takes all k steps on this device: {reason}"] if reason else [])
+    assert drafting.decode_cudagraph_manager.loops == [None if reason else made]
 
 
 def test_a_loop_that_several_ranks_cannot_capture_is_captured_as_k_steps_in_another_pool(drafting, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import call
+from commands import call, done, refused
 from points import against, baseline, failed
 from test_quality import finding
 
@@ -61,7 +61,7 @@ def test_the_same_files_give_the_same_bytes_and_made_tables_are_left_out(results
     again = Path("again.jsonl.xz")
     for left in ("profiles.csv", "figure.png", ".lock"):
         (Path("mine") / left).write_text("x")
-    assert call("runs", "export", "results_dir=mine", "--archive", str(again)).exit_code == 0
+    done("runs", "export", "results_dir=mine", "--archive", str(again))
     assert again.read_bytes() == results.read_bytes()
     lines = [json.loads(line) for line in lzma.decompress(results.read_bytes()).decode().splitlines()]
     assert [line["file"].partition("/")[0] for line in lines] == ["quality", "runs", "runs", "runs"]
@@ -82,8 +82,7 @@ def test_nothing_is_written_into_an_archive(results):
     ):
         with pytest.raises(ConfigError, match=r"mine\.jsonl\.xz is an archive .* only read; name a folder"):
             attempt()
-    done = call("report", f"results_dir={results}")
-    assert done.exit_code == 2 and "--out FOLDER" in done.stderr
+    assert "--out FOLDER" in refused("report", f"results_dir={results}")
     assert (results.read_bytes(), sorted(Path().iterdir())) == (before, seen)
 
 
@@ -97,7 +96,7 @@ def test_an_archive_without_points_says_what_it_holds_and_how_to_read_it(place):
 
 
 def test_tables_of_an_archive_are_made_in_a_folder(results):
-    assert call("runs", "export", f"results_dir={results}", "--out", "tables").exit_code == 0
+    done("runs", "export", f"results_dir={results}", "--out", "tables")
     assert Path("tables/summary.csv").read_text() == Path("mine/summary.csv").read_text()
     assert not Path("tables/runs").exists()
 

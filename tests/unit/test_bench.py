@@ -280,13 +280,6 @@ def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
     assert cores.shares(some, cores.Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
 
 
-def test_work_of_a_process_that_was_started_is_this_commands_own():
-    before = cores.now()
-    assert before is not None
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
-    assert cores.now().own - before.own >= 0.4 * HERTZ
-
-
 # ---- latencies of requests ------------------------------------------------------------------------------------------
 
 

@@ -171,11 +171,7 @@ def test_gate_workload_and_seed_need_no_other_engine():
         RunConfig(method=Method.skip),
     ):
         assert engine_key(other) != same
-
-
-def test_dummy_weights_depend_on_the_seed_so_the_engine_does():
-    dummy = ModelConfig(load_format="dummy")
-    assert engine_key(RunConfig(model=dummy, seed=1)) != engine_key(RunConfig(model=dummy, seed=2))
+    assert engine_key(RunConfig(model=DUMMY, seed=1)) != engine_key(RunConfig(model=DUMMY, seed=2))
 
 
 def test_all_candidates_of_one_workload_share_a_baseline():

@@ -1,12 +1,18 @@
-"""Copies made for data: rounding by GPTQ against an independent reference, and the file."""
+"""Copies made for data: rounding by GPTQ against an independent reference, the file, and `selfspec fit-weights`."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
+from commands import call, document
 
+from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import DAMPING, About, FittedWeights, rounded_in_order, weighted_error
+from selfspec_cli.engine.live import Generation
+from selfspec_cli.stages import fit_weights
 
 OUT, IN, GROUP = 24, 128, 64
 
@@ -54,14 +60,6 @@ def test_small_inputs_round_as_large_ones(data):
     weight, moment = data
     small, large = (rounded_in_order(weight, moment * size, GROUP, (-8, 7), one_scale)[0] for size in (1e-4, 1.0))
     assert (small == large).float().mean() > 0.97
-
-
-@pytest.mark.parametrize("name", ["int4", "int8"])
-def test_integers_that_know_the_data_err_less_on_it(data, name):
-    weight, moment = data
-    kind = DRAFT_WEIGHTS[name]
-    near, fitted = (kind.dequantise(copy, torch.float32) for copy in (kind.quantise(weight), kind.fit(weight, moment)))
-    assert weighted_error(fitted - weight, moment) < 0.7 * weighted_error(near - weight, moment)
 
 
 def test_data_without_structure_changes_nothing(data):
@@ -137,3 +135,69 @@ def test_other_kinds_other_models_and_other_files_are_refused(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(SettingsError, match="no file that selfspec fit-weights wrote"):
         fitted_weights.load(tmp_path / "other.safetensors", "int4", "abc")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+WORK = WorkloadConfig(prompts="random", num_prompts=4, output_len=16, input_len=4)
+
+
+class FakeEngine:
+    max_model_len, vocab_size = 512, 64
+
+    def __init__(self, cfg):
+        self.cfg, self.asked = cfg, []
+
+    def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
+        self.asked.append((batch, temperature, seed))
+        return Generation([[len(prompt)] * output_len for prompt in prompts], 1.0, [], None)
+
+    def call(self, method, *args):
+        if method == "early_exit_observe":
+            return None
+        assert method == "early_exit_fit_weights"
+        self.fitted = args
+        errors = {"layers.0": {"nearest": 0.4, "fitted": 0.2}, "layers.1": {"nearest": 0.2, "fitted": 0.1}}
+        return {"layers": errors, "tokens": 123}
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    engines = []
+
+    @contextmanager
+    def open_engine(cfg):
+        engines.append(FakeEngine(cfg))
+        yield engines[-1]
+
+    monkeypatch.setattr("selfspec_cli.commands.measuring.shown_starting", lambda shown, forked: open_engine)
+    engines.append(open_engine)
+    return engines
+
+
+def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
+    (made,) = fit_weights.run(
+        [RunConfig(workload=WORK, k=3, results_dir=str(tmp_path), draft_weights="int4")],
+        open_engine=opened[0],
+        prompts=6,
+        out=tmp_path / "c.safetensors",
+    )
+    engine = opened[1]
+    assert engine.cfg.method is Method.baseline and engine.cfg.draft_weights == "shared"
+    assert engine.cfg.engine.enforce_eager and engine.asked == [(6, 0.0, 1)]
+    assert engine.fitted[:2] == (str(tmp_path / "c.safetensors"), "int4")
+    assert made.tokens == 123 and made.medians == pytest.approx({"nearest": 0.3, "fitted": 0.15})
+    words = [f"{name}={tmp_path}" for name in ("head_dir", "results_dir")]
+    words += ["draft_weights=int4", "workload.prompts=random"]
+    planned = document(call("fit-weights", "draft_weights=int4,int8", "--dry-run", "--json"))
+    assert [name.rpartition("/")[2] for name in planned["files"]] == [
+        f"weights-{kind}.safetensors" for kind in ("int4", "int8")
+    ]
+    assert call("fit-weights", "draft_weights=int4,int8", "--out", "x.safetensors").exit_code == 2
+    shown = call("fit-weights", *words)
+    assert shown.exit_code == 0 and "draft_weights=int4 draft_weights_path=" in shown.stdout, shown.output
+    refused = call("fit-weights", "workload.prompts=random")
+    assert refused.exit_code == 2 and "name the kind of copies to make; allowed: fp8" in refused.output.replace(
+        "\n", " "
+    )

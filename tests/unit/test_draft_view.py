@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.keys import Keys, engine_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import HeadConfig, RunConfig, resolved
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.contexts import CONTEXTS, Context
@@ -54,16 +54,6 @@ def test_method_skip_has_layers_a_head_and_a_vocabulary_and_nothing_else():
         method="skip", layer=6, draft_weights="int8", draft_context="window:64", skip_layers="1", vocab="9"
     )
     assert DraftView.of(settings) == DraftView(6, vocab="9")
-
-
-def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
-    cfgs = [
-        compose_runs(None, ["layer=6", *given])[0]
-        for given in (["draft_window=64"], ["draft_context=window:64"], [], ["draft_window=80"])
-    ]
-    keys = [Keys().settings(cfg) for cfg in cfgs]
-    assert keys[0] == keys[1] and len(set(keys)) == 3
-    assert cfgs[0] == cfgs[1] and engine_key(cfgs[0]) != engine_key(cfgs[2])
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,6 @@ def test_bad_lists_are_refused(cfg, tmp_path, text, words):
     (tmp_path / "list").write_text(text)
     with pytest.raises(HeadError, match=words):
         found(replace(cfg, vocab=str(tmp_path / "list")))
-
-
-def test_more_tokens_than_there_are(cfg):
     with pytest.raises(HeadError, match="10 is out of range; allowed: 1 to 9"):
         found(replace(cfg, vocab="10"))
 
@@ -233,9 +230,6 @@ def test_in_a_speculative_config_a_number_means_the_first_ids(tmp_path):
     assert ids_of("1", 9).tolist() == [0]
     with pytest.raises(HeadError, match="allowed: 0 to 6"):
         ids_of(str(file), 7)
-
-
-@pytest.mark.parametrize("size", ["0", "10"])
-def test_more_than_the_vocabulary_or_nothing_is_refused(size):
-    with pytest.raises(HeadError, match=f"vocab = {size} is out of range; allowed: 1 to 9"):
-        ids_of(size, 9)
+    for size in ("0", "10"):
+        with pytest.raises(HeadError, match=f"vocab = {size} is out of range; allowed: 1 to 9"):
+            ids_of(size, 9)

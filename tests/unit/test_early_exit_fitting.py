@@ -134,21 +134,6 @@ def test_an_infinite_ridge_is_the_lens(rank):
     torch.testing.assert_close(shifted.transform(X.float()), (X + (Z - X).mean(0)).float())
 
 
-def test_translator_beats_the_lens_and_lsq_maps_to_tokens():
-    head, report = fit_head(TRANSLATOR, equations(translator_target(X, Z), bias=True))
-    error = (head.transform(X.float()) - Z).square().mean().item()
-    assert error == pytest.approx(report.residual, rel=1e-4)
-    assert error < 0.02 < (X - Z).square().mean()
-    ids = lm_head(Z).argmax(-1)
-    lsq, _ = fit_head(LSQ, equations(ids, bias=True))
-    assert lsq.weight.shape == (VOCAB, HIDDEN)
-    shares = (agreement(one, [(X.float(), ids)], lm_head) for one in (lens_head(), lsq, head))
-    lens_share, lsq_share, translator_share = shares
-    assert translator_share > 0.9
-    assert translator_share > lens_share
-    assert lsq_share > 0.3
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_states_are_named_by_token(bad):
     for column in (0, 1):

@@ -55,22 +55,13 @@ def test_a_vocabulary_of_one_token():
     assert all_statistics(torch.zeros(2, 1)).tolist() == [[certain[name] for name in features()]] * 2
 
 
-def test_the_logits_own_size(logits):
-    draft = Distribution(logits.bfloat16())
-    torch.testing.assert_close(draft.logit, logits.bfloat16().float().amax(1))
-    torch.testing.assert_close(draft.logsumexp, draft.logit - draft.confidence.log(), atol=1e-4, rtol=1e-4)
-
-
-def test_low_precision_logits_are_computed_in_float32(logits):
+def test_low_precision_logits_are_computed_in_float32_and_left_as_they_were(logits):
     low = logits.bfloat16()
-    for name in features():
-        torch.testing.assert_close(statistic(name, low), statistic(name, low.float()))
-
-
-def test_logits_are_left_as_they_were(logits):
-    before = logits.clone()
-    all_statistics(logits)
-    assert torch.equal(logits, before)
+    before, draft = low.clone(), Distribution(low)
+    torch.testing.assert_close(draft.logit, low.float().amax(1))
+    torch.testing.assert_close(draft.logsumexp, draft.logit - draft.confidence.log(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(all_statistics(low), all_statistics(low.float()))
+    assert torch.equal(low, before)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])

@@ -118,17 +118,6 @@ def test_settings_for_reads_the_statistics_that_a_log_has():
     assert thresholds(log, "maxp") == [0.3333]
 
 
-def test_some_rounds_of_a_log_and_its_halves():
-    log = make(12)
-    chosen = log.choose(torch.tensor([3, 1]))
-    for name in ("statistics", "drafted", "accepted", "request"):
-        assert torch.equal(getattr(chosen, name), getattr(log, name)[[3, 1]])
-    assert chosen.features == log.features
-    even, odd = log.halves()  # requests are numbered 0 to 6, and again
-    assert even.request.tolist() == [0, 2, 4, 6, 0, 2, 4]
-    assert odd.request.tolist() == [1, 3, 5, 1, 3]
-
-
 # ---- the record that is replayed ---------------------------------------------------------------------------------
 
 

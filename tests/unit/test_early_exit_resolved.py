@@ -276,6 +276,8 @@ def test_of_words():
     assert closest("x", ["maxp"], meant="varH") == "value 'x' is not known; allowed: maxp; did you mean 'varH'?"
     assert closest("abxx", ["abyy"]).endswith("did you mean 'abyy'?")  # half of the letters are the same
     assert "did you mean" not in closest("abxxx", ["abyyy"])
+    near = closest("int3", ["shared", "fp8", "int8", "int4"], "draft_weights")
+    assert near.endswith("did you mean 'int8' or 'int4'?")
 
 
 # ---- what nobody gives -----------------------------------------------------------------------------------------------

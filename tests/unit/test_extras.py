@@ -1,13 +1,16 @@
-"""`pip install selfspec` brings what serving needs; what else a command needs is named with its extra."""
+"""`pip install selfspec` brings what serving needs; what else a command needs is named with its extra; no two modules
+import each other, imports inside functions and for annotations included."""
 
 import ast
 import json
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
 
+import grimp
 import pytest
 import typer
 
@@ -134,3 +137,33 @@ def test_the_pages_name_a_checkout_because_no_index_has_the_package():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
     pages += (ROOT / "selfspec_cli").rglob("*.py")
     assert [page.name for page in pages if "install 'selfspec[" in page.read_text(encoding="utf-8")] == []
+
+
+# ---- no circle of imports --------------------------------------------------------------------------------------------
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """One circle, as names each of which imports the next; empty where there is none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found[::-1]
+    return []
+
+
+def imports() -> dict[str, set[str]]:
+    graph = grimp.build_graph(selfspec_cli.__name__, cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+@pytest.mark.slow
+def test_modules_do_not_import_each_other_in_a_circle():
+    edges = imports()
+    assert len(edges) > 200
+    assert not (found := circle(edges)), " -> ".join(found)
+
+
+def test_a_circle_is_found_and_named_in_the_order_of_its_imports():
+    found = circle({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()})
+    assert len(found) == 4 and "".join(found) in ("abca", "bcab", "cabc")

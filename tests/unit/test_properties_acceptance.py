@@ -13,9 +13,9 @@ from properties import costs, logs, times
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, fit_costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
-from selfspec_cli.early_exit.draft_log import DraftLog, DraftRecorder
+from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.replay import Setting, draft_lengths, oracle, replay, settings_for, thresholds
+from selfspec_cli.early_exit.replay import Setting, draft_lengths, settings_for, thresholds
 
 
 @given(logs(full=True))
@@ -205,20 +205,6 @@ def test_a_stricter_gate_and_a_shorter_draft_draft_less(log, k, gate, data):
     assert (draft_lengths(log, Setting(gate, loose.threshold, k + 1)) >= longer).all()
 
 
-@given(logs(), costs, st.integers(1, 5))
-def test_no_setting_beats_the_oracle_of_its_length(log, price, k):
-    """The oracle has every accepted token, and at most one that is not."""
-    bound = oracle(log, k, price)
-    assert bound.drafted - bound.accepted <= bound.rounds
-    assert bound.accepted == int(log.accepted.clamp_max(k).sum())
-    for setting in settings_for(log, ["none", "maxp", "entropy"], [k]):
-        found = replay(log, setting, price)
-        assert found.accepted <= bound.accepted
-        assert found.rounds <= found.drafted and found.accepted <= found.drafted
-        whole = price.speedup((found.rounds + found.accepted) / found.rounds, found.drafted / found.rounds)
-        assert found.speedup == whole
-
-
 @given(logs(), st.sampled_from(features()), st.integers(1, 20))
 def test_thresholds_are_values_that_the_gate_may_have(log, gate, count_):
     found = thresholds(log, gate, count_)
@@ -238,30 +224,3 @@ def test_a_log_without_a_number_has_no_thresholds():
     )
     assert thresholds(log, "maxp") == []
     assert settings_for(log, ["none", "maxp"], [3]) == [Setting("none", None, 3)]
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=6))
-def test_what_a_recorder_saw_comes_back_as_a_log(rounds):
-    """Rounds of two requests: drafted, looked at by the verifier, gained (one more than accepted, or nothing)."""
-    recorder, want = DraftRecorder(), []
-    generator = torch.Generator().manual_seed(0)
-    for number, (drafted, seen, gained) in enumerate(rounds):
-        name = f"request {number % 2}"
-        seen = min(seen, drafted)
-        gained = min(gained, seen + 1)
-        made = torch.randn(drafted, 7, generator=generator)
-        for row in made:
-            recorder.step([name], row.unsqueeze(0))
-        recorder.verdict([name], [list(range(gained))], [seen])
-        if seen and gained:
-            want.append((seen, gained - 1, name, made[:seen]))
-    log = DraftLog.from_plain(recorder.plain(), 3)
-    names = list(dict.fromkeys(name for _, _, name, _ in want))
-    assert log.drafted.tolist() == [seen for seen, *_ in want]
-    assert log.accepted.tolist() == [accepted for _, accepted, *_ in want]
-    assert log.request.tolist() == [names.index(name) for _, _, name, _ in want]
-    for row, (seen, _, _, made) in enumerate(want):
-        confidence = made.softmax(-1).amax(-1)
-        torch.testing.assert_close(log.feature("maxp")[row, :seen], confidence)
-        torch.testing.assert_close(log.feature("survival")[row, :seen], confidence.cumprod(0))
-        assert log.statistics[row, seen:].isnan().all()

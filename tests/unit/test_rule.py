@@ -1,4 +1,5 @@
-"""The rule of draft lengths on a simulated engine: its clock, step times and acceptance are all simulated and seeded.
+"""The rule of draft lengths on a simulated engine: its clock, step times and acceptance are all simulated and seeded;
+and how far a draft's own confidence is trusted.
 
 Device times of a small model on a large GPU are known at the start. True steps take longer, by what the host does, and
 never less than the host's floor, and they are noisy. The rule must find the best width by itself, and cost nothing.
@@ -13,8 +14,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from selfspec_cli.early_exit.confidence import (
+    BINS,
+    FIRST_TRIALS,
+    MEMORY,
+    bins_of,
+    first_counts,
+    learnt,
+    rates,
+    usual,
+)
 from selfspec_cli.early_exit.rule import (
+    FIRST_RATE,
     LARGEST_VERIFY,
     REQUESTS,
     TRIED_EVERY,
@@ -34,13 +47,13 @@ KV_TOKEN = 12e-9
 """Seconds to read the keys and values of a token of context."""
 
 
-def device_times(draft: float = 0.45e-3) -> StepTimes:
-    """draft: seconds of a draft step of one request."""
+def device_times(draft: float = 0.45e-3, slower: float = 1.0) -> StepTimes:
+    """draft: seconds of a draft step of one request. slower: how much longer all steps take."""
     verify = {
-        width: {n: 1.7e-3 + 4e-6 * n * (width + 1) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
+        width: {n: slower * (1.7e-3 + 4e-6 * n * (width + 1)) for n in REQUESTS if n * (width + 1) <= LARGEST_VERIFY}
         for width in WIDTHS
     }
-    return StepTimes(verify, {n: draft + 12e-6 * n for n in REQUESTS}, KV_TOKEN)
+    return StepTimes(verify, {n: slower * (draft + 12e-6 * n) for n in REQUESTS}, KV_TOKEN)
 
 
 class Simulated:
@@ -165,19 +178,14 @@ def test_steady_traffic_gets_nearly_the_best_width_soon(requests, acceptance):
     assert engine.run(4.0) > (0.985 if engine.best() == 0 else 0.975)
 
 
-@pytest.mark.parametrize(("requests", "acceptance"), [(1, 0.95), (1, 0.1), (8, 0.8), (32, 0.5), (64, 0.95), (256, 0.1)])
+@pytest.mark.parametrize(
+    ("requests", "acceptance"), [(1, 0.95), (1, 0.0), (8, 0.8), (32, 0.5), (64, 0.95), (64, 0.0), (256, 0.1)]
+)
 def test_trials_cost_less_than_a_hundredth_in_the_long_run(requests, acceptance):
     engine = Simulated(requests, acceptance, seed=1)
     engine.run(2.0)
     assert engine.run(30.0) > (0.99 if engine.best() == 0 else 0.98)
     assert 0 < engine.lost_by_trials() < 0.01
-
-
-def test_random_weights_of_which_no_draft_stands_decode_as_fast_as_plain_decoding():
-    for requests in (1, 8, 64, 256):
-        engine = Simulated(requests, 0.0, seed=2)
-        assert engine.run(10.0) > 0.99
-        assert engine.widths.most_common(1)[0][0] == 0
 
 
 @pytest.mark.parametrize("requests", [1, 8, 64, 256])
@@ -288,15 +296,10 @@ def test_drafts_that_do_not_pay_cost_little_from_the_first_second_on(requests, a
     assert engine.run(20.0) > 0.99
 
 
-def scaled(times: StepTimes, factor: float) -> StepTimes:
-    verify = {width: {n: factor * took for n, took in by_n.items()} for width, by_n in times.verify.items()}
-    return StepTimes(verify, {n: factor * took for n, took in times.draft.items()}, times.kv_token)
-
-
 @pytest.mark.parametrize("requests", [1, 8, 32, 64])
 def test_times_that_were_measured_while_others_used_the_gpu_are_found_out(requests):
     """They are too long. What a draft step is worth follows real plain steps, and so do lengths."""
-    engine = Simulated(requests, 0.9, known=scaled(device_times(), 4.0), seed=requests)
+    engine = Simulated(requests, 0.9, known=device_times(slower=4.0), seed=requests)
     engine.run(1.0)
     assert engine.run(4.0) > 0.97
     choice = engine.rule.choose(requests, float(requests * engine.context))
@@ -626,18 +629,14 @@ def test_what_is_assumed_of_a_draft_step_is_a_share_of_a_plain_step_at_any_load(
 
 
 def test_drafts_that_end_before_their_width_count_for_the_tokens_that_come():
-    """Requests stop after their third draft, so that wider steps only have more places."""
-    engine = Simulated(1, 0.95, seed=13, times=dear_places())
+    """Requests stop after their third draft, so that wider steps only have more places, each dear."""
+    dear_places = StepTimes({width: {1: 2e-3 * (1 + 0.1 * width)} for width in WIDTHS}, {1: 1e-5})
+    engine = Simulated(1, 0.95, seed=13, times=dear_places)
     short, brought = 3, engine.rule.brought
     engine.rule.brought = lambda requests, width, accepted: brought(requests, width, min(accepted, short))
     engine.run(4.0)
     engine.run(1.0)
     assert engine.widths.most_common(1)[0][0] in (3, 4), engine.widths
-
-
-def dear_places() -> StepTimes:
-    """A place more in a verify pass costs a tenth of a plain step, and a draft step next to nothing."""
-    return StepTimes({width: {1: 2e-3 * (1 + 0.1 * width)} for width in WIDTHS}, {1: 1e-5})
 
 
 # ---- its parts -------------------------------------------------------------------------------------------------------
@@ -698,3 +697,50 @@ def test_a_hiccup_among_the_first_times_is_forgotten(others):
 @pytest.mark.parametrize(("requests", "size"), [(1, 1), (3, 4), (17, 24), (256, 256), (257, 320), (700, 704)])
 def test_batch_sizes(requests, size):
     assert batch_size(requests) == size
+
+
+# ---- confidence ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_guess_is_that_acceptance_exceeds_confidence():
+    guess = rates(first_counts())
+    middles = (torch.arange(BINS) + 0.5) / BINS
+    torch.testing.assert_close(guess, middles**0.25)
+    assert float(guess.mean()) == pytest.approx(FIRST_RATE, abs=0.005)
+    assert (guess >= middles).all() and (guess < 1).all()
+    assert float(usual(first_counts())) == pytest.approx(float(guess.mean()))
+
+
+def test_every_confidence_has_a_bin():
+    confidence = torch.tensor([0.0, 1 / BINS - 1e-6, 1 / BINS, 0.5, 1 - 1e-6, 1.0])
+    assert bins_of(confidence).tolist() == [0, 0, 1, BINS // 2, BINS - 1, BINS - 1]
+
+
+def test_what_was_judged_counts_in_its_own_bin_alone():
+    confidence = torch.tensor([0.9, 0.9, 0.9, 0.1])
+    counts = learnt(first_counts(), confidence, torch.tensor([True, False, True, False]))
+    change = counts - first_counts()
+    high, low = bins_of(torch.tensor([0.9, 0.1])).tolist()
+    assert (float(change[0, high]), float(change[1, high])) == (2, 3)
+    assert (float(change[0, low]), float(change[1, low])) == (0, 1)
+    change[:, [high, low]] = 0
+    assert not change.any()
+
+
+def test_acceptance_is_found_whatever_it_is_and_what_is_long_ago_fades():
+    draw = torch.Generator().manual_seed(0)
+    counts = first_counts()
+    for rate in (0.3, 0.9):
+        for _ in range(200):
+            stood = torch.rand(50, generator=draw) < rate
+            counts = learnt(counts, torch.full((50,), 0.6), stood)
+        assert float(rates(counts)[bins_of(torch.tensor(0.6))]) == pytest.approx(rate, abs=0.05)
+        assert float(counts[1].sum()) < MEMORY + BINS * FIRST_TRIALS + 50
+
+
+def test_the_first_guess_never_fades_so_that_a_bin_that_is_never_seen_keeps_it():
+    counts = first_counts()
+    for _ in range(500):
+        counts = learnt(counts, torch.full((50,), 0.99), torch.ones(50, dtype=torch.bool))
+    torch.testing.assert_close(counts[:, 0], first_counts()[:, 0])
+    assert (counts >= first_counts()).all()

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import one, refusal
 from safetensors.torch import save_file
 
 from selfspec_cli.config import tuned
-from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.model_digest import folder_name, head_folder, model_fingerprint
-from selfspec_cli.config.schema import ConfigError
 
 WORDS = ["layer=6", "k=7", "gate=margin", "threshold=0.2"]
 
@@ -28,20 +27,9 @@ def models(tmp_path, monkeypatch):
     return tmp_path
 
 
-def one(*words):
-    (cfg,) = compose_runs(None, words, sweep=False)
-    return cfg
-
-
 def tune(org, *words):
     cfg = one(f"model={org}/M")
     return tuned.write(Path("conf"), cfg, [f"model={org}/M", *words], "a title")
-
-
-def refusal(*words):
-    with pytest.raises(ConfigError) as caught:
-        compose_runs(None, words)
-    return str(caught.value)
 
 
 def test_two_models_of_one_name_share_no_file():

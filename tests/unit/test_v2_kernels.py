@@ -34,7 +34,7 @@ def interpreted(*files: str) -> str:
 
 
 def pytest_interpreted(*words: str, packages: tuple[str, ...] = ()) -> str:
-    return run("-m", "pytest", "-p", "quick_interpreter", *words, packages=packages, TRITON_INTERPRET="1")
+    return run("-m", "pytest", "-p", "bounds", *words, packages=packages, TRITON_INTERPRET="1")
 
 
 def test_the_kernels_how_much_is_drafted_and_every_setting_of_a_kernel_in_tritons_interpreter():

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from selfspec_faults import speed
+from selfspec_faults import speed, spoil
 
 from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.observe.watch import Watch, _Leaving
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
+from selfspec_cli.vllm_plugin.wrap import wrap
 
 K = 3
 
@@ -106,3 +107,33 @@ def test_what_leaves_the_device_is_counted_whether_or_not_the_host_waits(monkeyp
 def test_an_engine_that_does_not_draft_is_refused():
     with pytest.raises(SettingsError, match="nothing to watch"):
         Watch(SimpleNamespace(), None)
+
+
+# ---- what faults are planted with ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "size"),
+    [((2, 8, 4, 3, 5), 8, 4), ((8, 4, 5), 8, 4), ((8, 2, 3, 4, 5), 8, 4), ((2, 16, 2, 3, 5), 8, 4)],
+    ids=["keys first", "latent", "slots after heads", "a kernel's blocks are smaller"],
+)
+def test_one_slot_is_spoilt_whatever_the_layout(shape, blocks, size):
+    cache = torch.randn(shape)
+    before = cache.clone()
+    spoil(cache, torch.tensor([6, -1]), blocks, size)
+    changed = (cache != before).sum()
+    slots = blocks * size
+    assert 0 < int(changed) <= cache.numel() // slots
+
+
+def test_what_was_wrapped_comes_back():
+    class Thing:
+        def method(self):
+            return 1
+
+    thing = Thing()
+    undo = wrap(thing, "method", lambda original: lambda: original() + 1)
+    assert thing.method() == 2
+    undo()
+    assert thing.method() == 1
+    assert "method" not in vars(thing)

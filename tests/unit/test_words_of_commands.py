@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from commands import call, document, model_folder
+from commands import call, document, done, model_folder, refused
 
 from selfspec_cli.commands import serve
 from selfspec_cli.commands.doctor import verdict
 from selfspec_cli.commands.screen import in_words
 from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.stages import doctor, preflight
 
 CHECKS = paths.experiments_dir() / "checks"
@@ -47,15 +46,13 @@ def test_a_command_alone_shows_its_plan_and_what_to_type(command, tmp_path, monk
     ],
 )
 def test_a_word_that_is_no_command_is_answered_with_the_line_to_type(words, line):
-    result = call(*words)
-    assert result.exit_code == 2 and line in result.stderr.replace("\n", " ")
+    assert line in refused(*words)
 
 
 def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("selfspec_cli.stages.preflight.config_file", lambda model: None)
-    shown = call("sweep", "model=org/name", "layer=99", "--dry-run")
-    assert shown.exit_code == 0, shown.stderr
+    shown = done("sweep", "model=org/name", "layer=99", "--dry-run")
     assert "are not checked: org/name is not here (hf download org/name)" in shown.stderr
     check = doctor._settings(RunConfig(model=ModelConfig(path="org/name")))
     assert check.ok is None and "not checked: org/name is not here" in check.detail
@@ -67,16 +64,15 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
 def test_what_is_here_is_checked_and_nothing_else_said(model):
     shown = call("sweep", model, "layer=3", "--dry-run")
     assert shown.exit_code == 0 and "not checked" not in shown.stderr
-    assert call("sweep", model, "layer=99", "--dry-run").exit_code == 2
 
 
 def test_a_server_of_random_weights_needs_no_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    served = call("serve", "model=llama3_8b_shape", "--dry-run", "--json")
-    assert served.exit_code == 0, served.stderr
+    served = done("serve", "model=llama3_8b_shape", "--dry-run", "--json")
     assert "vllm" in document(served)["command"]
-    measured = call("bench", "model=llama3_8b_shape", "engine=cpu", "--dry-run")
-    assert measured.exit_code == 2 and "perplexity_tokens=0 workload.prompts=random" in measured.stderr
+    assert "perplexity_tokens=0 workload.prompts=random" in refused(
+        "bench", "model=llama3_8b_shape", "engine=cpu", "--dry-run"
+    )
     loaded = call("load", "model=llama3_8b_shape", "engine=cpu", "workload.prompts=random", "--dry-run")
     assert loaded.exit_code == 0, loaded.stderr  # a load test scores no text
 
@@ -91,8 +87,7 @@ def test_the_doctor_notes_what_a_measurement_would_need_besides():
 
 
 def test_a_setting_of_a_workload_is_said_to_have_no_effect_on_a_server(model):
-    shown = call("serve", model, "workload.temperature=0.8", "repeats=3", "seed=1", "--dry-run")
-    assert shown.exit_code == 0, shown.stderr
+    shown = done("serve", model, "workload.temperature=0.8", "repeats=3", "seed=1", "--dry-run")
     assert "workload.temperature=0.8 repeats=3: without effect on a server; each request says its own" in shown.stderr
     assert serve._without_effect(["layer=3", "seed=1", "engine.max_num_seqs=4", "results_dir=x"]) == []
 
@@ -122,22 +117,13 @@ def test_a_value_of_a_plan_in_words(value, words):
 
 def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = call("check", str(CHECKS / "cpu_micro.yaml"), "--dry-run")
-    assert shown.exit_code == 0, shown.stderr
+    shown = done("check", str(CHECKS / "cpu_micro.yaml"), "--dry-run")
     assert "mean_accepted_len at least" in shown.stdout
     assert not any(word in shown.stdout for word in ("None", "True", "False", "{", "'"))
 
 
 @pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "profile"])
 def test_a_plan_for_people_holds_nothing_of_pythons(model, command):
-    shown = call(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")
-    assert shown.exit_code == 0, shown.stderr
+    shown = done(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")
     for word in ("[", "]", "None", "True", "False", "'", "dry_run"):
         assert word not in shown.stdout.replace(model, ""), (word, shown.stdout)
-
-
-def test_words_that_are_equally_near_are_all_named():
-    message = closest("int3", ["shared", "fp8", "int8", "int4"], "draft_weights")
-    assert message.endswith("did you mean 'int8' or 'int4'?")
-    assert closest("varh", ["none", "varH"], "gate").endswith("did you mean 'varH'?")
-    assert "did you mean" not in closest("xyz", ["none", "varH"], "gate")

@@ -1,9 +1,14 @@
+"""What the V2 runner records of a verdict, and the text of the device function of every gate's statistic, run as plain
+Python with torch for Triton."""
+
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
-from selfspec_cli.early_exit.gates import device_features
+from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
 from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
 
@@ -59,3 +64,34 @@ def test_an_engine_without_lengths_verifies_as_it_did():
 
     given = ("logits", "batch", "draft logits", "invalid drafts")
     assert with_short_drafts(Original)()(*given) == given
+
+
+# ---- the text of the statistics --------------------------------------------------------------------------------------
+
+
+LANGUAGE = SimpleNamespace(
+    float32=torch.float32,
+    full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
+    where=torch.where,
+    load=lambda place, mask, other: BEFORE[place] if mask else other,
+)
+BEFORE = [9.0, 0.5, 9.0]  # what each gate's statistic was at the step before
+
+
+@pytest.fixture
+def of_statistics():
+    return pytest.importorskip("selfspec_cli.vllm_plugin.v2.statistics", reason="Triton is not installed")
+
+
+@pytest.mark.parametrize(("later", "survival"), [(True, 0.25 * 0.5), (False, 0.25)])
+def test_each_gate_has_its_own_column_and_a_cumulative_one_reads_the_step_before(of_statistics, later, survival):
+    names = {"triton": SimpleNamespace(jit=lambda function: function), "tl": LANGUAGE}
+    exec(of_statistics.source([GATES["entropy"], GATES["survival"], GATES["maxp"]]), names)
+    draft = {"confidence": 0.25, "second": 0.2, "entropy": 1.5, "varentropy": 2.0, "logit": 3.0, "logsumexp": 4.0}
+    values = names["statistics"](torch.arange(4), **draft, before=0, later=later)
+    assert values.tolist() == [1.5, survival, 0.25, 0.0]
+
+
+def test_triton_finds_the_text_of_what_it_compiles(of_statistics):
+    text = of_statistics.source(GATES[name] for name in of_statistics.FEATURES)
+    assert inspect.getsource(of_statistics.compiled(text).fn) == text

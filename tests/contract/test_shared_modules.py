@@ -105,7 +105,7 @@ def test_the_log_says_once_what_runs_instead(monkeypatch, caplog):
     monkeypatch.setattr("selfspec_cli.vllm_plugin.fused_step.drafting.reason_against", lambda *_: reason)
     with caplog.at_level(logging.INFO, logger="vllm.selfspec"):
         for _ in range(2):
-            assert fused_step(torch.nn.Module(), None, torch.device("cpu")) is None
+            assert fused_step(torch.nn.Module(), [], {}.get, None, torch.device("cpu"), alone=True) is None
     records = {id(record): record for record in caplog.records}  # a handler may have one at two loggers
     said = [record.getMessage() for record in records.values() if "draft step" in record.getMessage()]
     assert said == [f"draft step: kernels for single products, because {reason}"]

@@ -226,7 +226,7 @@ def ahead() -> None:
         os.sched_getaffinity = lambda _: range(processors)
         layer = torch.nn.Module()
         layer.quant_method, layer.copy_of_weight = copied.CopiedLinear(), one
-        with compiled_ahead.beside(layer, None, 32, 0, SimpleNamespace(type="cuda"), 1):
+        with compiled_ahead.beside(layer, None, 32, SimpleNamespace(type="cuda"), 1):
             block()
 
     def found(one: Any, *numbers: int) -> tuple[int, list[str], int]:

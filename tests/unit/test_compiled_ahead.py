@@ -37,19 +37,11 @@ def layer(rows, columns, bias=False, noted=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("requests", "above", "wanted"),
-    [
-        (1, 0, [1]),
-        (2, 0, [1, 2]),
-        (5, 0, [1, 2, 4, 8]),
-        (32, 0, [1, 2, 4, 8, 16, 32]),
-        (256, 0, [1, 2, 4, 8, 16, 32]),
-        (4, 4, []),
-        (32, 4, [8, 16, 32]),
-    ],
+    ("requests", "wanted"),
+    [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 32]), (256, [1, 2, 4, 8, 16, 32])],
 )
-def test_numbers_of_tokens(requests, above, wanted):
-    assert compiled_ahead.numbers_of_tokens(requests, above) == wanted
+def test_numbers_of_tokens(requests, wanted):
+    assert compiled_ahead.numbers_of_tokens(requests) == wanted
 
 
 def test_one_copy_of_each_shape_with_its_bias_is_compiled():
@@ -63,7 +55,7 @@ def test_one_copy_of_each_shape_with_its_bias_is_compiled():
 
 def test_nothing_is_compiled_without_a_gpu():
     noted = []
-    with compiled_ahead.beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, 0, CPU, 1):
+    with compiled_ahead.beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, CPU, 1):
         pass
     assert noted == []
 
@@ -82,10 +74,14 @@ def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplo
     noted, ran, bias = [], [], torch.zeros(50)
     layers = nn.ModuleList([layer(8, 4, noted=noted), layer(4, 8, noted=noted)])
     caplog.set_level(logging.WARNING, logger="vllm.selfspec")
-    with compiled_ahead.beside(layers, (Copy(50, 4, noted), bias), 16, 4, SimpleNamespace(type="cuda"), 2):
+    with compiled_ahead.beside(layers, (Copy(50, 4, noted), bias), 16, SimpleNamespace(type="cuda"), 2):
         ran.append(len(noted))
-    wanted = [(shape, count, None) for shape in ((8, 4), (4, 8)) for count in (8, 16)]
-    assert noted == wanted + [((50, 4), count, bias) for count in (1, 2, 4, 8, 16)] and ran == [9]
+    shapes = [((8, 4), None), ((4, 8), None), ((50, 4), bias)]
+    assert noted == [(shape, count, own) for shape, own in shapes for count in (1, 2, 4, 8, 16)] and ran == [15]
+    noted.clear()
+    with compiled_ahead.beside(None, None, 16, SimpleNamespace(type="cuda"), 2):  # one kernel for a whole draft step
+        pass
+    assert noted == []
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == (
         "draft kernels: 3 could not be compiled ahead, and will be where they are first launched "

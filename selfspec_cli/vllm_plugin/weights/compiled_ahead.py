@@ -41,19 +41,19 @@ def of_layers(trunk: nn.Module) -> list[Copy]:
     return [*found.values()]
 
 
-def numbers_of_tokens(requests: int, above: int = 0) -> list[int]:
-    """Those of CLASSES that steps of up to `requests` requests need, without those that are not `above` a number."""
-    return [count for before, count in zip((0, *CLASSES), CLASSES, strict=False) if before < requests and count > above]
+def numbers_of_tokens(requests: int) -> list[int]:
+    """Those of CLASSES that steps of up to `requests` requests need."""
+    return [count for before, count in zip((0, *CLASSES), CLASSES, strict=False) if before < requests]
 
 
 @contextmanager
 def beside(
-    trunk: nn.Module, logits: Copy | None, requests: int, by_fused: int, device: torch.device, ranks: int
+    trunk: nn.Module | None, logits: Copy | None, requests: int, device: torch.device, ranks: int
 ) -> Iterator[None]:
     """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
 
-    logits: what makes them (`TargetHead.copied`). by_fused: requests up to which a kernel for a whole step takes the
-    place of the layers' products. ranks: that share the processors of this host.
+    trunk: None where one kernel takes the place of the layers' products. logits: what makes them (`TargetHead.copied`).
+    ranks: that share the processors of this host.
 
     A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
     raises, what no thread has begun is not compiled.
@@ -63,9 +63,8 @@ def beside(
         return
     from triton import AsyncCompileMode
 
-    wanted = list(itertools.product(of_layers(trunk), numbers_of_tokens(requests, by_fused)))
-    if logits is not None:
-        wanted += [(logits, count) for count in numbers_of_tokens(requests)]
+    copies = [*([] if trunk is None else of_layers(trunk)), *([] if logits is None else [logits])]
+    wanted = list(itertools.product(copies, numbers_of_tokens(requests)))
     failures: list[BaseException] = []
     with ThreadPoolExecutor(_threads(ranks), thread_name_prefix="selfspec-compile") as pool:
         # A context of its own: what the block itself compiles does not wait for this.

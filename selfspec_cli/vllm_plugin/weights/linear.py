@@ -8,6 +8,7 @@ greedy output nor a distribution.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,14 @@ def multiplies_with_pytorch(vllm_config: VllmConfig) -> bool:
     from selfspec_cli.vllm_plugin.vllm_names import default_unquantized_gemm, dispatch_unquantized_gemm
 
     return dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is default_unquantized_gemm
+
+
+def all_on_own_weights(layers: Iterable[nn.Module]) -> bool:
+    """Whether all linear layers in there multiply by the target's own weights with this operator."""
+    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
+
+    linears = [part for layer in layers for part in layer.modules() if isinstance(part, LinearBase)]
+    return bool(linears) and all(isinstance(part.quant_method, SharedLinear) for part in linears)
 
 
 def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:

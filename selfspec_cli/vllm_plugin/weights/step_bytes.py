@@ -13,15 +13,17 @@ from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.exit_head import TargetHead
+    from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
     from selfspec_cli.vllm_plugin.vllm_names import KVCacheConfig
 
 
 def step_bytes(
-    target: nn.Module, trunk: nn.Module, head: TargetHead, kv_cache: KVCacheConfig
+    target: nn.Module, trunk: nn.Module, head: TargetHead, kv_cache: KVCacheConfig, fused: FusedStep | None = None
 ) -> dict[str, float] | None:
     """Bytes read by one full step, and by one draft step through `trunk` and `head`, for what is bound by memory.
 
-    Weights of the layers and the head, for the draft those that it runs on (copies where there are any);
+    Weights of the layers and the head, for the draft those that it runs on (copies where there are any, those that
+    `fused`, the kernel for all layers, has where there is one);
     "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a mixture of
     experts, whose step reads only some of its weights.
     """
@@ -29,12 +31,13 @@ def step_bytes(
     if any(map(has_experts, parts)):
         return None
     exit_layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
-    exit_parts = [*exit_layers, *([lm_head] if head.reads_lm_head else [])]
+    exit_parts = [*(() if fused is not None else exit_layers), *([lm_head] if head.reads_lm_head else [])]
+    own = [] if fused is None else fused.read_by_a_step()
     groups = kv_cache.kv_cache_groups
     a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
     return {
         "full": weight_bytes([*parts, lm_head], of_a_step=True),
-        "draft": weight_bytes(exit_parts, head.tensors, of_a_step=True),
+        "draft": weight_bytes(exit_parts, [*head.tensors, *own], of_a_step=True),
         "full_kv_token": a_layer * len(parts),
         "draft_kv_token": a_layer * len(exit_layers),
     }

@@ -5,7 +5,7 @@ The view is of the whole causal LM, so whatever stands between decoder and logit
 target's. Inside it the decoder (decoder.py says where) has a list of layers of its own, so some of them can be left
 out, and its loop ends after those that draft. Attention layers find their KV cache by name, so the view shares that
 too, and a layer that is left out has its keys and values written by the next verify pass, as every layer has. On CUDA
-the view's linear layers multiply by their weights in a way of their own (weights/linear.py), and its attention is one
+the view's linear layers multiply by their weights in a way of their own (weights/shared.py), and its attention is one
 kernel (attention/).
 """
 
@@ -29,10 +29,14 @@ from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
-from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
-from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
-from selfspec_cli.vllm_plugin.weights.linear import multiplies_with_pytorch, on_own_weight
-from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers, shallow_copy
+from selfspec_cli.vllm_plugin.weights.copied import Kernels, found_by_name, kernels_of, on_copied_experts, on_copies
+from selfspec_cli.vllm_plugin.weights.shared import (
+    Make,
+    multiplies_with_pytorch,
+    on_own_weight,
+    replace_in_layers,
+    shallow_copy,
+)
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights

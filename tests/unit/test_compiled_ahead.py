@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from selfspec_cli.vllm_plugin.weights import compiled_ahead
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear
 
+lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit", reason="Triton is not installed")
 CPU = torch.device("cpu")
 
 
@@ -41,21 +41,21 @@ def layer(rows, columns, bias=False, noted=None, **more):
     [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 32]), (256, [1, 2, 4, 8, 16, 32])],
 )
 def test_numbers_of_tokens(requests, wanted):
-    assert compiled_ahead.numbers_of_tokens(requests) == wanted
+    assert lowbit.numbers_of_tokens(requests) == wanted
 
 
 def test_one_copy_of_each_shape_with_its_bias_is_compiled():
     other = nn.Linear(3, 3)  # on the target's own weight
     layers = [layer(8, 4, bias=True), layer(4, 8), layer(8, 4, bias=True), layer(8, 4), other]
     silent = layer(6, 4, bias=True, skip_bias_add=True)
-    found = compiled_ahead.of_layers(nn.ModuleList([*layers, silent]))
+    found = lowbit.copies_of_layers(nn.ModuleList([*layers, silent]))
     assert [copy for copy, _ in found] == [one.copy_of_weight for one in (*layers[:2], layers[3], silent)]
     assert [bias is None for _, bias in found] == [False, True, True, True]
 
 
 def test_nothing_is_compiled_without_a_gpu():
     noted = []
-    with compiled_ahead.beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, CPU, 1):
+    with lowbit.compiled_beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, CPU, 1):
         pass
     assert noted == []
 
@@ -64,22 +64,21 @@ def test_nothing_is_compiled_without_a_gpu():
     ("processors", "ranks", "threads"), [(1, 1, 1), (8, 1, 4), (8, 2, 2), (8, 16, 1), (128, 1, 16)]
 )
 def test_threads_take_half_of_the_processors_that_the_process_may_use(monkeypatch, processors, ranks, threads):
-    monkeypatch.setattr(compiled_ahead.os, "sched_getaffinity", lambda _: range(processors))
-    assert compiled_ahead._threads(ranks) == threads
+    monkeypatch.setattr(lowbit.os, "sched_getaffinity", lambda _: range(processors))
+    assert lowbit._threads(ranks) == threads
 
 
 def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplog):
     """Compiled by Triton: test_v2_kernels.py."""
-    pytest.importorskip("triton")
     noted, ran, bias = [], [], torch.zeros(50)
     layers = nn.ModuleList([layer(8, 4, noted=noted), layer(4, 8, noted=noted)])
     caplog.set_level(logging.WARNING, logger="vllm.selfspec")
-    with compiled_ahead.beside(layers, (Copy(50, 4, noted), bias), 16, SimpleNamespace(type="cuda"), 2):
+    with lowbit.compiled_beside(layers, (Copy(50, 4, noted), bias), 16, SimpleNamespace(type="cuda"), 2):
         ran.append(len(noted))
     shapes = [((8, 4), None), ((4, 8), None), ((50, 4), bias)]
     assert noted == [(shape, count, own) for shape, own in shapes for count in (1, 2, 4, 8, 16)] and ran == [15]
     noted.clear()
-    with compiled_ahead.beside(None, None, 16, SimpleNamespace(type="cuda"), 2):  # one kernel for a whole draft step
+    with lowbit.compiled_beside(None, None, 16, SimpleNamespace(type="cuda"), 2):  # one kernel for a whole draft step
         pass
     assert noted == []
     (warning,) = [record.getMessage() for record in caplog.records]

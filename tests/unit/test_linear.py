@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import linear
+from selfspec_cli.vllm_plugin.weights import shared
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -17,8 +17,8 @@ def test_the_operator_is_a_linear_layer(tokens, biased):
     x, weight, bias = torch.randn(tokens, 64), torch.randn(32, 64), torch.randn(32) if biased else None
     wanted = F.linear(x, weight, bias)
     assert torch.ops.selfspec.linear(x, weight, bias).equal(wanted)
-    assert linear.linear(x, weight, bias).equal(wanted)
-    assert linear.SharedLinear().apply(SimpleNamespace(weight=weight), x, bias).equal(wanted)
+    assert shared.linear(x, weight, bias).equal(wanted)
+    assert shared.SharedLinear().apply(SimpleNamespace(weight=weight), x, bias).equal(wanted)
     torch.library.opcheck(torch.ops.selfspec.linear, (x, weight, bias))
 
 
@@ -33,11 +33,11 @@ def test_one_traced_graph_serves_every_number_of_tokens():
 
 
 def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monkeypatch):
-    from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, lowbit_one_token, rounding
+    from selfspec_cli.vllm_plugin.weights import few_tokens, lowbit, one_token, rounding
 
     seen = []
     monkeypatch.setattr(rounding, "round_tokens", lambda x, bits: (x, bits))
-    for kernels in (lowbit_one_token, lowbit_few_tokens):
+    for kernels in (one_token, few_tokens):
         product = lambda x, bits, *copy, by=kernels: seen.append((by, len(x), bits)) or x.new_zeros(len(x), 32)  # noqa: E731
         monkeypatch.setattr(kernels, "product", product)
     weight = torch.randn(32, 64)
@@ -48,7 +48,7 @@ def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monk
     assert not seen
     for tokens in (1, 7):  # vLLM drops the guards
         assert traced(torch.randn(tokens, 64), copy, weight).equal(torch.zeros(tokens, 32))
-    assert seen == [(lowbit_one_token, 1, 4), (lowbit_few_tokens, 7, 4)]
+    assert seen == [(one_token, 1, 4), (few_tokens, 7, 4)]
 
 
 def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch):

@@ -48,9 +48,8 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     init_logger,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.linear import all_on_own_weights
-from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
-from selfspec_cli.vllm_plugin.weights.replace import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
+from selfspec_cli.vllm_plugin.weights.shared import all_on_own_weights, without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights

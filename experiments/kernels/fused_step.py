@@ -31,7 +31,7 @@ from selfspec_cli.vllm_plugin.fused_step.drafting import EVENLY, MOST
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built
 from selfspec_cli.vllm_plugin.fused_step.layout import Stream, planned
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
+from selfspec_cli.vllm_plugin.weights import few_tokens, one_token, rounding
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 PATIENCE: list[str] = []
@@ -84,8 +84,8 @@ def separate(step: Step) -> Tensor:
 
     def times(rounded: Tensor, factors: Tensor, copy: dict[str, Tensor], bias: Tensor | None = None) -> Tensor:
         if n == 1:
-            return lowbit_one_token.product(rounded, factors, copy["words"], copy["scales"], bias, torch.bfloat16)
-        return lowbit_few_tokens.product(rounded, factors, n, copy["words"], copy["scales"], bias, torch.bfloat16)
+            return one_token.product(rounded, factors, copy["words"], copy["scales"], bias, torch.bfloat16)
+        return few_tokens.product(rounded, factors, n, copy["words"], copy["scales"], bias, torch.bfloat16)
 
     x, residual = model.embedding[step.ids.long()], torch.zeros_like(step.out)
     for layer, cache in zip(model.layers, step.caches, strict=True):

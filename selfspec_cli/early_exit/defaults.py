@@ -23,9 +23,11 @@ VIEW_KEYS = tuple(key for name in _OF_VIEW if name != SETTING for key in OPTIONS
 """Keys of a speculative_config that say what drafts, the context apart. Where one is named, nothing of it is chosen."""
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
-BYTES_PER_COPIED_WEIGHT = 1.6
-"""Of 4-bit copies on an engine for many requests, in three layouts: as they were made, and as each of the two kernels
-for a whole draft step reads them (vllm_plugin/fused_step/)."""
+BYTES_PER_COPIED_WEIGHT = 1.1
+"""Of 4-bit copies on an engine for many requests, in two layouts: as each of the two kernels for a whole draft step
+reads them (vllm_plugin/fused_step/)."""
+BYTES_BESIDE_QUANTISED = 1.6
+"""The same for a quantised target, whose own weights do not multiply in the copies' place: as they were made, too."""
 SHARE_OF_CACHE = 0.3
 """Of the memory left beside the weights, what copies may take: the rest is for the KV cache or, where its size was set
 apart, for activations, graphs and other engines."""
@@ -80,7 +82,8 @@ def _draft(target: Target) -> tuple[dict[str, Any], str]:
         return {"layer_skip": target.exit_layer}, "the checkpoint says that it was trained to exit there"
     if target.bits <= 5:
         return lookup[0], f"the target's weights have {target.bits:g} bits, and copies would be no cheaper, {lookup[1]}"
-    copies = BYTES_PER_COPIED_WEIGHT * target.parameters
+    a_weight = BYTES_BESIDE_QUANTISED if target.weights.quantization else BYTES_PER_COPIED_WEIGHT
+    copies = a_weight * target.parameters
     if target.left is not None and copies > SHARE_OF_CACHE * target.left:
         return lookup[0], (
             f"4-bit copies take some {copies / 2**30:.1f} GiB, more than {SHARE_OF_CACHE:.0%} of the "

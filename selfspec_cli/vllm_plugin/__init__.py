@@ -21,11 +21,10 @@ attention/        drafting.py: the draft's attention in place of vLLM's; one_que
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 fused_step/       all decoder layers of a draft step as one kernel: models.py says of which models, drafting.py runs it,
                   layout.py lays out its weights, launch.py compiles it; wide/ is another one for 9 to 64 tokens
-weights/          what a draft step multiplies by. replace.py puts other parts into shared modules; linear.py: the
-                  target's own weights (gemv.py for one token); copied.py: copies of any kind, experts.py those of
-                  experts; fp8.py and lowbit.py (lowbit_one_token.py, lowbit_few_tokens.py, compiled_ahead.py) multiply
-                  by them; rounding.py and fused.py round tokens for that; renewed.py follows weights that are
-                  replaced; step_bytes.py counts what is read
+weights/          what a draft step multiplies by. shared.py: the target's modules with parts replaced, and its own
+                  weights; copied.py: copies of any kind, made for linear layers and experts, and again for weights that
+                  are replaced; fp8.py and lowbit.py multiply by them (one_token.py, few_tokens.py), and rounding.py
+                  rounds tokens for that
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: which requests
@@ -34,8 +33,8 @@ v2/               the draft loop on the V2 model runner (CUDA); its own docstrin
 fitting/          collect.py takes hidden states off forward passes, solve.py solves, tests and times heads in the
                   worker; moments.py looks at what linear layers see, and makes copies for it
 observe/          profiler.py names what a profiler shows, and starts one; gpu_meter.py says how busy a GPU was;
-                  watch.py counts what must not happen while drafting; metrics.py adds to a server's /metrics what
-                  drafting counted, transport.py takes it there
+                  step_bytes.py counts what is read, watch.py what must not happen while drafting; metrics.py adds to a
+                  server's /metrics what drafting counted, transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; wrap.py puts them in and out
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory

@@ -23,7 +23,7 @@ from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model, ou
 from selfspec_cli.vllm_plugin.refusals import refuse_fitted_copies
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
-from selfspec_cli.vllm_plugin.weights.linear import linear
+from selfspec_cli.vllm_plugin.weights.shared import linear
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import ParallelLMHead, VllmConfig
@@ -63,7 +63,7 @@ def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: VllmConfig)
     copy = getattr(rows, "copy_of_weight", None)
     if copy is None:
         return Projection(logits, [parameter.detach() for parameter in rows.parameters()], bias)
-    return Projection(logits, copy.read_by_a_step(), bias, (copy, None))
+    return Projection(logits, list(copy.parameters()), bias, (copy, None))
 
 
 def split(weight: Tensor, vllm_config: VllmConfig) -> ParallelLMHead:
@@ -144,7 +144,7 @@ class TargetHead:
             rows = torch.arange(vocab_size) if head.vocab_ids is None else head.vocab_ids.cpu()
             weights = fitted.kind_of(LM_HEAD, rows)
         copy = CopiedWeight(weights, weight)
-        return Projection(lambda x: copy(x, bias), copy.read_by_a_step(), bias, (copy, bias))
+        return Projection(lambda x: copy(x, bias), list(copy.parameters()), bias, (copy, bias))
 
     def _over_ranks(
         self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: VllmConfig

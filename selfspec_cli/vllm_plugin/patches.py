@@ -130,7 +130,7 @@ CHANGES = {
     "while a loop is captured its exchange must be a kernel",
     "vllm.v1.outputs:ModelRunnerOutput.early_exit_totals": "observe/transport.py: counts travel with a step",
     "vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers": "observe/metrics.py: one logger more",
-    "torch.nn:Module.load_weights": "weights/renewed.py: new weights make copies of the old ones stale",
+    "torch.nn:Module.load_weights": "weights/copied.py: new weights make copies of the old ones stale",
     "torch.nn:Module.compute_logits": "trunk.py, for method `skip`: the model ends after E layers",
     "torch.nn:Module.early_exit_tap": "fitting/collect.py, to fit heads: hidden states are collected",
     "vllm:*": "observe/profiler.py, observe/watch.py: methods in named ranges, or counted, until a command ends",

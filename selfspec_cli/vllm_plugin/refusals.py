@@ -87,7 +87,7 @@ def refuse_latents(target: ModelConfig, device: str | None = None) -> None:
 
 
 def refuse_adapters(args: EngineArgs, target: ModelConfig) -> None:
-    """Drafts leave adapters out (weights/replace.py), which cannot be done with those of experts."""
+    """Drafts leave adapters out (weights/shared.py), which cannot be done with those of experts."""
     if args.enable_lora and target.is_moe:
         raise SettingsError(
             "enable_lora = True is not supported with early exit for a mixture of experts: vLLM applies the adapters "

@@ -55,13 +55,13 @@ def _of_scheduler() -> Methods:
 
 
 def _of_worker() -> Methods:
-    from selfspec_cli.vllm_plugin.weights import renewed
+    from selfspec_cli.vllm_plugin.weights import copied
 
     return {
         "init_device": _with_runner,
-        "reload_weights": renewed.after_new_weights,
-        "finish_weight_update": renewed.after_new_weights,
-        "sleep": renewed.keep_weights_asleep,
+        "reload_weights": copied.after_new_weights,
+        "finish_weight_update": copied.after_new_weights,
+        "sleep": copied.keep_weights_asleep,
     }
 
 

@@ -5,7 +5,7 @@ The view is of the whole causal LM, so whatever stands between decoder and logit
 target's. Inside it the decoder (decoder.py says where) has a list of layers of its own, so some of them can be left
 out, and its loop ends after those that draft. Attention layers find their KV cache by name, so the view shares that
 too, and a layer that is left out has its keys and values written by the next verify pass, as every layer has. On CUDA
-the view's linear layers multiply by their weights in a way of their own (weights/linear.py), and its attention is one
+the view's linear layers multiply by their weights in a way of their own (weights/shared.py), and its attention is one
 kernel (attention/).
 """
 
@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
@@ -28,10 +29,14 @@ from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
-from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
-from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
-from selfspec_cli.vllm_plugin.weights.linear import multiplies_with_pytorch, on_own_weight
-from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers, shallow_copy
+from selfspec_cli.vllm_plugin.weights.copied import Kernels, found_by_name, kernels_of, on_copied_experts, on_copies
+from selfspec_cli.vllm_plugin.weights.shared import (
+    Make,
+    multiplies_with_pytorch,
+    on_own_weight,
+    replace_in_layers,
+    shallow_copy,
+)
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
@@ -50,10 +55,10 @@ def first_layers(
 
     Call it as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` -> hidden states [n, hidden], as
     `compute_logits` takes them. Its `drafting_layers` are those that it runs, in its `drafting_decoder`;
-    `remade_layer(i)` makes number i of them anew. Where vLLM compiles the target in its own mode the trunk is compiled
-    too, as a function of its own, and a target that is not compiled yet gets the key of a plain engine
-    (compile_cache.py). draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place of the
-    linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made from
+    `remade_layer(i)` makes number i of them anew (`layer_maker`). Where vLLM compiles the target in its own mode the
+    trunk is compiled too, as a function of its own, and a target that is not compiled yet gets the key of a plain
+    engine (compile_cache.py). draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place of
+    the linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made from
     data, to take instead.
     """
     place = place_of(model)
@@ -62,14 +67,8 @@ def first_layers(
     if skipped:
         _refuse_experts_by_order(place.decoder, vllm_config)
     tag = _tag(layers, draft_weights, skipped)
-    device = next(place.decoder.parameters()).device
-    kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], device)
-    make, experts = _replacements(draft_weights, vllm_config, fitted, kernels)
-    attention = on_one_query(vllm_config, device)
-
-    def remade_layer(place: int) -> nn.Module:
-        return replace_in_layers(own, [chosen[place]], vllm_config, make, experts, attention)[0]
-
+    kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], _device_of(place.decoder))
+    remade_layer = layer_maker(model, layers, vllm_config, draft_weights, skipped, fitted)
     changed = [remade_layer(place) for place in range(len(chosen))]
     # A view shares the dict of submodules with the target, which must keep its own layers.
     rest = list(own)[layers:] if place.ends_at_end_layer else []
@@ -92,6 +91,30 @@ def first_layers(
             _compile_anew(trunk, tag, vllm_config, kernels)
     trunk.__dict__.update(drafting_layers=tuple(changed), drafting_decoder=decoder, remade_layer=remade_layer)
     return trunk
+
+
+def layer_maker(
+    model: nn.Module,
+    layers: int,
+    vllm_config: VllmConfig,
+    draft_weights: str = "shared",
+    skipped: Sequence[int] = (),
+    fitted: FittedWeights | None = None,
+) -> Callable[[int], nn.Module]:
+    """What makes number i of the layers that draft, from the weights that the target has then. See `first_layers`."""
+    place, chosen = place_of(model), drafting_layers(layers, skipped)
+    device = _device_of(place.decoder)
+    make, experts = _replacements(draft_weights, vllm_config, fitted, kernels_of(DRAFT_WEIGHTS[draft_weights], device))
+    attention = on_one_query(vllm_config, device)
+
+    def made_layer(number: int) -> nn.Module:
+        return replace_in_layers(place.layers, [chosen[number]], vllm_config, make, experts, attention)[0]
+
+    return made_layer
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _with_child(module: nn.Module, child: nn.Module, other: nn.Module, tag: str) -> nn.Module:

@@ -172,7 +172,7 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting adds (the exit head, copies of weights)."""
-        from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
+        from selfspec_cli.vllm_plugin.observe.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
@@ -180,7 +180,9 @@ class EarlyExitWorker:
             return {"target": target, "draft": 0}
         head = drafter.head
         copies = [] if head.copied is None else [head.copied[0]]
-        both = weight_bytes([runner.get_model(), drafter.model, *copies], head.tensors)
+        fused = getattr(drafter, "fused_step", None)
+        tensors = [*head.tensors, *([] if fused is None else fused.copies)]
+        both = weight_bytes([runner.get_model(), drafter.model, *copies], tensors)
         return {"target": target, "draft": both - target}
 
     def early_exit_step_bytes(self) -> dict[str, float] | None:
@@ -188,13 +190,14 @@ class EarlyExitWorker:
 
         None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights.
         """
-        from selfspec_cli.vllm_plugin.weights.step_bytes import step_bytes
+        from selfspec_cli.vllm_plugin.observe.step_bytes import step_bytes
 
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):
             return None
         runner = self.model_runner
-        return step_bytes(runner.get_model(), drafter.model, drafter.head, runner.kv_cache_config)
+        fused = getattr(drafter, "fused_step", None)
+        return step_bytes(runner.get_model(), drafter.model, drafter.head, runner.kv_cache_config, fused)
 
     def early_exit_watch(self, on: bool) -> dict[str, dict[str, Any]] | None:
         """Begin to count what must not happen while drafting (early_exit/counters.py), or end it; the counts.

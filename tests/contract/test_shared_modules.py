@@ -17,8 +17,8 @@ from selfspec_cli.vllm_plugin.attention.drafting import is_plain, on_one_query
 from selfspec_cli.vllm_plugin.attention.one_query import fits
 from selfspec_cli.vllm_plugin.fused_step import models
 from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
-from selfspec_cli.vllm_plugin.weights.experts import _unpacked
-from selfspec_cli.vllm_plugin.weights.replace import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import _unpacked_experts
+from selfspec_cli.vllm_plugin.weights.shared import without_adapters
 
 pytestmark = pytest.mark.contract
 
@@ -70,7 +70,7 @@ def test_experts_that_vllm_has_packed_are_read_back_exactly(dtype, shape):
     weight = torch.randn(shape).to(dtype)
     packed = ops.cpu_prepack_moe_weight(weight, "vec")
     assert not packed.equal(weight)
-    assert _unpacked(packed, "vec").equal(weight)
+    assert _unpacked_experts(packed, "vec").equal(weight)
 
 
 # ---- What of vLLM's the kernel for a whole trunk relies on (vllm_plugin/fused_step)
@@ -105,7 +105,7 @@ def test_the_log_says_once_what_runs_instead(monkeypatch, caplog):
     monkeypatch.setattr("selfspec_cli.vllm_plugin.fused_step.drafting.reason_against", lambda *_: reason)
     with caplog.at_level(logging.INFO, logger="vllm.selfspec"):
         for _ in range(2):
-            assert fused_step(torch.nn.Module(), None, torch.device("cpu")) is None
+            assert fused_step(torch.nn.Module(), [], {}.get, None, torch.device("cpu"), alone=True) is None
     records = {id(record): record for record in caplog.records}  # a handler may have one at two loggers
     said = [record.getMessage() for record in records.values() if "draft step" in record.getMessage()]
     assert said == [f"draft step: kernels for single products, because {reason}"]

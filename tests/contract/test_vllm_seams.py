@@ -26,9 +26,8 @@ import selfspec_cli
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import compat, trunk
-from selfspec_cli.vllm_plugin.weights import fused
 from selfspec_cli.vllm_plugin.weights.copied import facts_of
-from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, multiplies_with_pytorch, on_own_weight
+from selfspec_cli.vllm_plugin.weights.shared import SharedLinear, multiplies_with_pytorch, on_own_weight
 
 pytestmark = pytest.mark.contract
 
@@ -54,8 +53,8 @@ def test_inductor_has_the_setting_of_batch_invariant_engines():
 
 
 def test_graphs_go_through_our_pass_unless_the_user_has_given_one():
-    pytest.importorskip("triton")
-    ours, theirs = fused.graph_pass(), object()
+    lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit", reason="Triton is not installed")
+    ours, theirs = lowbit.graph_pass(), object()
     config = CompilationConfig()
     before = config.compute_hash()
     trunk._add_pass(config, None)
@@ -88,7 +87,7 @@ def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch, capability, kno
 
 def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
     """A layer's quant_method is made with what vLLM chooses for `linear_backend`, PyTorch's linear on CUDA by default;
-    linear.py asks for the same choice (vllm_says.toml)."""
+    shared.py asks for the same choice (vllm_says.toml)."""
 
     class OnCuda(nn.Parameter):
         is_cuda = True

@@ -22,9 +22,9 @@ from selfspec_cli.vllm_plugin import trunk
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
-from selfspec_cli.vllm_plugin.weights import experts, linear
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
-from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
+from selfspec_cli.vllm_plugin.weights import shared
+from selfspec_cli.vllm_plugin.weights.shared import shallow_copy
 
 pytestmark = pytest.mark.engine
 
@@ -128,16 +128,16 @@ def test_one_token_and_more_have_products_of_their_own(expected, monkeypatch, co
 
 
 def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, monkeypatch):
-    """What CUDA runs (linear.py), here on the target's own weights with PyTorch's kernel inside."""
+    """What CUDA runs (shared.py), here on the target's own weights with PyTorch's kernel inside."""
 
     def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
-        return shallow_copy(module, quant_method=linear.SharedLinear()) if isinstance(module, LinearBase) else None
+        return shallow_copy(module, quant_method=shared.SharedLinear()) if isinstance(module, LinearBase) else None
 
     def keep_weight(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = F.linear  # vLLM would pack the weight for oneDNN and leave none to share
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep_weight)
-    monkeypatch.setattr(linear, "linear", torch.ops.selfspec.linear)  # on the CPU it would leave the operator out
+    monkeypatch.setattr(shared, "linear", torch.ops.selfspec.linear)  # on the CPU it would leave the operator out
     monkeypatch.setattr(trunk, "on_own_weight", on_own_weight)
     monkeypatch.setattr(trunk, "multiplies_with_pytorch", lambda config: True)
     want = expected("qwen3")
@@ -146,8 +146,8 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, mo
         step = engine.call("early_exit_step_bytes")
     for draft, own in zip(made["trunk"].layers[:EXIT], made["target"].layers, strict=False):
         assert draft.mlp.down_proj.weight is own.mlp.down_proj.weight
-        assert isinstance(draft.mlp.down_proj.quant_method, linear.SharedLinear)
-        assert not isinstance(own.mlp.down_proj.quant_method, linear.SharedLinear)
+        assert isinstance(draft.mlp.down_proj.quant_method, shared.SharedLinear)
+        assert not isinstance(own.mlp.down_proj.quant_method, shared.SharedLinear)
     assert 0.9 < step["draft"] / (step["full"] * EXIT / LAYERS) < 2  # the head is whole
 
 
@@ -197,7 +197,9 @@ def test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets
             draft, target, disk = experts_of(copied), experts_of(own), experts_on_disk(want.path, place)
             assert draft.router is target.router
             assert draft.layer_name != target.layer_name
-            there, theirs = (experts.plain_experts(kind, runner.routed_experts, "it") for runner in (draft, target))
+            there, theirs = (
+                copied_weights.plain_experts(kind, runner.routed_experts, "it") for runner in (draft, target)
+            )
             for key, weight in disk.items():
                 assert theirs[key].equal(weight)  # vLLM's CPU build keeps them packed
                 copy = kind.dequantise(kind.quantise(weight.flatten(0, 1)), weight.dtype).view_as(weight)
@@ -243,7 +245,7 @@ def test_experts_on_the_kernels_of_a_kind(expected, monkeypatch, name):
         made.append(Products(w13["scale"], w2["scale"]))
         return made[-1], object(), {"w13_weight": w13["weight"], "w2_weight": w2["weight"], "w13_scale": w13["scale"]}
 
-    for module in (copied_weights, experts, trunk):
+    for module in (copied_weights, trunk):
         monkeypatch.setattr(module, "kernels_of", lambda kind, device: fp8_kernels)
     monkeypatch.setattr(fp8_kernels, "experts", kernels)
     for product in ("_tokens", "_one_token"):

@@ -10,7 +10,7 @@ from models import LAYERS, VOCAB, save_tiny
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin.observe import metrics
-from selfspec_cli.vllm_plugin.weights import renewed
+from selfspec_cli.vllm_plugin.weights import copied
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +35,7 @@ def test_copies_follow_weights_that_are_replaced(model_dir, tmp_path, monkeypatc
         outputs: list[list[list[int]]] = []
         old = accepted()
         with monkeypatch.context() as without:  # what would happen without renewal: the test sees a difference
-            without.setattr(renewed, "renew", lambda *_: None)
+            without.setattr(copied, "renew", lambda *_: None)
             without.setattr("selfspec_cli.vllm_plugin.v1.proposer.renew", lambda *_: None)
             engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
             stale = accepted()
@@ -95,7 +95,7 @@ def test_each_kind_of_broken_copies_is_named(model_dir, tmp_path, monkeypatch, r
                 for tensor, value in zip(tensors, old, strict=True):
                     tensor.data.copy_(value)
         look_again(engine)
-        monkeypatch.setattr(renewed, "renew", lambda *_: None)
+        monkeypatch.setattr(copied, "renew", lambda *_: None)
         monkeypatch.setattr("selfspec_cli.vllm_plugin.v1.proposer.renew", lambda *_: None)
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         assert tokens(engine.generate(prompts, params)) != want

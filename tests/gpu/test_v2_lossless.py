@@ -243,6 +243,7 @@ class Case:
     free_accepted: int = 0  # tokens that were copied from what a request had before
     joined: int = 0  # steps with a request in its prefill that were replayed as a full graph
     fused: tuple[int, ...] = ()  # numbers of tokens for which a draft step is one kernel
+    copied: float | None = None  # bytes of the layers' copies for a weight of theirs, where a draft step is one kernel
     different: tuple[int, ...] = ()
     seconds: float = 0.0
 
@@ -264,9 +265,13 @@ class Case:
         # Engines for more requests than eight also have a kernel for more tokens.
         fewest = 8 if self.engine.get("max_num_seqs", 0) > 8 else 0
         one_kernel = max(self.fused, default=0) > fewest or not self.model.endswith("+wide")
+        # A layout for each kernel, and where the target's weights have 8 bits the copies as they were made.
+        layouts = 1 + (fewest > 0) + ("quantization" in self.engine)
+        memory = self.copied is None or self.copied < 0.54 * layouts
         free = self.free_accepted > 0 or "free_drafts" not in self.spec
         refused = self.accepted < self.drafted or self.engine.get("load_format") == "dummy"
-        return self.accepted > 0 and refused and free and orders and graphs and one_kernel and not self.different
+        rest = free and orders and graphs and one_kernel and memory
+        return self.accepted > 0 and refused and rest and not self.different
 
 
 def is_compiled(case: Case) -> bool:
@@ -564,7 +569,7 @@ def run(case: Case) -> Case:
         outputs = generated(it, case)
         case.read_first, case.joined = orders.asked // 2, graphs.get("FULL joined", 0)
         counts = it.counts()
-        case.fused = fused_tokens(it)
+        case.fused, case.copied = fused_tokens(it), copied_bytes(it)
         case.free_accepted = it.call("early_exit_counters")["free_accepted"]
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
@@ -589,6 +594,20 @@ def fused_tokens(it: Live) -> tuple[int, ...]:
     """Numbers of tokens for which an engine's draft steps are one kernel; none where its worker is another process."""
     step = getattr(getattr(runner_of(it), "speculator", None), "fused_step", None)
     return () if step is None else step.tokens
+
+
+def copied_bytes(it: Live) -> float | None:
+    """Bytes of all copies of an engine's layers for each of their weights; None where no kernel is for all layers."""
+    from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
+
+    speculator = getattr(runner_of(it), "speculator", None)
+    step = getattr(speculator, "fused_step", None)
+    if step is None:
+        return None
+    beside = [part for part in speculator.model.modules() if isinstance(part, CopiedWeight)]
+    copies = [*step.copies, *(tensor for part in beside for tensor in part.parameters())]
+    sizes = (16 * 64 * step.shape.tiles[name] * groups for name, groups in step.shape.groups.items())
+    return sum(tensor.nbytes for tensor in copies) / (step.shape.layers * sum(sizes))
 
 
 def parting(got: list[int], want: list[int]) -> int:

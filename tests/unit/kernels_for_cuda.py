@@ -110,7 +110,7 @@ def attention() -> None:
 
 def several() -> None:
     """Weights are read 16 bytes at a time and in no other way, and nothing passes through shared memory or spills."""
-    from selfspec_cli.vllm_plugin.weights.lowbit_one_token import _rows
+    from selfspec_cli.vllm_plugin.weights.one_token import _rows
 
     types = of("*bf16", "bias out") | of("*i32", "rounded words") | {"factors": "*fp32", "scales": "*fp16"}
     for bits in (4, 8):
@@ -139,7 +139,7 @@ def rounding() -> None:
 def few() -> None:
     """Weights go from memory to tensor cores 16 or 8 bytes at a time, nothing passes through shared memory but the sums
     of warps, and nothing spills."""
-    from selfspec_cli.vllm_plugin.weights.lowbit_few_tokens import _some_rows
+    from selfspec_cli.vllm_plugin.weights.few_tokens import _some_rows
 
     types = of("*bf16", "bias out") | of("*i8", "rounded words") | of("*fp32", "factors partial")
     types |= {"scales": "*fp16", "arrived": "*i32"}
@@ -209,7 +209,7 @@ def ahead() -> None:
     product here. It ends with the block that it is beside where that raises, and a full disk is a warning; either way a
     launch compiles what it does not find."""
     from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-    from selfspec_cli.vllm_plugin.weights import compiled_ahead, copied, lowbit
+    from selfspec_cli.vllm_plugin.weights import copied, lowbit
 
     driver.set_active(Driver())
     knobs.runtime.jit_post_compile_hook = lambda **more: made.append(more["fn"].name.rpartition(".")[2])
@@ -226,7 +226,7 @@ def ahead() -> None:
         os.sched_getaffinity = lambda _: range(processors)
         layer = torch.nn.Module()
         layer.quant_method, layer.copy_of_weight = copied.CopiedLinear(), one
-        with compiled_ahead.beside(layer, None, 32, 0, SimpleNamespace(type="cuda"), 1):
+        with lowbit.compiled_beside(layer, None, 32, SimpleNamespace(type="cuda"), 1):
             block()
 
     def found(one: Any, *numbers: int) -> tuple[int, list[str], int]:

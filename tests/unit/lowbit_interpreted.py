@@ -10,9 +10,7 @@ import triton
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
 from selfspec_cli.vllm_plugin.attention import one_query
-from selfspec_cli.vllm_plugin.weights import lowbit, rounding
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens as few_tokens
-from selfspec_cli.vllm_plugin.weights import lowbit_one_token as one_token
+from selfspec_cli.vllm_plugin.weights import few_tokens, lowbit, one_token, rounding
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +92,7 @@ def test_usual_settings_are_possible(bits, rows, groups, tokens):
     [
         (0, 16, "0 tokens, not 1 to 32"),
         (33, 16, "33 tokens, not 1 to 32"),
-        (1, 16, "1 token: that is a product of lowbit_one_token"),  # which is rounded in another order
+        (1, 16, "1 token: that is a product of one_token"),  # which is rounded in another order
         (2, 12, "no copy of 4 or 8 bits"),
     ],
 )

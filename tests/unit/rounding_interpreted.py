@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import fused, lowbit, lowbit_few_tokens, lowbit_one_token, rounding
+from selfspec_cli.vllm_plugin.weights import few_tokens, lowbit, one_token, rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
@@ -50,7 +50,7 @@ def test_bytes_times_their_factors_are_the_tokens(tokens, bits):
     x[0, 64:128] = 0
     words, factors = as_given(*rounding.round_tokens(x, bits), tokens, 3)
     signed = words.contiguous().view(torch.int8).float()
-    halves = bits == 4 and tokens > 1  # as lowbit_few_tokens.py explains
+    halves = bits == 4 and tokens > 1  # as few_tokens.py explains
     if halves:
         signed = signed.view(3, tokens, 4, 2, 2, 4).transpose(3, 2).reshape(3, tokens, 64)
         factors = factors * 16
@@ -110,7 +110,7 @@ class Layer(nn.Module):
         for name, copy in copies.items():
             self.copies[name] = nn.ParameterDict({key: nn.Parameter(tensor, False) for key, tensor in copy.items()})
         self.norms = nn.ParameterList([torch.randn(HIDDEN), torch.randn(HIDDEN)])
-        self.activation, self.norm = fused.Activation(), norm
+        self.activation, self.norm = lowbit.Activation(), norm
 
     def times(self, name, x):
         return lowbit.linear(x.reshape(-1, x.shape[-1]), dict(self.copies[name].items()), None, self.weights[name])
@@ -163,7 +163,7 @@ def as_traced_by_vllm(monkeypatch):
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
 
-    for module in (lowbit_one_token, lowbit_few_tokens):
+    for module in (one_token, few_tokens):
         product = module.product
         monkeypatch.setattr(module, "product", lambda *given, run=product: run(*given, asm=GPU))
     caches = (
@@ -182,7 +182,7 @@ def test_a_compiled_layer_rounds_in_front_of_its_products_and_finds_the_same(bit
     layer = Layer(DRAFT_WEIGHTS[f"int{bits}"])
     given = {tokens: (torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)) for tokens in numbers}
     wanted = {tokens: layer(x.clone(), residual.clone()) for tokens, (x, residual) in given.items()}
-    together, seen = compiled(layer, fused.round_in_front)
+    together, seen = compiled(layer, lowbit.round_in_front)
     for tokens, (x, residual) in given.items():
         for one, other in zip(together(x.clone(), residual.clone()), wanted[tokens], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -191,7 +191,7 @@ def test_a_compiled_layer_rounds_in_front_of_its_products_and_finds_the_same(bit
 
 def test_a_compiled_layer_chooses_kernels_when_it_runs(as_traced_by_vllm):
     layer = Layer(DRAFT_WEIGHTS["int4"])
-    together, seen = compiled(layer, fused.round_in_front)
+    together, seen = compiled(layer, lowbit.round_in_front)
     for tokens in (5, 32, 33, 65):  # traced with few: the operators choose, not the graph
         given = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
         wanted = layer(*(tensor.clone() for tensor in given))
@@ -203,7 +203,7 @@ def test_a_compiled_layer_chooses_kernels_when_it_runs(as_traced_by_vllm):
 def test_a_norm_whose_weight_is_computed_stays_as_it_is(as_traced_by_vllm):
     """The kernel would read the weight before it is written (Gemma adds 1 to it)."""
     layer = Layer(DRAFT_WEIGHTS["int8"], norm=lambda weight: weight + 1)
-    together, seen = compiled(layer, fused.round_in_front)
+    together, seen = compiled(layer, lowbit.round_in_front)
     together(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN))
     ours = [name.split(".")[1] for name in seen if "aten" not in name]
     assert ours == [*FUSED, "fused_add_rms_norm", "linear_integers"]
@@ -228,14 +228,14 @@ class TwoWidths(Layer):
 def test_copies_of_two_widths_behind_one_norm(as_traced_by_vllm):
     layer, given = TwoWidths(), [torch.randn(3, HIDDEN) for _ in range(2)]
     wanted = compiled(layer, lambda graph: None)[0](*(tensor.clone() for tensor in given))
-    together, seen = compiled(layer, fused.round_in_front)
+    together, seen = compiled(layer, lowbit.round_in_front)
     for one, other in zip(together(*given), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert sorted(name.split(".")[1] for name in seen) == ["add_rms_norm_rounded", "linear_integers", "linear_rounded"]
 
 
 def test_a_norm_of_another_form_stays_as_it_is(as_traced_by_vllm, monkeypatch):
-    monkeypatch.setattr(fused, "WIDEST", HIDDEN - 1)
-    together, seen = compiled(Layer(DRAFT_WEIGHTS["int8"]), fused.round_in_front)
+    monkeypatch.setattr(lowbit, "WIDEST", HIDDEN - 1)
+    together, seen = compiled(Layer(DRAFT_WEIGHTS["int8"]), lowbit.round_in_front)
     together(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN))
     assert [name.split(".")[1] for name in seen].count("fused_add_rms_norm") == 2

@@ -14,12 +14,18 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights, W
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import exit_head
+from selfspec_cli.vllm_plugin.observe import step_bytes
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
-from selfspec_cli.vllm_plugin.weights import step_bytes
-from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, copied, plain_weight
-from selfspec_cli.vllm_plugin.weights.renewed import Watch, keep_weights_asleep, refill
-from selfspec_cli.vllm_plugin.weights.replace import replace_in_layers, with_replaced
+from selfspec_cli.vllm_plugin.weights.copied import (
+    CopiedLinear,
+    Watch,
+    copied,
+    keep_weights_asleep,
+    plain_weight,
+    refill,
+)
+from selfspec_cli.vllm_plugin.weights.shared import replace_in_layers, with_replaced
 
 FP8 = DRAFT_WEIGHTS["fp8"]
 INTEGERS = [DRAFT_WEIGHTS["int4"], DRAFT_WEIGHTS["int8"]]

@@ -1,7 +1,9 @@
 """The kernels for a whole trunk, as far as a CPU can tell: their layout of the weights, and which models get them."""
 
 import dataclasses
+import gc
 import re
+import weakref
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +146,12 @@ def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
     }
     for name, tensor in tensors.items():
         copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-    return SimpleNamespace(copy_of_weight=copy, bias=torch.zeros(rows) if bias else None)
+    return SimpleNamespace(
+        copy_of_weight=copy,
+        bias=torch.zeros(rows) if bias else None,
+        output_size_per_partition=rows,
+        input_size_per_partition=columns,
+    )
 
 
 class RMSNorm:
@@ -185,30 +192,29 @@ def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
     return made
 
 
-def a_trunk(layers: list[Any], model: str = "Qwen2Model", module: str = "qwen2") -> Any:
-    trunk: Any = kind(f"{model}_first", module, kind(model, module))()
-    trunk.layers, trunk.end_layer = layers, len(layers)
-    return trunk
+def a_decoder(model: str = "Qwen2Model", module: str = "qwen2") -> Any:
+    return kind(model, module)()
 
 
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
 
 
-def reason(trunk: Any, config: Any = CONFIG) -> str | None:
-    return models.reason_against(trunk, config, torch.device("cpu"))
+def reason(layers: list[Any], decoder: Any = None, config: Any = CONFIG) -> str | None:
+    decoder = a_decoder() if decoder is None else decoder
+    return models.reason_against(decoder, layers, layers.__getitem__, config, torch.device("cpu"))
 
 
 def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone():
-    trunk = a_trunk([a_layer(), a_layer()])
-    assert reason(trunk) == "it needs an NVIDIA GPU of compute capability 9.0"
-    assert models.shape_of(trunk, 16) == dataclasses.replace(QWEN, layers=2, rope_float=True)
+    layers = [a_layer(), a_layer()]
+    assert reason(layers) == "it needs an NVIDIA GPU of compute capability 9.0"
+    assert models.shape_of(layers, 16) == dataclasses.replace(QWEN, layers=2, rope_float=True)
 
 
 def test_a_user_can_switch_the_kernel_off(monkeypatch):
     monkeypatch.setenv(models.SWITCH, "0")
-    assert reason(a_trunk([a_layer()])) == "SELFSPEC_FUSED_STEP is 0"
+    assert reason([a_layer()]) == "SELFSPEC_FUSED_STEP is 0"
     monkeypatch.setenv(models.SWITCH, "1")
-    assert reason(a_trunk([a_layer()])) == "it needs an NVIDIA GPU of compute capability 9.0"
+    assert reason([a_layer()]) == "it needs an NVIDIA GPU of compute capability 9.0"
 
 
 def change(path: str, value: Any) -> Any:
@@ -231,7 +237,6 @@ class Turned(RotaryEmbedding):
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
-        (change("self_attn.qkv_proj", linear(2048, 1536, True, bits=8)), "the copies are not of 4 bits"),
         (change("self_attn.attn", SimpleNamespace()), "the attention is not one to the whole context"),
         (change("self_attn.o_proj", linear(1536, 1536, bias=True)), "has a bias"),
         (change("input_layernorm", SimpleNamespace(weight=torch.ones(8))), "RMS norms"),
@@ -244,13 +249,20 @@ class Turned(RotaryEmbedding):
     ],
 )
 def test_another_layer_is_left_to_the_kernels_for_single_products(make, wanted):
-    assert wanted in reason(a_trunk([a_layer(), make()]))
+    assert wanted in reason([a_layer(), make()])
+
+
+@pytest.mark.parametrize("copied", [linear(2048, 1536, True, bits=8), SimpleNamespace(copy_of_weight=None)])
+def test_other_copies_than_those_of_four_bits_are_left_to_the_kernels_for_single_products(copied):
+    layers, on_copies = [a_layer(), a_layer()], change("self_attn.qkv_proj", copied)()
+    found = models.reason_against(a_decoder(), layers, lambda _: on_copies, CONFIG, torch.device("cpu"))
+    assert found == "the copies are not of 4 bits"
 
 
 def test_other_models_and_ranks_are_named():
-    assert reason(a_trunk([a_layer()], "Gemma2Model", "gemma2")) == "it does not know gemma2.Gemma2Model"
+    assert reason([a_layer()], a_decoder("Gemma2Model", "gemma2")) == "it does not know gemma2.Gemma2Model"
     ranks = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    assert reason(a_trunk([a_layer()]), ranks) == "weights are split over tensor-parallel ranks"
+    assert reason([a_layer()], config=ranks) == "weights are split over tensor-parallel ranks"
 
 
 @pytest.mark.parametrize(
@@ -267,15 +279,73 @@ def test_shapes_without_code_are_named(changes, wanted):
     assert (found is None) if wanted is None else wanted in found
 
 
-def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
+H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=wide.SHARED)
+
+
+def a_step(monkeypatch: pytest.MonkeyPatch, layers: list[Any], copied: Any, requests: int = 256) -> Any:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H200)
+    decoder = SimpleNamespace(norm=RMSNorm(1536), embed_tokens=SimpleNamespace(weight=torch.zeros(8, 1536)))
+    for layer in layers:
+        layer.self_attn.scaling = 0.1
+    return drafting.FusedStep(decoder, layers, copied, 16, torch.device("cpu"), requests)
+
+
+def test_one_layer_at_a_time_is_on_copies_and_only_what_kernels_read_is_kept(monkeypatch):
+    alive: list[weakref.ref[Any]] = []
+
+    def copied(number: int) -> Any:
+        gc.collect()
+        assert not any(one() for one in alive)
+        made = a_layer()
+        alive.append(weakref.ref(made.self_attn.qkv_proj.copy_of_weight.words))
+        return made
+
     layers = [a_layer(), a_layer()]
-    trunk, shape = a_trunk(layers), models.shape_of(a_trunk(layers), 16)
-    step = object.__new__(drafting.FusedStep)
-    step.shape, step._device = shape, torch.device("cpu")
-    step.plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
-    step.stream = drafting.stream_of(layers, shape, step.plan, step._device)
-    step.wide = drafting.wide_stream_of(layers, shape, 132, step._device)
-    step._tensors = {**drafting.stacked(layers), "stream": step.stream.records, "wide": step.wide.records}
+    step = a_step(monkeypatch, layers, copied)
+    step.renew()
+    gc.collect()
+    assert len(alive) == 4 and not any(one() for one in alive)
+    weights = sum(tiles * 16 * groups * 64 for tiles, groups in zip(*map(dict.values, sizes(step.shape)), strict=True))
+    assert sum(copy.numel() for copy in step.copies) == 2 * 2 * weights * RECORD // 1024  # layers, layouts
+    read = sum(tensor.numel() * tensor.element_size() for tensor in step.read_by_a_step())
+    assert 0 < read - 2 * weights * RECORD // 1024 < 0.001 * weights  # and norms and biases
+    step.renew(copies=False)  # fitted ones stay
+    assert len(alive) == 4
+
+
+def sizes(shape: Shape) -> tuple[dict[str, int], dict[str, int]]:
+    return shape.tiles, shape.groups
+
+
+OF_7B = {"hidden": 3584, "intermediate": 18944, "query_heads": 28, "heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "requests", "wanted"),
+    [
+        ({}, 1, True),
+        ({}, 256, True),
+        ({"query_heads": 32, "heads": 32}, 4, True),
+        ({"query_heads": 32, "heads": 32}, 5, False),  # a block attends to one head of one token
+        ({"query_heads": 32, "heads": 32}, 9, True),  # the kernel for more tokens takes their place
+        (OF_7B, 4, True),
+        (OF_7B, 8, False),
+        (OF_7B, 256, True),
+        ({"intermediate": 65536}, 256, False),
+    ],
+)
+def test_only_where_every_step_has_a_kernel_are_other_copies_not_needed(monkeypatch, changes, requests, wanted):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H200)
+    shape = dataclasses.replace(LLAMA, **changes)
+    assert drafting.every_step_has_a_kernel(shape, torch.device("cpu"), requests) is wanted
+
+
+def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatch):
+    layers = [a_layer(), a_layer()]
+    step = a_step(monkeypatch, layers, layers.__getitem__)
+    step._tensors |= {"stream": step.stream.records, "wide": step.wide.records}
+    for name in ("final_norm", "embedding", "rope"):
+        del step._tensors[name]
     addresses = {name: tensor.data_ptr() for name, tensor in step._tensors.items() if tensor is not None}
     before = {name: tensor.clone() for name, tensor in step._tensors.items() if tensor is not None}
     for layer in layers:
@@ -283,10 +353,10 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
             linear_.copy_of_weight.words.random_(-(2**31), 2**31 - 1)
         layer.input_layernorm.weight += 1
         layer.self_attn.qkv_proj.bias += 2
-    step.renew(trunk)
-    fresh = drafting.stream_of(layers, shape, step.plan, step._device)
-    assert torch.equal(step._tensors["stream"], fresh.records)
-    assert torch.equal(step.wide.records, drafting.wide_stream_of(layers, shape, 132, step._device).records)
+    step.renew()
+    fresh = a_step(monkeypatch, layers, layers.__getitem__)
+    assert torch.equal(step._tensors["stream"], fresh.stream.records)
+    assert torch.equal(step.wide.records, fresh.wide.records)
     for name, address in addresses.items():
         assert step._tensors[name].data_ptr() == address
         assert not torch.equal(step._tensors[name], before[name]), name
@@ -308,4 +378,4 @@ def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):
 
 def test_a_decoder_that_keeps_its_layers_elsewhere_is_named_too():
     """A model of Hugging Face's has no end_layer, and vLLM's GPT-2 has no layers."""
-    assert reason(kind("GPT2Model_first", "gpt2", kind("GPT2Model", "gpt2"))()) == "it does not know gpt2.GPT2Model"
+    assert reason([], a_decoder("GPT2Model", "gpt2")) == "it does not know gpt2.GPT2Model"

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import compiled_ahead, linear
+from selfspec_cli.vllm_plugin.weights import shared
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear
 
 
@@ -20,8 +20,8 @@ def test_the_operator_is_a_linear_layer(tokens, biased):
     x, weight, bias = torch.randn(tokens, 64), torch.randn(32, 64), torch.randn(32) if biased else None
     wanted = F.linear(x, weight, bias)
     assert torch.ops.selfspec.linear(x, weight, bias).equal(wanted)
-    assert linear.linear(x, weight, bias).equal(wanted)
-    assert linear.SharedLinear().apply(SimpleNamespace(weight=weight), x, bias).equal(wanted)
+    assert shared.linear(x, weight, bias).equal(wanted)
+    assert shared.SharedLinear().apply(SimpleNamespace(weight=weight), x, bias).equal(wanted)
     torch.library.opcheck(torch.ops.selfspec.linear, (x, weight, bias))
 
 
@@ -36,11 +36,11 @@ def test_one_traced_graph_serves_every_number_of_tokens():
 
 
 def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monkeypatch):
-    from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, lowbit_one_token, rounding
+    from selfspec_cli.vllm_plugin.weights import few_tokens, lowbit, one_token, rounding
 
     seen = []
     monkeypatch.setattr(rounding, "round_tokens", lambda x, bits: (x, bits))
-    for kernels in (lowbit_one_token, lowbit_few_tokens):
+    for kernels in (one_token, few_tokens):
         product = lambda x, bits, *copy, by=kernels: seen.append((by, len(x), bits)) or x.new_zeros(len(x), 32)  # noqa: E731
         monkeypatch.setattr(kernels, "product", product)
     weight = torch.randn(32, 64)
@@ -51,7 +51,7 @@ def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monk
     assert not seen
     for tokens in (1, 7):  # vLLM drops the guards
         assert traced(torch.randn(tokens, 64), copy, weight).equal(torch.zeros(tokens, 32))
-    assert seen == [(lowbit_one_token, 1, 4), (lowbit_few_tokens, 7, 4)]
+    assert seen == [(one_token, 1, 4), (few_tokens, 7, 4)]
 
 
 def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch):
@@ -83,7 +83,7 @@ def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch)
 
 # ---- compiled ahead --------------------------------------------------------------------------------------------------
 
-
+lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit", reason="Triton is not installed")
 CPU = torch.device("cpu")
 
 
@@ -111,33 +111,25 @@ def layer(rows, columns, bias=False, noted=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("requests", "above", "wanted"),
-    [
-        (1, 0, [1]),
-        (2, 0, [1, 2]),
-        (5, 0, [1, 2, 4, 8]),
-        (32, 0, [1, 2, 4, 8, 16, 32]),
-        (256, 0, [1, 2, 4, 8, 16, 32]),
-        (4, 4, []),
-        (32, 4, [8, 16, 32]),
-    ],
+    ("requests", "wanted"),
+    [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 32]), (256, [1, 2, 4, 8, 16, 32])],
 )
-def test_numbers_of_tokens(requests, above, wanted):
-    assert compiled_ahead.numbers_of_tokens(requests, above) == wanted
+def test_numbers_of_tokens(requests, wanted):
+    assert lowbit.numbers_of_tokens(requests) == wanted
 
 
 def test_one_copy_of_each_shape_with_its_bias_is_compiled():
     other = nn.Linear(3, 3)  # on the target's own weight
     layers = [layer(8, 4, bias=True), layer(4, 8), layer(8, 4, bias=True), layer(8, 4), other]
     silent = layer(6, 4, bias=True, skip_bias_add=True)
-    found = compiled_ahead.of_layers(nn.ModuleList([*layers, silent]))
+    found = lowbit.copies_of_layers(nn.ModuleList([*layers, silent]))
     assert [copy for copy, _ in found] == [one.copy_of_weight for one in (*layers[:2], layers[3], silent)]
     assert [bias is None for _, bias in found] == [False, True, True, True]
 
 
 def test_nothing_is_compiled_without_a_gpu():
     noted = []
-    with compiled_ahead.beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, 0, CPU, 1):
+    with lowbit.compiled_beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, CPU, 1):
         pass
     assert noted == []
 
@@ -146,20 +138,23 @@ def test_nothing_is_compiled_without_a_gpu():
     ("processors", "ranks", "threads"), [(1, 1, 1), (8, 1, 4), (8, 2, 2), (8, 16, 1), (128, 1, 16)]
 )
 def test_threads_take_half_of_the_processors_that_the_process_may_use(monkeypatch, processors, ranks, threads):
-    monkeypatch.setattr(compiled_ahead.os, "sched_getaffinity", lambda _: range(processors))
-    assert compiled_ahead._threads(ranks) == threads
+    monkeypatch.setattr(lowbit.os, "sched_getaffinity", lambda _: range(processors))
+    assert lowbit._threads(ranks) == threads
 
 
 def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplog):
     """Compiled by Triton: test_v2_kernels.py."""
-    pytest.importorskip("triton")
     noted, ran, bias = [], [], torch.zeros(50)
     layers = nn.ModuleList([layer(8, 4, noted=noted), layer(4, 8, noted=noted)])
     caplog.set_level(logging.WARNING, logger="vllm.selfspec")
-    with compiled_ahead.beside(layers, (Copy(50, 4, noted), bias), 16, 4, SimpleNamespace(type="cuda"), 2):
+    with lowbit.compiled_beside(layers, (Copy(50, 4, noted), bias), 16, SimpleNamespace(type="cuda"), 2):
         ran.append(len(noted))
-    wanted = [(shape, count, None) for shape in ((8, 4), (4, 8)) for count in (8, 16)]
-    assert noted == wanted + [((50, 4), count, bias) for count in (1, 2, 4, 8, 16)] and ran == [9]
+    shapes = [((8, 4), None), ((4, 8), None), ((50, 4), bias)]
+    assert noted == [(shape, count, own) for shape, own in shapes for count in (1, 2, 4, 8, 16)] and ran == [15]
+    noted.clear()
+    with lowbit.compiled_beside(None, None, 16, SimpleNamespace(type="cuda"), 2):  # one kernel for a whole draft step
+        pass
+    assert noted == []
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == (
         "draft kernels: 3 could not be compiled ahead, and will be where they are first launched "

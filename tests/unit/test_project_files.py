@@ -197,7 +197,7 @@ def docstrings(file):
 
 
 def named(text):
-    """Python files that a text names, such as weights/gemv.py; REVISION:PATH is one of the history."""
+    """Python files that a text names, such as weights/one_token.py; REVISION:PATH is one of the history."""
     return set(re.findall(r"(?<![\w./<:-])[a-z][\w/]*\.py\b", text)) - ELSEWHERE
 
 

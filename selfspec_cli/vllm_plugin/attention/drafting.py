@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
-    from selfspec_cli.vllm_plugin.weights.replace import Make
+    from selfspec_cli.vllm_plugin.weights.shared import Make
 
 OPERATOR = "selfspec::attend_once"
 DIMS = (64, 128)  # of a head; the kernel has been timed with these
@@ -46,7 +46,7 @@ class OneQueryAttention(nn.Module):
 
 
 def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
-    """For `replace.replace_in_layers`: puts one kernel in place of an `Attention` that it can stand in for.
+    """For `shared.replace_in_layers`: puts one kernel in place of an `Attention` that it can stand in for.
 
     None where that is not possible for any layer.
     """

@@ -7,19 +7,20 @@ graph records a step. Only drafts are computed so: the verify pass decides, on k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import Plan, Shape, Stream, gate_and_up, planned, records
+from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
 from selfspec_cli.vllm_plugin.fused_step.models import (
     WARPS,
+    Copied,
     copy_of,
     head_norms_of,
-    layers_of,
     linears_of,
     reason_against,
     shape_of,
@@ -39,46 +40,86 @@ UNKNOWN = "draft step: kernels for single products, because the KV cache or its 
 LOG2_E = 1.4426950408889634
 
 
-def fused_step(trunk: nn.Module, vllm_config: VllmConfig, device: torch.device) -> FusedStep | None:
-    """The kernel for `trunk` (trunk.first_layers), or None where it cannot be had. The log says which, and why."""
+def fused_step(
+    decoder: Any, layers: Sequence[Any], copied: Copied, vllm_config: VllmConfig, device: torch.device, alone: bool
+) -> FusedStep | None:
+    """The kernel for the layers of a decoder that draft, or None where it cannot be had. The log says which, and why.
+
+    alone: nothing else is to hold copies of these layers, so None too where some number of tokens has no kernel.
+    """
     from selfspec_cli.vllm_plugin.vllm_names import init_logger
 
     logger = init_logger("vllm.selfspec")
-    reason = reason_against(trunk, vllm_config, device)
+    reason = reason_against(decoder, layers, copied, vllm_config, device)
     if reason is not None:
         logger.info_once("draft step: kernels for single products, because %s", reason)
         return None
-    requests = vllm_config.scheduler_config.max_num_seqs
-    made = FusedStep(trunk, vllm_config.cache_config.block_size, device, requests)
+    page, requests = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
+    if alone and not every_step_has_a_kernel(shape_of(layers, page), device, requests):
+        return None
+    made = FusedStep(decoder, layers, copied, page, device, requests)
     logger.info_once(
-        "draft step: one kernel for %d layers, up to %d tokens; its own layouts of the copies take %.2f GB more",
+        "draft step: one kernel for %d layers, up to %d tokens; its copies of the layers take %.2f GB%s",
         made.shape.layers,
         made.most,
-        sum(stream.records.numel() for stream in made.streams) / 1e9,
+        sum(copy.numel() for copy in made.copies) / 1e9,
+        "" if alone else " more",
     )
     return made
 
 
-class FusedStep:
-    """A trunk's weights as the kernels read them, and the kernel for each number of tokens that was asked for.
+def every_step_has_a_kernel(shape: Shape, device: torch.device, requests: int) -> bool:
+    """Whether steps of 1 to `requests` tokens, or to MOST_WIDE, have room on a device."""
+    if requests <= MOST:
+        return all(has_room(tokens, shape, device) for tokens in range(1, requests + 1))
+    return all(has_room(most, shape, device) for most in wide_layout.WIDTHS if requests > most - 16)
 
-    requests: of the engine, at most.
+
+def has_room(tokens: int, shape: Shape, device: torch.device) -> bool:
+    """Whether a device has room for the kernel for up to MOST tokens, or for that for one of the widths of many."""
+    try:
+        build_for(tokens, shape, device)
+    except ValueError:
+        return False
+    return True
+
+
+def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
+    """What is compiled for up to MOST tokens, or for one of the widths of many. Raises ValueError without room."""
+    from selfspec_cli.vllm_plugin.fused_step.launch import built
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    blocks, shared = properties.multi_processor_count, int(properties.shared_memory_per_block_optin)
+    if tokens <= MOST:
+        return built(shape, planned(shape, blocks, WARPS, EVENLY), tokens, shared)
+    return wide_layout.built(shape, blocks, tokens, shared)
+
+
+class FusedStep:
+    """The weights of layers as the kernels read them, and the kernel for each number of tokens that was asked for.
+
+    copied: kept, to follow weights that are replaced. requests: of the engine, at most.
     """
 
-    def __init__(self, trunk: Any, page: int, device: torch.device, requests: int) -> None:
-        layers = layers_of(trunk)
+    def __init__(
+        self, decoder: Any, layers: Sequence[Any], copied: Copied, page: int, device: torch.device, requests: int
+    ) -> None:
+        self._layers, self._copied = layers, copied
         attentions = [layer.self_attn for layer in layers]
-        self.shape, self._device = shape_of(trunk, page), device
+        self.shape, self._device = shape_of(layers, page), device
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self.plan = planned(self.shape, blocks, WARPS, EVENLY)
-        self.stream = stream_of(layers, self.shape, self.plan, device)
-        self.wide = wide_stream_of(layers, self.shape, blocks, device) if requests > MOST else None
+        self.stream = Stream(self.shape, self.plan, device)
+        self.wide = wide_stream(self.shape, blocks, device) if requests > MOST else None
+        few = range(1, MOST + 1)
+        self._few = few if self.wide is None else [n for n in few if has_room(n, self.shape, device)]
+        self.fill()
         self._names = [attention.attn.layer_name for attention in attentions]
         self._scale = float(attentions[0].scaling) * LOG2_E
         self._tensors: dict[str, Tensor | None] = {
             **stacked(layers),
-            "final_norm": trunk.norm.weight,
-            "embedding": trunk.embed_tokens.weight,
+            "final_norm": decoder.norm.weight,
+            "embedding": decoder.embed_tokens.weight,
             "rope": attentions[0].rotary_emb.cos_sin_cache,
         }
         self._plan = self.plan.tensor().to(device)
@@ -123,7 +164,7 @@ class FusedStep:
             "table_row": metadata.block_table.stride(0),
             "scale": self._scale,
         }
-        few = num_tokens <= MOST
+        few = num_tokens in self._few
         stream = self.streams[0 if few else -1]
         tensors = {**self._tensors, **step, "stream": stream.records, "offsets": stream.offsets}
         pointers = {name: pointer(tensor) for name, tensor in tensors.items()} | numbers
@@ -140,16 +181,38 @@ class FusedStep:
         """Layouts of the copies."""
         return [self.stream] if self.wide is None else [self.stream, self.wide]
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies in each layout, as bytes."""
+        return [stream.records for stream in self.streams]
+
+    def read_by_a_step(self) -> list[Tensor]:
+        """Weights that a step of few tokens reads; one of more reads as many."""
+        small = [self._tensors[name] for name in ("norms", "bias", "head_norms", "final_norm")]
+        return [self.stream.records, *(tensor for tensor in small if tensor is not None)]
+
     @torch.inference_mode()
-    def renew(self, trunk: Any) -> None:
-        """Read the copies, norms and biases of now into the tensors whose addresses CUDA graphs hold."""
-        layers = layers_of(trunk)
-        for stream in self.streams:
-            fill(stream, layers)
-        for name, tensor in stacked(layers).items():
+    def renew(self, copies: bool = True) -> None:
+        """Read the copies (but for fitted ones: False), norms and biases of now into the tensors whose addresses CUDA
+        graphs hold."""
+        if copies:
+            self.fill()
+        for name, tensor in stacked(self._layers).items():
             mine = self._tensors[name]
             if mine is not None and tensor is not None:
                 mine.copy_(tensor)
+
+    def fill(self) -> None:
+        """Put the copies of now into the streams. No more than one layer's are held at a time."""
+        for number in range(self.shape.layers):
+            self._put(number)
+
+    def _put(self, number: int) -> None:
+        copies = {name: copy_of(linear) for name, linear in linears_of(self._copied(number)).items()}
+        copies["gate_up"] = gate_and_up(copies["gate_up"])
+        made = {name: records(copy) for name, copy in copies.items()}
+        for stream in self.streams:
+            stream.put(number, made)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -171,25 +234,18 @@ class FusedStep:
 
     def _kernel(self, tokens: int, page: int) -> Any:
         """The kernel for a number of tokens; None where it would be slow, or cannot be compiled now."""
-        if tokens > MOST:
+        if tokens not in self._few:  # the one for more tokens has room for large layers, too
             tokens = min(most for most in wide_layout.WIDTHS if most >= tokens)
         if tokens not in self._kernels and not torch.cuda.is_current_stream_capturing():
             self._kernels[tokens] = self._built(tokens, page)
         return self._kernels.get(tokens)
 
     def _built(self, tokens: int, page: int) -> Any:
-        from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, built
+        from selfspec_cli.vllm_plugin.fused_step.launch import Kernel
         from selfspec_cli.vllm_plugin.vllm_names import envs, init_logger
 
-        properties: Any = torch.cuda.get_device_properties(self._device)
-        shared = int(properties.shared_memory_per_block_optin)
         try:
-            shape, blocks = replace(self.shape, page=page), len(self.plan.blocks)
-            build: Any = (
-                built(shape, self.plan, tokens, shared)
-                if tokens <= MOST
-                else wide_layout.built(shape, blocks, tokens, shared)
-            )
+            build = build_for(tokens, replace(self.shape, page=page), self._device)
             kernel = Kernel(build, self._device, Path(envs.VLLM_CACHE_ROOT) / "selfspec")
             if kernel.spilled <= (FEW_SPILLED if tokens <= MOST else FEW_SPILLED_WIDE):
                 return kernel
@@ -197,7 +253,7 @@ class FusedStep:
         except (ValueError, RuntimeError) as error:
             reason = str(error)
         logger = init_logger("vllm.selfspec")
-        logger.warning("draft step: kernels for single products at %d tokens, because %s", tokens, reason)
+        logger.warning("draft step: a kernel for each product at %d tokens, because %s", tokens, reason)
         return None
 
     def _addresses(self) -> Tensor | None:
@@ -219,7 +275,7 @@ class FusedStep:
         return self._caches.get(addresses)
 
 
-def stacked(layers: list[Any]) -> dict[str, Tensor | None]:
+def stacked(layers: Sequence[Any]) -> dict[str, Tensor | None]:
     """Small weights of all layers one after the other: norms [layers, 2, hidden], the bias of queries, keys and values
     [layers, outputs], norms of heads [layers, 2, head size]; None for what the model does not have."""
     attentions = [layer.self_attn for layer in layers]
@@ -233,26 +289,9 @@ def stacked(layers: list[Any]) -> dict[str, Tensor | None]:
     }
 
 
-def stream_of(layers: list[Any], shape: Shape, plan: Plan, device: torch.device) -> Stream:
-    """The copies of all layers as the kernel for few tokens reads them."""
-    stream = Stream(shape, plan, device)
-    fill(stream, layers)
-    return stream
-
-
-def wide_stream_of(layers: list[Any], shape: Shape, blocks: int, device: torch.device) -> wide_layout.Stream | None:
-    """The copies of all layers as the kernel for many tokens reads them; None for a shape that it has no room for."""
+def wide_stream(shape: Shape, blocks: int, device: torch.device) -> wide_layout.Stream | None:
+    """Room for copies as the kernel for many tokens reads them; None for a shape that it has no room for."""
     try:
-        stream = wide_layout.Stream(wide_layout.built(shape, blocks, min(wide_layout.WIDTHS)), device)
+        return wide_layout.Stream(wide_layout.built(shape, blocks, min(wide_layout.WIDTHS)), device)
     except ValueError:
         return None
-    fill(stream, layers)
-    return stream
-
-
-def fill(stream: Stream | wide_layout.Stream, layers: list[Any]) -> None:
-    """Put the copies of now into a stream."""
-    for number, layer in enumerate(layers):
-        copies = {name: copy_of(linear) for name, linear in linears_of(layer).items()}
-        copies["gate_up"] = gate_and_up(copies["gate_up"])
-        stream.put(number, {name: records(copy) for name, copy in copies.items()})

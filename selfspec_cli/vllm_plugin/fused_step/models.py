@@ -1,6 +1,7 @@
 """Which models the kernel for a whole trunk knows, and what it is compiled for."""
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,30 +18,31 @@ SWITCH = "SELFSPEC_FUSED_STEP"
 MODELS = ("qwen2.Qwen2Model", "qwen3.Qwen3Model", "llama.LlamaModel", "mistral.MistralModel")
 LAYERS = tuple(name.removesuffix("Model") + "DecoderLayer" for name in MODELS)
 """Whose forward is what the kernel does. vLLM's other layers have other norms, sums or multipliers."""
+Copied = Callable[[int], Any]
+"""The layer of this number on copies of its weights (`draft_weights.integers`), made anew or held by a trunk."""
 
 
-def reason_against(trunk: nn.Module, vllm_config: Any, device: torch.device) -> str | None:
-    """Why the kernel is not to run this trunk on this device; None if it is."""
+def reason_against(
+    decoder: nn.Module, layers: Sequence[Any], copied: Copied, vllm_config: Any, device: torch.device
+) -> str | None:
+    """Why the kernel is not to run these layers of a decoder of vLLM's on this device; None if it is."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH} is 0"
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         return "weights are split over tensor-parallel ranks"
-    model = _name(type(trunk).__mro__[1])
+    model = _name(type(decoder))
     if model not in MODELS:  # others may keep their layers elsewhere
         return f"it does not know {model}"
-    layers = layers_of(trunk)
     unknown = next((name for layer in layers if (name := _name(type(layer))) not in LAYERS), None)
     if unknown is not None:
         return f"it does not know {unknown}"
     different = next(filter(None, map(_difference, layers)), None) or _unlike(layers)
     if different is not None:
         return different
-    shape = shape_of(trunk, page=16)
+    if not all(map(copy_of, linears_of(copied(0)).values())):
+        return "the copies are not of 4 bits"
+    shape = shape_of(layers, page=16)
     return _misfit(shape) or _machine(shape, device)
-
-
-def layers_of(trunk: Any) -> list[Any]:
-    return list(trunk.layers)[: trunk.end_layer]
 
 
 def _name(kind: type) -> str:
@@ -59,7 +61,6 @@ def _difference(layer: Any) -> str | None:
     linears = linears_of(layer)
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms_of(attention)]
     checks = {
-        "the copies are not of 4 bits": not all(map(copy_of, linears.values())),
         "the attention is not one to the whole context on a KV cache of bfloat16": not isinstance(
             attention.attn, OneQueryAttention
         ),
@@ -107,11 +108,11 @@ def _is_plain_rotary(rotary: Any, dim: int) -> bool:
     return bool(whole) and rotary.cos_sin_cache.dtype in (torch.float32, torch.bfloat16)
 
 
-def _unlike(layers: list[Any]) -> str | None:
+def _unlike(layers: Sequence[Any]) -> str | None:
     """Whether layers differ in what the kernel is compiled for."""
     kinds = {
         (
-            *(scales_of(linear).shape for linear in linears_of(layer).values()),
+            *map(size_of, linears_of(layer).values()),
             linears_of(layer)["qkv"].bias is not None,
             len(head_norms_of(layer.self_attn)),
             layer.self_attn.num_heads,
@@ -123,19 +124,18 @@ def _unlike(layers: list[Any]) -> str | None:
     return None if len(kinds) == 1 else "its layers are not all alike"
 
 
-def scales_of(linear: Any) -> Tensor:
-    """[out, in / GROUP]."""
-    return copy_of(linear)["scales"]
+def size_of(linear: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer, whatever form its weight has."""
+    return linear.output_size_per_partition, linear.input_size_per_partition
 
 
-def shape_of(trunk: Any, page: int) -> Shape:
+def shape_of(layers: Sequence[Any], page: int) -> Shape:
     """What the kernel is compiled for. page: tokens of a block of the KV cache."""
-    layers = layers_of(trunk)
     attention, linears = layers[0].self_attn, linears_of(layers[0])
     return Shape(
         layers=len(layers),
-        hidden=scales_of(linears["qkv"]).shape[1] * GROUP,
-        intermediate=scales_of(linears["down"]).shape[1] * GROUP,
+        hidden=size_of(linears["qkv"])[1],
+        intermediate=size_of(linears["down"])[1],
         query_heads=attention.num_heads,
         heads=attention.num_kv_heads,
         dim=attention.head_dim,

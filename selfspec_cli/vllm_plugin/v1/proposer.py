@@ -40,8 +40,8 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     DraftModelProposer,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
-from selfspec_cli.vllm_plugin.weights.replace import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
+from selfspec_cli.vllm_plugin.weights.shared import without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.v1.processors import GREEDY
-from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
+from selfspec_cli.vllm_plugin.weights.shared import shallow_copy
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import (

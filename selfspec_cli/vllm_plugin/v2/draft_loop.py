@@ -13,19 +13,23 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.view import drafting_layers
 from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.decoder import place_of
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
-from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
+from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep, fused_step
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers, layer_maker
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
@@ -45,10 +49,11 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     init_logger,
     set_forward_context,
 )
-from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
-from selfspec_cli.vllm_plugin.weights.replace import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
+from selfspec_cli.vllm_plugin.weights.shared import all_on_own_weights, without_adapters
 
 if TYPE_CHECKING:
+    from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
     from selfspec_cli.vllm_plugin.vllm_names import (
         AttentionGroup,
@@ -114,22 +119,37 @@ class DraftLoop(TargetDependentARSpeculator):
         target_model, settings = without_adapters(target_model), self.settings
         self._target = target_model
         fitted = fitted_for(settings, target_model, self.vllm_config)
-        self.model = first_layers(
-            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
-        )
+        self.model, self.fused_step = self._layers(target_model, fitted)
         self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
-        decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
-        self.fused_step = fused_step(decoder, self.vllm_config, self.device)
         self._weights = Watch(target_model)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
+    def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None]:
+        """The layers that draft, and one kernel for all of them where there is one.
+
+        A kernel for every number of tokens is all that holds copies: what it does not run (more tokens, vLLM's
+        profiling run) multiplies by the target's own weights.
+        """
+        settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
+        decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
+        made_layer = layer_maker(target, settings.layer, config, skipped=skipped)
+        own: Sequence[nn.Module] = [made_layer(number) for number in range(count)]
+        if DRAFT_WEIGHTS[settings.draft_weights].copies and all_on_own_weights(own):
+            copied = layer_maker(target, settings.layer, config, settings.draft_weights, skipped, fitted)
+            step = fused_step(decoder, own, copied, config, self.device, alone=True)
+            if step is not None:
+                return first_layers(target, settings.layer, config, skipped=skipped), step
+        trunk = first_layers(target, settings.layer, config, settings.draft_weights, skipped, fitted)
+        layers: Sequence[nn.Module] = trunk.drafting_layers  # type: ignore[assignment]
+        return trunk, fused_step(decoder, layers, layers.__getitem__, config, self.device, alone=False)
+
     def renew(self) -> None:
         """After the target's weights changed, rebuild what was made from them, in the memory that CUDA graphs read."""
         renew(self.model, self.head, self.settings, self.vllm_config)
         if self.fused_step is not None:
-            self.fused_step.renew(self.model.drafting_decoder)
+            self.fused_step.renew(copies=self.settings.draft_weights_path is None)
         if self._weights is not None:
             self._weights.stale = False
 

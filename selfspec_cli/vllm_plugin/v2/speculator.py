@@ -34,7 +34,7 @@ from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_logger, set_forward_context
-from selfspec_cli.vllm_plugin.weights import compiled_ahead
+from selfspec_cli.vllm_plugin.weights import lowbit
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
@@ -282,11 +282,11 @@ class EarlyExitSpeculator(DraftLoop):
             return
         began = time.perf_counter()
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
-        by_fused = 0 if self.fused_step is None else self.fused_step.most
+        layers = decoder if self.fused_step is None else None  # the kernel for all of them compiles itself
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         logits, requests = self.head.copied, self.max_num_reqs
         # Ends before the first graph is captured, which no other thread may disturb.
-        with compiled_ahead.beside(decoder, logits, requests, by_fused, self.device, ranks):
+        with lowbit.compiled_beside(layers, logits, requests, self.device, ranks):
             with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
                 self._forward(num_tokens)
             take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation

@@ -1,14 +1,21 @@
 """The draft on copies of the target's weights, of any kind (early_exit/draft_weights).
 
 The target's modules are left as they are, so the verify pass, which decides on every token, runs on its own weights;
-copies can only change which drafts are proposed. Weights that are loaded anew into a live engine reach the copies by
-renewed.py.
+copies can only change which drafts are proposed. Of a mixture of experts the router, and experts that every token
+passes through, stay the target's own; the copied experts are run by the same part of vLLM as the target's, on the CPU
+from dequantised weights, on CUDA by the module of kernels of the kind.
+
+Weights that are replaced in a live engine reach the copies: these, and rows of the lm_head that were gathered for a
+draft vocabulary, are filled anew in place, because CUDA graphs hold their addresses. What was fitted to the old weights
+(an exit head's file, copies that were made from data) cannot be; the log says so.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -16,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
-from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
+from selfspec_cli.vllm_plugin.weights.shared import Make, shallow_copy, with_replaced
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig, VllmConfig
 
 
 class Kernels(Protocol):
@@ -98,7 +106,7 @@ def _row_lengths(target: ModelConfig, parallel: ParallelConfig) -> tuple[int, ..
     return (int(target.get_hidden_size()), *([] if not isinstance(intermediate, int) else [intermediate // ranks]))
 
 
-# ---- modules ------------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 class CopiedWeight(nn.Module):
@@ -132,10 +140,6 @@ class CopiedWeight(nn.Module):
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._names}
 
-    def read_by_a_step(self) -> list[Tensor]:
-        """What one step multiplies by."""
-        return list(self._tensors().values())
-
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x, tensors = x.reshape(-1, x.shape[-1]), self._tensors()
         if self._kernels is None:
@@ -152,15 +156,15 @@ class CopiedLinear:
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-# ---- replacements for the target's linear layers --------------------------------------------------------------------
+# ---- replacements for the target's linear layers ---------------------------------------------------------------------
 
 
 def on_copies(kind: DraftWeights, dtype: torch.dtype, fitted: FittedWeights | None = None) -> Make:
-    """For `replace.replace_in_layers`: a linear layer on a copy of its weight, None for what is no linear layer.
+    """For `shared.replace_in_layers`: a linear layer on a copy of its weight, None for what is no linear layer.
 
     dtype: of the target's weights. fitted: copies of that kind, made from data, to take where it has one. What is made
     raises SettingsError for a linear layer whose weight is not plain and of that dtype, and for weights that are not
-    finite. Experts: experts.py.
+    finite. Experts: `on_copied_experts`.
     """
     from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 
@@ -222,3 +226,263 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
         units[torch.arange(count), torch.arange(start, start + count)] = one
         parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the target's own has none
+
+
+def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
+    """For `replace_in_layers`: a mixture of experts on copies of its experts' weights.
+
+    What is made raises SettingsError for experts whose weights are not plain and of the model's dtype.
+    """
+    from selfspec_cli.vllm_plugin.vllm_names import MoERunner
+
+    def runner(module: nn.Module, name: str) -> nn.Module | None:
+        return _copied_runner(kind, module, name, vllm_config) if isinstance(module, MoERunner) else None
+
+    def make(mixture: nn.Module, name: str) -> nn.Module:
+        changed = with_replaced(mixture, runner, name=name)
+        if changed is mixture:
+            raise kind.impossible(f"the experts of {name} ({type(mixture).__name__}) are not run by vLLM's MoERunner")
+        return changed
+
+    return make
+
+
+def found_by_name() -> bool:
+    """Whether vLLM finds the experts of a layer by the layer's name; else by counting calls in a forward pass."""
+    from selfspec_cli.vllm_plugin.vllm_names import HAS_OPAQUE_TYPE, envs
+
+    return bool(HAS_OPAQUE_TYPE and envs.VLLM_USE_LAYERNAME)
+
+
+def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
+    """`runner` over experts on copies, under a name of its own; everything else is shared."""
+    if not found_by_name():  # vLLM would count layers instead, and find the target's own experts
+        raise kind.impossible(f"copies of experts need PyTorch 2.11, and this is {torch.__version__}")
+    experts = _copied_experts(kind, runner.routed_experts, name, vllm_config)
+    modules = {**runner._modules, "routed_experts": experts}
+    copy = shallow_copy(runner, _modules=modules, layer_name=runner.layer_name + SUFFIX)
+    vllm_config.compilation_config.static_forward_context[copy.layer_name] = copy
+    return copy
+
+
+def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
+    """`experts` (vLLM's RoutedExperts) on copies of its weights."""
+    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, set_current_vllm_config
+
+    own = plain_experts(kind, experts, name)
+    if own["w13_weight"].dtype is not vllm_config.model_config.dtype or experts.moe_config.has_bias:
+        raise kind.impossible(f"the experts of {name} have biases, or weights of another dtype than the model's")
+    # Scales lie along a row, so the rows of all experts are quantised as those of one weight.
+    copies = {key: (weight.shape, kind.quantise(weight.flatten(0, 1))) for key, weight in own.items()}
+    copy = shallow_copy(experts, _parameters=dict(experts._parameters), _modules=dict(experts._modules))
+    kernels = kernels_of(kind, own["w13_weight"].device)
+    if kernels is None:
+        dtype = own["w13_weight"].dtype
+        weights = {key: kind.dequantise(tensors, dtype).view(shape) for key, (shape, tensors) in copies.items()}
+        with set_current_vllm_config(vllm_config):
+            method = UnquantizedFusedMoEMethod(experts.moe_config)
+        return _with_method(copy, method, weights)
+    by_expert = {
+        key: {part: tensor.view(shape[0], shape[1], -1) for part, tensor in tensors.items()}
+        for key, (shape, tensors) in copies.items()
+    }
+    names = {"gemm1_alpha": "swiglu_alpha", "gemm1_beta": "swiglu_beta", "gemm1_clamp_limit": "swiglu_limit"}
+    activation = {name: getattr(experts, own_name, None) for name, own_name in names.items()}
+    kernel, config, tensors = kernels.experts(experts, by_expert["w13_weight"], by_expert["w2_weight"], **activation)
+    return _with_method(copy, _method_of(experts, kernel, config), tensors)
+
+
+def _method_of(experts: Any, kernel: Any, config: Any) -> Any:
+    """A method for vLLM's layer that runs `kernel`."""
+    from selfspec_cli.vllm_plugin.vllm_names import FusedMoEMethodBase
+
+    class CopiedExperts(FusedMoEMethodBase):
+        """Multiplies by the parameters of the layer that it is given, which are there already."""
+
+        def create_weights(self, *args: Any, **kwargs: Any) -> None:
+            """Asked for when a layer is made; this one is."""
+
+        def get_fused_moe_quant_config(self, layer: Any) -> Any:
+            return config
+
+        def apply(
+            self,
+            layer: Any,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            shared_experts: Any,
+            shared_experts_input: Tensor | None,
+        ) -> Any:
+            return kernel.apply(
+                hidden_states=x,
+                w1=layer.w13_weight,
+                w2=layer.w2_weight,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=layer.activation,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
+
+    method = CopiedExperts(experts.moe_config)
+    method.moe_kernel, method.moe_quant_config = kernel, config
+    return method
+
+
+def _with_method(experts: Any, method: Any, tensors: dict[str, Tensor]) -> nn.Module:
+    """`experts` with these parameters and this `quant_method`, which brings them into the layout that it reads."""
+    experts._modules.pop("quant_method", None)  # vLLM's own methods are modules
+    experts.__dict__.pop("quant_method", None)
+    experts.quant_method = method
+    for name, tensor in tensors.items():
+        experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    method.process_weights_after_loading(experts)
+    module: nn.Module = experts
+    return module
+
+
+def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tensor]:
+    """The weights of this rank's experts: "w13_weight" [experts, 2 * intermediate, hidden], gate above up, and
+    "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form.
+    """
+    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, is_zentorch_moe_supported
+
+    method = experts.quant_method
+    if type(method) is not UnquantizedFusedMoEMethod:
+        raise kind.impossible(f"the experts of {name} are quantised ({type(method).__name__})")
+    weights = {key: getattr(experts, key).detach() for key in ("w13_weight", "w2_weight")}
+    backend = method.unquantized_backend.name
+    if backend == "TRITON":
+        return weights
+    if backend != "CPU":
+        raise kind.impossible(
+            f"vLLM's backend {backend} keeps experts in a layout of its own; moe_backend='triton' has plain ones"
+        )
+    if is_zentorch_moe_supported(experts):
+        return weights  # zentorch's kernels read them as they are
+    kernel: Any = method.moe_kernel.fused_experts
+    gate_and_up, down = (_unpacked_experts(weight, kernel.isa) for weight in weights.values())
+    size = experts.moe_config.intermediate_size_per_partition  # the CPU's kernels pad it with zeros
+    gate, up = gate_and_up.chunk(2, dim=1)
+    return {
+        "w13_weight": torch.cat([gate[:, :size], up[:, :size]], dim=1),
+        "w2_weight": down[:, :, :size].contiguous(),
+    }
+
+
+def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
+    """What vLLM's CPU build packed, [experts, out, in].
+
+    Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
+    their places, a byte at a time, for bfloat16 holds no larger integers.
+    """
+    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
+
+    places = torch.arange(packed[0].numel()).view_as(packed[:1])
+    source = torch.zeros_like(places)
+    for shift in range(0, places.numel().bit_length(), 8):
+        digits = ops.cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
+        source += digits.long() << shift
+    plain = torch.empty_like(packed)
+    plain.flatten(1)[:, source.flatten()] = packed.flatten(1)
+    return plain
+
+
+# ---- weights that are replaced in a live engine ----------------------------------------------------------------------
+
+Function = Callable[..., Any]
+
+
+def after_new_weights(original: Function) -> Function:
+    """Override of the methods of vLLM's `Worker` after which a live model has other weights."""
+
+    @functools.wraps(original)
+    def replace_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        runner = self.model_runner
+        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        if hasattr(drafter, "renew"):
+            drafter.renew()
+        return answer
+
+    return replace_weights
+
+
+def keep_weights_asleep(original: Function) -> Function:
+    """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
+
+    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but nothing
+    else: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
+    same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
+    """
+
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
+            logging.getLogger("vllm.selfspec").warning(
+                "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"
+            )
+            level = 1
+        return original(self, level, *args, **kwargs)
+
+    return sleep
+
+
+class Watch:
+    """Whether weights were loaded into a live model past vLLM's own methods: trainers call the model's `load_weights`,
+    some of them many times for one set of weights, so what follows from it waits for the next round."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stale = False
+        load: Function = model.load_weights  # type: ignore[assignment]
+
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            self.stale = True
+            return load(*args, **kwargs)
+
+        model.load_weights = load_weights  # type: ignore[assignment]
+
+
+@torch.inference_mode()
+def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:
+    """Fill every copy in a draft's layers and its head from the target's weights of now, one layer at a time."""
+    layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
+    by_name = vllm_config.compilation_config.static_forward_context
+    known = dict(by_name)
+    if settings.draft_weights_path is None:
+        for place, layer in enumerate(layers):
+            refill(layer, trunk.remade_layer(place))  # type: ignore[operator]
+            by_name.update(known)  # copies of experts are found by name in a forward pass: those that draft
+    head.renew()
+    paths = {"head_path": settings.head.path, "draft_weights_path": settings.draft_weights_path}
+    fitted = [name for name, path in paths.items() if path is not None]
+    if fitted:
+        logging.getLogger("vllm.selfspec").warning(
+            "the model has new weights, and %s was fitted to the old ones: drafts may be accepted less often, the "
+            "output stays the model's own",
+            " and ".join(fitted),
+        )
+
+
+def refill(old: nn.Module, new: nn.Module) -> None:
+    """Copy every tensor of `new` into the one of the same name in `old`, but those that they share."""
+    made = dict(new.named_modules())
+    for name, part in old.named_modules():
+        other = made[name]
+        if other is part:
+            continue
+        for tensors, others in ((part._parameters, other._parameters), (part._buffers, other._buffers)):
+            for key, tensor in others.items():
+                mine = tensors.get(key)
+                if tensor is None or mine is None or mine is tensor:
+                    continue
+                mine.data.copy_(tensor.data)

@@ -63,7 +63,7 @@ _LIBRARY.impl("linear_e4m3", _linear_e4m3, "CompositeImplicitAutograd")
     "selfspec::gemv_e4m3", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor scale) -> Tensor"
 )
 def _one_token(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    from selfspec_cli.vllm_plugin.weights.gemv import gemv  # imports Triton, which a machine without a GPU may lack
+    from selfspec_cli.vllm_plugin.weights.one_token import gemv  # imports Triton, which not every machine has
 
     return gemv(x, weight, scale)
 

@@ -1,25 +1,40 @@
 """Products with integer copies of weights, 4 or 8 bits each, in groups along a row with one scale a group.
 
 Copies stay in the layout in which `early_exit.draft_weights.integers` writes them. One token is multiplied by the
-kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py, which takes 33 to 64 in two turns. With
-more, products are bound by arithmetic, and the target's own weight is as fast, where the target has it. The tokens are
-rounded to 8 bits before (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
+kernel of one_token.py, and 2 to 32 by that of few_tokens.py, which takes 33 to 64 in two turns. With more, products are
+bound by arithmetic, and the target's own weight is as fast, where the target has it. The tokens are rounded to 8 bits
+before (rounding.py), in a compiled layer by the norm or the activation in front (`round_in_front`).
 
 These are the products of the lm_head, and of the layers of models that fused_step/ does not know: it computes all
 layers as one kernel, from layouts of its own.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import operator
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
-from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, rounding
-from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
+from selfspec_cli.vllm_plugin.weights import few_tokens, one_token, rounding
+from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, CopiedWeight
+from selfspec_cli.vllm_plugin.weights.one_token import width_of
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 MOST = 2 * rounding.MOST
@@ -31,9 +46,6 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-activation, graph_pass = fused.activation, fused.graph_pass
-
-
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16 times what `prepare` made of weight [out, in] -> [n, out], bias [out] included. CUDA only."""
     out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, tensors["words"], tensors["scales"], bias, weight)
@@ -41,7 +53,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 
 
 # One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
-# rounded, factors: the tokens as rounding.py gives them, where fused.py has them made in front; None: round them here.
+# rounded, factors: the tokens as rounding.py gives them, where `round_in_front` has them made; None: round them here.
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
@@ -76,8 +88,8 @@ def _rounded_product(x: Tensor, bits: int, words: Tensor, scales: Tensor, bias: 
 def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **more: Any) -> Tensor:
     """Product of `tokens` rounded tokens; the other arguments are those of both kernels' functions."""
     if tokens == 1:
-        return lowbit_one_token.product(rounded, factors, *others, **more)
-    return lowbit_few_tokens.product(rounded, factors, tokens, *others, **more)
+        return one_token.product(rounded, factors, *others, **more)
+    return few_tokens.product(rounded, factors, tokens, *others, **more)
 
 
 def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -95,7 +107,7 @@ def _(x: Tensor, rounded: Any, factors: Any, words: Tensor, *others: Any) -> Ten
     return x.new_empty(x.shape[0], words.shape[0])
 
 
-# ---- experts --------------------------------------------------------------------------------------------------------
+# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def experts(
@@ -144,3 +156,246 @@ def as_bytes(copies: Mapping[str, Tensor]) -> Tensor:
 def _width_of_copy(copies: Mapping[str, Tensor]) -> int:
     """Bits of the integers of copies [experts, ...]."""
     return width_of(copies["words"][0], copies["scales"].shape[2] * GROUP)
+
+
+# ---- norms and activations that round for the product after them -----------------------------------------------------
+
+# In the graphs that vLLM compiles the layers that draft from, a norm is an operator of vLLM's own and a product is
+# ours. Where the input of products is a norm of a sum, or an activation that `Activation` has put there, it becomes an
+# operator that also gives the rounded tokens, and the products take these. All else that reads the plain ones finds
+# them as before.
+
+WIDEST = 16384  # inputs of a norm: one program holds all of them
+
+
+class Activation(nn.Module):
+    """Stands in for vLLM's `SiluAndMul` in a layer that drafts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n, 2 * d] -> silu(x[:, :d]) * x[:, d:]."""
+        out: Tensor = torch.ops.selfspec.silu_and_mul(x)
+        return out
+
+
+def activation(module: nn.Module, name: str) -> nn.Module | None:
+    """For `shared.replace_in_layers`: what stands in for an activation whose result a product reads rounded."""
+    from selfspec_cli.vllm_plugin.vllm_names import SiluAndMul
+
+    return Activation() if type(module) is SiluAndMul else None
+
+
+def graph_pass() -> InductorPass:
+    """`round_in_front` as vLLM takes it, before it lowers its own operators."""
+    from selfspec_cli.vllm_plugin.vllm_names import CallableInductorPass, InductorPass
+
+    source = inspect.getsource(sys.modules[__name__])  # a change here is another entry of the compile cache
+    return CallableInductorPass(round_in_front, InductorPass.hash_source(source))
+
+
+@torch.library.custom_op("selfspec::silu_and_mul", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _silu_and_mul(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    if not x.is_cuda or x.dim() != 2 or half % GROUP:
+        return F.silu(x[..., :half]) * x[..., half:]
+    return rounding.activate(x.contiguous(), 0)[0]
+
+
+@_silu_and_mul.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@torch.library.custom_op(
+    "selfspec::silu_and_mul_rounded", mutates_args=(), schema="(Tensor x, int bits) -> (Tensor, Tensor, Tensor)"
+)
+def _silu_and_mul_rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    return rounding.activate(x.contiguous(), bits)
+
+
+@_silu_and_mul_rounded.register_fake
+def _(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    half = x.shape[1] // 2
+    return x.new_empty(x.shape[0], half), *_room(x, half)
+
+
+@torch.library.custom_op(
+    "selfspec::add_rms_norm_rounded",
+    mutates_args=(),
+    schema="(Tensor x, Tensor residual, Tensor weight, float epsilon, int bits) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _add_rms_norm_rounded(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return rounding.add_and_norm(x.contiguous(), residual.contiguous(), weight, epsilon, bits)
+
+
+@_add_rms_norm_rounded.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), *_room(x, x.shape[1])
+
+
+def _room(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    return rounding.room_for(columns // GROUP, rounding.MOST, x.device)
+
+
+def round_in_front(graph: fx.Graph) -> None:
+    """Let what comes before products with integer copies round for them, where it can (module docstring)."""
+    by_input: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.selfspec.linear_integers.default):
+        x, _, _, words, *_ = node.args
+        bits = width_of(words.meta["val"], x.meta["val"].shape[-1])
+        by_input.setdefault(_same_values(x), []).append((node, bits))
+    for x, products in by_input.items():
+        bits = products[0][1]  # copies of another width read other bytes, and round for themselves
+        rounded = _rounded(graph, x, bits)
+        if rounded is None:
+            continue
+        for product in (node for node, width in products if width == bits):
+            product.args = (product.args[0], *rounded, *product.args[3:])
+            product.meta.pop("eager_input_vals", None)  # Inductor compares arguments with it
+
+
+def _rounded(graph: fx.Graph, x: fx.Node, bits: int) -> tuple[fx.Node, fx.Node] | None:
+    """Where the rounded tokens of x and their factors are found from now on; None where nothing can round them."""
+    if x.target is torch.ops.selfspec.silu_and_mul.default and x.meta["val"].dim() == 2:
+        values, *rounded = _call(graph, x, torch.ops.selfspec.silu_and_mul_rounded.default, (*x.args, bits), 3)
+        x.replace_all_uses_with(values)
+        graph.erase_node(x)
+        return rounded[0], rounded[1]
+    norm = x.args[0] if x.target is operator.getitem and x.args[1] == 0 else None
+    if not isinstance(norm, fx.Node) or not _is_norm(norm):
+        return None
+    found = _call(graph, norm, torch.ops.selfspec.add_rms_norm_rounded.default, (*norm.args[:4], bits), 4)
+    for old in list(norm.users):
+        old.replace_all_uses_with(found[old.args[1]])  # type: ignore[index]
+        graph.erase_node(old)
+    graph.erase_node(norm)
+    return found[2], found[3]
+
+
+def _is_norm(node: fx.Node) -> bool:
+    """Whether a node is vLLM's norm of a sum, of a form that `rounding.add_and_norm` knows.
+
+    Its weight has to be an input of the graph, because the kernel reads it before the kernel in front has ended.
+    """
+    if getattr(node.target, "name", lambda: "")() != "vllm_ir::fused_add_rms_norm":
+        return False
+    x, residual, weight, _, *variance = node.args
+    if any(size is not None for size in variance) or not isinstance(weight, fx.Node) or weight.op != "placeholder":
+        return False
+    some: list[Any] = [part.meta["val"] for part in (x, residual, weight)]  # type: ignore[union-attr]
+    columns = some[0].shape[-1]
+    one_type = some[0].dtype is some[1].dtype
+    return one_type and some[0].dim() == 2 and some[2].dim() == 1 and columns % GROUP == 0 and columns <= WIDEST
+
+
+def _call(graph: fx.Graph, before: fx.Node, target: Any, args: tuple[Any, ...], results: int) -> list[fx.Node]:
+    """The results of a new call, in front of a node."""
+    with graph.inserting_before(before):
+        call = graph.call_function(target, args)
+        found = [graph.call_function(operator.getitem, (call, number)) for number in range(results)]
+    values = fx.map_arg(args, lambda node: node.meta["val"])
+    with values[0].fake_mode:
+        call.meta["val"] = target(*values)
+    for number, node in enumerate(found):
+        node.meta["val"] = call.meta["val"][number]
+    return found
+
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+
+
+def _same_values(x: fx.Node) -> fx.Node:
+    """x, or what x is a view of in the same shape."""
+    while x.target in VIEWS:
+        source: Any = x.args[0]
+        shapes = x.meta["val"].shape, source.meta["val"].shape
+        if len(shapes[0]) != 2 or len(shapes[1]) != 2 or shapes[0][1] != shapes[1][1]:
+            break
+        x = source
+    return x
+
+
+# ---- compiled side by side, while vLLM compiles the layers that draft ------------------------------------------------
+
+# Triton takes 2 to 6 seconds for a product of 2 to 32 tokens. Otherwise each is compiled when a step of that many
+# tokens first runs, one after the other, between the graphs that vLLM records (results/LOG.md, "Where does the start of
+# an engine with copies go?"). Triton's own mode for that makes the key of each kernel where it is asked for, so that no
+# kernel is compiled twice, and leaves to threads what needs neither CUDA nor, for the most part, Python's lock.
+
+CLASSES = (1, 2, 4, 8, 16, 32)  # tokens; the products of all numbers from one to the next are the same kernels
+MOST_THREADS = 16
+
+Copy = tuple[CopiedWeight, Tensor | None]
+"""With the bias that is added to its product."""
+
+
+def copies_of_layers(trunk: nn.Module) -> list[Copy]:
+    """A copy of each shape that the layers multiply by; most layers of a model have the same."""
+    found: dict[object, Copy] = {}
+    for layer in trunk.modules():
+        if isinstance(getattr(layer, "quant_method", None), CopiedLinear):
+            copy: Any = layer.copy_of_weight
+            bias: Any = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+            shapes = tuple(tensor.shape for tensor in copy.parameters())
+            found.setdefault((shapes, bias is None), (copy, bias))
+    return [*found.values()]
+
+
+def numbers_of_tokens(requests: int) -> list[int]:
+    """Those of CLASSES that steps of up to `requests` requests need."""
+    return [count for before, count in zip((0, *CLASSES), CLASSES, strict=False) if before < requests]
+
+
+@contextmanager
+def compiled_beside(
+    trunk: nn.Module | None, logits: Copy | None, requests: int, device: torch.device, ranks: int
+) -> Iterator[None]:
+    """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
+
+    trunk: None where one kernel takes the place of the layers' products. logits: what makes them (`TargetHead.copied`).
+    ranks: that share the processors of this host.
+
+    A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
+    raises, what no thread has begun is not compiled.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    from triton import AsyncCompileMode
+
+    copies = [*([] if trunk is None else copies_of_layers(trunk)), *([] if logits is None else [logits])]
+    wanted = list(itertools.product(copies, numbers_of_tokens(requests)))
+    failures: list[BaseException] = []
+    with ThreadPoolExecutor(_threads(ranks), thread_name_prefix="selfspec-compile") as pool:
+        # A context of its own: what the block itself compiles does not wait for this.
+        mode, context = AsyncCompileMode(pool, ignore_errors=True), Context()
+        context.run(mode.__enter__)
+        try:
+            for (copy, bias), count in wanted:
+                try:
+                    context.run(copy.compile_for, count, bias)
+                except Exception as error:
+                    failures.append(error)
+            yield
+            failures += filter(None, [future.exception() for future in mode.raw_futures])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for future in mode.raw_futures:
+                if future.cancelled():
+                    future.set_running_or_notify_cancel()  # Triton waits for all of them, and only this ends a wait
+            raise
+        finally:
+            context.run(mode.__exit__, None, None, None)
+    if failures:
+        logging.getLogger("vllm.selfspec").warning(
+            "draft kernels: %d could not be compiled ahead, and will be where they are first launched (%s: %s)",
+            len(failures),
+            type(failures[0]).__name__,
+            failures[0],
+        )
+
+
+def _threads(ranks: int) -> int:
+    """Half of this rank's share of the processors that the process may use; vLLM compiles on the others."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks)))

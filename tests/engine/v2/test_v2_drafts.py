@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from fixed_times import fix_times
 from harness import (
     GATES,
@@ -19,13 +20,15 @@ from harness import (
     ragged_prompts,
     tokens,
 )
-from models import LAYERS, VOCAB
+from models import LAYERS, VOCAB, save_tiny
 from safetensors.torch import load_file
 from test_gates_live import rounds_of
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
+from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 pytestmark = pytest.mark.engine
 
@@ -171,6 +174,51 @@ def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain
         counted = engine.call("early_exit_counters")
         assert engine.preempted() > 0
     assert counted["drafted"] > 0 < counted["free_accepted"] <= counted["free_drafted"]
+
+
+class Held:
+    """In the place of the kernel for all layers: it holds copies, and leaves every step to the trunk."""
+
+    def __init__(self, decoder: Any, layers: list[Any], copied: Any, config: Any, device: Any, alone: bool) -> None:
+        self.copied, self.alone, self.asked, self.renewed = copied, alone, 0, list[bool]()
+        self.copies = [copy.weight.clone() for number in range(len(layers)) for copy in self._of(number)]
+
+    def _of(self, number: int) -> list[CopiedWeight]:
+        return [part for part in self.copied(number).modules() if isinstance(part, CopiedWeight)]
+
+    def __call__(self, num_tokens: int, buffers: Any) -> None:
+        self.asked += 1
+
+    def renew(self, copies: bool) -> None:
+        self.renewed.append(copies)
+        now = [copy.weight for number in range(LAYERS // 2) for copy in self._of(number)]
+        assert not any(map(torch.equal, now, self.copies))  # made of the weights of now
+
+    def read_by_a_step(self) -> list[torch.Tensor]:
+        return self.copies
+
+
+def test_a_kernel_for_all_layers_is_all_that_holds_copies_and_other_steps_are_on_the_targets_weights(
+    model_dir, tmp_path, plain, monkeypatch
+):
+    held: list[Held] = []
+    monkeypatch.setattr(draft_loop, "all_on_own_weights", lambda layers: len(layers) == LAYERS // 2)
+    monkeypatch.setattr(draft_loop, "fused_step", lambda *a, **more: held.append(Held(*a, **more)) or held[-1])
+    other, spec = save_tiny("llama", tmp_path / "other", seed=1), layer_skip(LAYERS // 2, 3, draft_weights="int4")
+    with live(model_dir("llama"), spec, **SMALL, enable_prefix_caching=False) as engine:
+        same(engine, plain, few=3)
+        drafter = (
+            engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
+        )
+        trunk, head = list(drafter.model.modules()), sum(tensor.nbytes for tensor in drafter.head.tensors)
+        copies = sum(tensor.nbytes for tensor in held[0].copies)
+        weights, step = engine.call("early_exit_weights"), engine.call("early_exit_step_bytes")
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        changed = tokens(engine.generate(PROMPTS[:3], parameters()[:3]))
+    assert len(held) == 1 and held[0].alone and held[0].asked > 0 and held[0].renewed == [True]
+    assert not any(isinstance(part, CopiedWeight) for part in trunk)
+    assert weights["draft"] == step["draft"] == copies + head
+    assert changed != plain[:3]
 
 
 def test_prompt_lookup_alone_drafts_what_the_text_repeats(model_dir, plain):

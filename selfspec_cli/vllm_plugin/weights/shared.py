@@ -1,12 +1,21 @@
-"""Modules that share everything with the target's but a few parts, which are replaced. The target is not changed."""
+"""What a draft shares with the target: modules of which a few parts are replaced, and the target's own weights.
+
+The target is not changed. A draft step multiplies its weights by one_token.py at one token and by PyTorch's kernels at
+more: an operator of its own, because torch.compile traces the trunk once for any number of tokens, so the choice has to
+fall when a step runs (or when a CUDA graph records it). Only drafts are computed so. The verify pass runs vLLM's
+kernels, so another way to round a sum can change a draft, and with it which of the target's samples a seed gives, but
+neither a greedy output nor a distribution.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from selfspec_cli.vllm_plugin.decoder import has_experts
 
@@ -86,3 +95,67 @@ def without_adapters(model: nn.Module) -> nn.Module:
         return base
 
     return with_replaced(model, make)
+
+
+# ---- the target's own weights ----------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    return torch.ops.selfspec.linear(x, weight, bias) if x.is_cuda else F.linear(x, weight, bias)
+
+
+@torch.library.custom_op(
+    "selfspec::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    one_token = x.is_cuda and x.numel() == weight.shape[1] and x.is_contiguous() and weight.is_contiguous()
+    if one_token and x.dtype is weight.dtype and x.dtype is not torch.float32:
+        from selfspec_cli.vllm_plugin.weights.one_token import gemv  # imports Triton, which not every machine has
+
+        return gemv(x, weight, bias=bias)
+    return F.linear(x, weight, bias)
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+class SharedLinear:
+    """The `quant_method` of a linear layer of the trunk that multiplies by the target's own weight."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] -> [..., out]; models of Hugging Face's have a dimension before the tokens'."""
+        return linear(x.flatten(0, -2), layer.weight, bias).view(*x.shape[:-1], layer.weight.shape[0])
+
+
+def multiplies_with_pytorch(vllm_config: VllmConfig) -> bool:
+    """Whether the linear layers of an engine multiply by plain weights with PyTorch's linear, as they do on CUDA unless
+    `linear_backend` asks for another kernel."""
+    from selfspec_cli.vllm_plugin.vllm_names import default_unquantized_gemm, dispatch_unquantized_gemm
+
+    return dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is default_unquantized_gemm
+
+
+def all_on_own_weights(layers: Iterable[nn.Module]) -> bool:
+    """Whether all linear layers in there multiply by the target's own weights with this operator."""
+    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
+
+    linears = [part for layer in layers for part in layer.modules() if isinstance(part, LinearBase)]
+    return bool(linears) and all(isinstance(part.quant_method, SharedLinear) for part in linears)
+
+
+def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
+    """A linear layer on `module`'s own weight and this operator, where that weight is plain and on CUDA; None for
+    everything else. For `with_replaced`, where `multiplies_with_pytorch`."""
+    from selfspec_cli.vllm_plugin.vllm_names import LinearBase, UnquantizedLinearMethod
+
+    if not isinstance(module, LinearBase):
+        return None
+    weight = getattr(module, "weight", None)
+    if not isinstance(module.quant_method, UnquantizedLinearMethod) or not isinstance(weight, Tensor):
+        return None
+    if weight.dim() != 2 or not weight.is_cuda:
+        return None
+    return shallow_copy(module, quant_method=SharedLinear())

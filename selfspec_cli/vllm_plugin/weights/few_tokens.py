@@ -419,7 +419,7 @@ def product(
     if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
     if tokens == 1:
-        raise ValueError("1 token: that is a product of lowbit_one_token.py")
+        raise ValueError("1 token: that is a product of one_token.py")
     device, room = words.device, padded(tokens)
     wanted = usual_settings(rows, groups, bits, tokens)._replace(**settings)
     rows_at_once, parts, stages, warps = possible(wanted, rows, groups, bits, tokens)

@@ -1,11 +1,15 @@
-"""One token times integer copies of 4 or 8 bits (their layout: `early_exit.draft_weights.integers`).
+"""Weights times one token: plain ones and 8-bit floats (`gemv`), and integer copies of 4 or 8 bits (`product`).
 
-At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
-arithmetic behind. So the token is rounded to 8-bit integers before (rounding.py), and `dp4a` multiplies and adds four
-pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a shift. Each program, which is
-one warp, takes a few rows: it loads 16 bytes at a time, and the token's bytes once for all of its rows. From compute
-capability 9.0 on it is launched with the kernel that rounds (programmatic dependent launch) and asks for its first
-weights before it waits for the token, because they do not depend on it.
+At one token nothing but reading the weight should take time. A program sums a few whole rows, so no program waits for
+another, and the tiles keep enough bytes under way. Those of `gemv` were found on an H200 (results/LOG.md), which reads
+bf16 weights at 3.2 to 4.2 TB/s with them and at 2.6 to 4.2 with cuBLAS.
+
+Integers (their layout: `early_exit.draft_weights.integers`) have fewer bytes to hide the arithmetic behind. So the
+token is rounded to 8-bit integers before (rounding.py), and `dp4a` multiplies and adds four pairs of bytes at once: a
+word of eight 4-bit weights takes two of them, two masks and a shift. Each program, which is one warp, loads 16 bytes at
+a time, and the token's bytes once for all of its rows. From compute capability 9.0 on it is launched with the kernel
+that rounds (programmatic dependent launch) and asks for its first weights before it waits for the token, because they
+do not depend on it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,6 +23,78 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
 from selfspec_cli.vllm_plugin.weights.rounding import dp4a, launcher, launches_early
+
+# Bytes of a weight -> rows and columns of a program's tile, warps, stages of the pipeline.
+TILES = {1: (4, 512, 2, 3), 2: (1, 1024, 4, 1)}
+
+
+@triton.jit
+def _gemv(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    rows_of_weight,
+    columns_of_weight,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    tile = weight + rows[:, None].to(tl.int64) * columns_of_weight + columns[None, :]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, columns_of_weight, COLUMNS, num_stages=STAGES):
+        if WHOLE:
+            part = tl.load(tile + start, eviction_policy="evict_first")  # read once a step
+            values = tl.load(x + start + columns)
+        else:
+            here = start + columns < columns_of_weight
+            inside = (rows < rows_of_weight)[:, None] & here[None, :]
+            part = tl.load(tile + start, mask=inside, other=0.0, eviction_policy="evict_first")
+            values = tl.load(x + start + columns, mask=here, other=0.0)
+        sums += part.to(tl.float32) * values.to(tl.float32)[None, :]
+    total = tl.sum(sums, axis=1)
+    exists = rows < rows_of_weight
+    if SCALED:
+        total *= tl.load(scale + rows, mask=exists, other=0.0)
+    if BIASED:
+        total += tl.load(bias + rows, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + rows, total.to(out.dtype.element_ty), mask=exists)
+
+
+def gemv(x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """weight [out, in] times the one token in x [..., in], summed in float32 -> [..., out], in x's dtype.
+
+    weight and x are contiguous. scale: float32, one a row of an 8-bit weight; bias: [out].
+    """
+    rows, columns = weight.shape
+    tile_rows, tile_columns, warps, stages = TILES[weight.element_size()]
+    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
+    _gemv[(triton.cdiv(rows, tile_rows),)](
+        x,
+        weight,
+        x if scale is None else scale,
+        x if bias is None else bias,
+        out,
+        rows,
+        columns,
+        SCALED=scale is not None,
+        BIASED=bias is not None,
+        WHOLE=rows % tile_rows == 0 and columns % tile_columns == 0,
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return out
+
+
+# ---- integer copies --------------------------------------------------------------------------------------------------
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
 WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part

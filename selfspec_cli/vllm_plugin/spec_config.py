@@ -63,69 +63,66 @@ def collects(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(_additional(vllm_config).get(COLLECT_KEY, ()))
 
 
-def understand_layer_skip(original: Original) -> Original:
-    """Replacement for `EngineArgs.create_speculative_config`. The arguments that it is given stay as they are."""
+def understand_layer_skip(
+    original: Original, self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+) -> SpeculativeConfig | None:
+    """What `EngineArgs.create_speculative_config` makes of a request for early exit. original: vLLM's own method. The
+    arguments that it is given stay as they are."""
+    set_strict(False)  # an engine before this one in the process may have been strict
+    overrides.name_in(self, target_parallel_config)
+    spec = _spec_of(self)
+    spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
+    if spec["method"] not in METHODS:
+        if "draft_weights" in spec:
+            raise SettingsError(
+                f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
+                f"{spec.get('method')!r} has no use for it; allowed with: layer_skip"
+            )
+        return original(self, target_model_config, target_parallel_config)
+    refusals.refuse_engine(self)
+    _refuse_keys(spec)
+    why = None
+    if spec["method"] == "layer_skip":
+        spec, why = completed(spec, target_of(self, target_model_config, target_parallel_config))
+    settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
+    set_strict(settings.strict)
+    if settings.verify:
+        refusals.refuse_runner()
+        refusals.refuse_model(target_model_config)
+        refusals.refuse_latents(target_model_config)
+        refusals.refuse_adapters(self, target_model_config)
+        refusals.refuse_gate(settings)
+    if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
+        from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
-    def create_speculative_config(
-        self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
-    ) -> SpeculativeConfig | None:
-        set_strict(False)  # an engine before this one in the process may have been strict
-        overrides.name_in(self, target_parallel_config)
-        spec = _spec_of(self)
-        spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
-        if spec["method"] not in METHODS:
-            if "draft_weights" in spec:
-                raise SettingsError(
-                    f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
-                    f"{spec.get('method')!r} has no use for it; allowed with: layer_skip"
-                )
-            return original(self, target_model_config, target_parallel_config)
-        refusals.refuse_engine(self)
-        _refuse_keys(spec)
-        why = None
-        if spec["method"] == "layer_skip":
-            spec, why = completed(spec, target_of(self, target_model_config, target_parallel_config))
-        settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
-        set_strict(settings.strict)
-        if settings.verify:
-            refusals.refuse_runner()
-            refusals.refuse_model(target_model_config)
-            refusals.refuse_latents(target_model_config)
-            refusals.refuse_adapters(self, target_model_config)
-            refusals.refuse_gate(settings)
-        if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
-            from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
+        require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
+        refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
+    if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded
+        from selfspec_cli.early_exit.draft_vocab import ids_of  # imports torch
 
-            require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
-            refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
-        if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded
-            from selfspec_cli.early_exit.draft_vocab import ids_of  # imports torch
+        ids_of(settings.vocab, target_model_config.get_vocab_size())
+    from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
 
-            ids_of(settings.vocab, target_model_config.get_vocab_size())
-        from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
-
-        compile_cache.keep_on_cpu()
-        logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
-        logger.info("selfspec: %s%s", in_words(settings, _num_layers(target_model_config)), f"; {why}" if why else "")
-        flat = flat_head_warning(settings.gate.kind, settings.head.path, settings.layer)
-        for warning in [*warnings_for(settings, target_model_config.get_vocab_size()), *([flat] if flat else [])]:
-            logger.warning(warning)
-        if not target_parallel_config.worker_extension_cls:
-            target_parallel_config.worker_extension_cls = WORKER_EXTENSION
-        if not settings.verify:
-            self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
-            return None
-        args = copy.copy(self)  # the original writes what it is given into the arguments
-        args.speculative_config = _as_draft_model(spec, settings, target_model_config)
-        args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
-        config = original(args, target_model_config, target_parallel_config)
-        assert config is not None
-        _draft_is_target(config, target_model_config)
-        object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
-        object.__setattr__(config, "__class__", EarlyExitConfig)
-        return config
-
-    return create_speculative_config
+    compile_cache.keep_on_cpu()
+    logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
+    logger.info("selfspec: %s%s", in_words(settings, _num_layers(target_model_config)), f"; {why}" if why else "")
+    flat = flat_head_warning(settings.gate.kind, settings.head.path, settings.layer)
+    for warning in [*warnings_for(settings, target_model_config.get_vocab_size()), *([flat] if flat else [])]:
+        logger.warning(warning)
+    if not target_parallel_config.worker_extension_cls:
+        target_parallel_config.worker_extension_cls = WORKER_EXTENSION
+    if not settings.verify:
+        self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
+        return None
+    args = copy.copy(self)  # the original writes what it is given into the arguments
+    args.speculative_config = _as_draft_model(spec, settings, target_model_config)
+    args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
+    config = original(args, target_model_config, target_parallel_config)
+    assert config is not None
+    _draft_is_target(config, target_model_config)
+    object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
+    object.__setattr__(config, "__class__", EarlyExitConfig)
+    return config
 
 
 def _spec_of(args: EngineArgs) -> dict[str, Any]:

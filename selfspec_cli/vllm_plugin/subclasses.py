@@ -7,12 +7,12 @@ a worker has made its class. A class of the user's own is subclassed as vLLM's a
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
+from selfspec_cli.vllm_plugin.wrap import around
 
 
 def __getattr__(name: str) -> Any:
@@ -65,18 +65,14 @@ def _of_worker() -> Methods:
     }
 
 
-def _with_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _with_runner(original: Callable[[Any], None], self: Any) -> None:
     """Override of a worker's `init_device`, which makes the model runner."""
+    from selfspec_cli.vllm_plugin import compat
 
-    @functools.wraps(original)
-    def init_device(self: Any) -> None:
-        from selfspec_cli.vllm_plugin import compat
-
-        compat.apply("worker")
-        original(self)
-        adopt(self.model_runner, self.use_v2_model_runner)
-
-    return init_device
+    compat.apply("worker")
+    original(self)
+    adopt(self.model_runner, self.use_v2_model_runner)
 
 
 def _of_v2_runner() -> Methods:

@@ -12,7 +12,6 @@ kernel (attention/).
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copi
 from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
 from selfspec_cli.vllm_plugin.weights.linear import multiplies_with_pytorch, on_own_weight
 from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers, shallow_copy
+from selfspec_cli.vllm_plugin.wrap import around
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
@@ -193,21 +193,17 @@ def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:
 # ---- what is done to a target right after it is loaded ---------------------------------------------------------------
 
 
-def after_loading(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def after_loading(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Override of a model runner's `load_model`: cut the target (method `skip`), or tap it (to fit exit heads)."""
+    original(self, *args, **kwargs)
+    settings, layers = settings_of(self.vllm_config), collects(self.vllm_config)
+    if settings is not None and not settings.verify:
+        _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
+    if layers:
+        from selfspec_cli.vllm_plugin.fitting.collect import Tap
 
-    @functools.wraps(original)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        settings, layers = settings_of(self.vllm_config), collects(self.vllm_config)
-        if settings is not None and not settings.verify:
-            _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
-        if layers:
-            from selfspec_cli.vllm_plugin.fitting.collect import Tap
-
-            Tap(self.get_model(), layers)
-
-    return load_model
+        Tap(self.get_model(), layers)
 
 
 def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:

@@ -1,5 +1,6 @@
 """Putting something in the place of an attribute, and taking it out again."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,22 @@ from typing import Any
 FAULTS_FOLDER = Path(__file__).parents[2] / "tests" / "packages" / "faults"
 """Of the faults that `--plant` plants, which a checkout has and the wheel has not."""
 Undo = Callable[[], None]
+Function = Callable[..., Any]
+
+
+def around(function: Function) -> Callable[[Function], Function]:
+    """`function(original, *arguments)` as what makes a replacement: it is given vLLM's function or method, and returns
+    what takes its place, which is called with `arguments`."""
+
+    @functools.wraps(function)
+    def make(original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return make
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:

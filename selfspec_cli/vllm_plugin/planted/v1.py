@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, around, wrap
 
 BIAS = 1.3
 
@@ -38,17 +38,15 @@ def last_draft_is_wrong(runner: Any) -> Undo:
     """However good drafts are, there is one in each round that should be rejected; and its keys and values are those of
     the token that is verified."""
 
-    def make(original: Any) -> Any:
-        def propose(*args: Any, **kwargs: Any) -> Any:
-            drafts = original(*args, **kwargs)
-            if isinstance(drafts, Tensor):  # of vLLM's own drafters
-                drafts[:, -1] = abs(drafts[:, -1] - 1)
-                return drafts
-            return [[*draft[:-1], abs(draft[-1] - 1)] if draft else draft for draft in drafts]
+    @around
+    def propose(original: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(*args, **kwargs)
+        if isinstance(drafts, Tensor):  # of vLLM's own drafters
+            drafts[:, -1] = abs(drafts[:, -1] - 1)
+            return drafts
+        return [[*draft[:-1], abs(draft[-1] - 1)] if draft else draft for draft in drafts]
 
-        return propose
-
-    return wrap(runner, "propose_draft_token_ids", make)
+    return wrap(runner, "propose_draft_token_ids", propose)
 
 
 def after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:

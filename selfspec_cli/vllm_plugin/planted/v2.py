@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, around, wrap
 
 BIAS = 1.3
 
@@ -62,19 +62,26 @@ def around_propose(
 ) -> Undo:
     """before: returns num_rejected as the draft loop is to see it."""
 
-    def make(original: Any) -> Any:
-        def propose(
-            batch: Any, a: Any, b: Any, c: Any, d: Any, sampled: Tensor, rejected: Tensor, *rest: Any, **more: Any
-        ) -> Tensor:
-            if more.get("dummy_run"):
-                return original(batch, a, b, c, d, sampled, rejected, *rest, **more)
-            drafts = original(batch, a, b, c, d, sampled, before(batch, sampled, rejected), *rest, **more)
-            after(drafts, batch, sampled, rejected)
-            return drafts
+    @around
+    def propose(
+        original: Any,
+        batch: Any,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
+        sampled: Tensor,
+        rejected: Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if more.get("dummy_run"):
+            return original(batch, a, b, c, d, sampled, rejected, *rest, **more)
+        drafts = original(batch, a, b, c, d, sampled, before(batch, sampled, rejected), *rest, **more)
+        after(drafts, batch, sampled, rejected)
+        return drafts
 
-        return propose
-
-    return wrap(runner.speculator, "propose", make)
+    return wrap(runner.speculator, "propose", propose)
 
 
 def after_verify(runner: Any, change: Callable[[Any, Any], None]) -> Undo:

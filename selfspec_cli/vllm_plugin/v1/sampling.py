@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.v1.processors import GREEDY
 from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
+from selfspec_cli.vllm_plugin.wrap import around
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import (
@@ -53,51 +54,50 @@ def mend_samplers(runner: Any) -> None:
         runner.rejection_sampler.sampler = runner.sampler
 
 
-def without_drafts(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+@around
+def without_drafts(
+    original: Callable[..., SamplerOutput],
+    self: Any,
+    metadata: SpecDecodeMetadata,
+    draft_probs: Tensor | None,
+    logits: Tensor,
+    sampling_metadata: SamplingMetadata,
+) -> SamplerOutput:
     """Override of `RejectionSampler.forward`: a step without drafts is sampled as without speculation.
 
     With a speculative configuration vLLM sends such a step through the rejection sampler too, which takes the largest
     of no rows where a request has `top_k` alone; the engine ends. `logprob_token_ids` it takes for another shape than
-    it makes, and ends as well, or leaves them out.
+    it makes, and ends as well, or leaves them out. logits: [drafted tokens + requests, vocabulary].
     """
-
-    def forward(
-        self: Any,
-        metadata: SpecDecodeMetadata,
-        draft_probs: Tensor | None,
-        logits: Tensor,
-        sampling_metadata: SamplingMetadata,
-    ) -> SamplerOutput:
-        """logits: [drafted tokens + requests, vocabulary]."""
-        if not any(metadata.num_draft_tokens):
-            rows = logits[metadata.bonus_logits_indices]
-            output: SamplerOutput = self.sampler(logits=rows, sampling_metadata=sampling_metadata)
-            return output
-        if chosen := sampling_metadata.logprob_token_ids:
-            sampler = _with_chosen_tokens(self.sampler, chosen, metadata.max_spec_len + 1)
-            self = shallow_copy(self, _modules={**self._modules, "sampler": sampler})
-            sampling_metadata = _asking_for_logprobs(sampling_metadata)
-        return original(self, metadata, draft_probs, logits, sampling_metadata)
-
-    return forward
+    if not any(metadata.num_draft_tokens):
+        rows = logits[metadata.bonus_logits_indices]
+        output: SamplerOutput = self.sampler(logits=rows, sampling_metadata=sampling_metadata)
+        return output
+    if chosen := sampling_metadata.logprob_token_ids:
+        sampler = _with_chosen_tokens(self.sampler, chosen, metadata.max_spec_len + 1)
+        self = shallow_copy(self, _modules={**self._modules, "sampler": sampler})
+        sampling_metadata = _asking_for_logprobs(sampling_metadata)
+    return original(self, metadata, draft_probs, logits, sampling_metadata)
 
 
-def chosen_tokens_beside_others(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+@around
+def chosen_tokens_beside_others(
+    original: Callable[..., SamplerOutput],
+    self: Any,
+    logits: Tensor,
+    sampling_metadata: SamplingMetadata,
+    *args: Any,
+    **kwargs: Any,
+) -> SamplerOutput:
     """Override of `Sampler.forward`: `logprob_token_ids` of one request leave the log-probabilities of the others.
 
     vLLM gives every request of the step what was chosen, so that those that asked for the likeliest get none.
+    logits: [requests, vocabulary].
     """
-
-    def forward(
-        self: Any, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
-    ) -> SamplerOutput:
-        """logits: [requests, vocabulary]."""
-        if chosen := sampling_metadata.logprob_token_ids:
-            self = _with_chosen_tokens(self, chosen, 1)
-            sampling_metadata = _asking_for_logprobs(sampling_metadata)
-        return original(self, logits, sampling_metadata, *args, **kwargs)
-
-    return forward
+    if chosen := sampling_metadata.logprob_token_ids:
+        self = _with_chosen_tokens(self, chosen, 1)
+        sampling_metadata = _asking_for_logprobs(sampling_metadata)
+    return original(self, logits, sampling_metadata, *args, **kwargs)
 
 
 def _asking_for_logprobs(metadata: SamplingMetadata) -> SamplingMetadata:
@@ -136,43 +136,41 @@ def _with_chosen_tokens(sampler: Any, chosen: Mapping[int, list[int]], rows: int
     return shallow_copy(sampler, gather_logprobs=gather_logprobs)
 
 
-def keep_seeds_of_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def keep_seeds_of_prompts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is.
 
     vLLM draws a token for it too, drops the token and rewinds the generator, which ends the engine on a CPU: generators
     there have no offset. So what is dropped is drawn without the seed.
     """
-
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type != "cpu":
-            return original(self, *args, **kwargs)
-        generators = self.input_batch.generators
-        inside = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        kept = {row: generators.pop(row) for row in inside if row in generators}
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            generators.update(kept)
-
-    return sample_tokens
+    if self.device.type != "cpu":
+        return original(self, *args, **kwargs)
+    generators = self.input_batch.generators
+    inside = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+    kept = {row: generators.pop(row) for row in inside if row in generators}
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        generators.update(kept)
 
 
-def bonus_token_after_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def bonus_token_after_drafts(
+    original: Callable[..., Tensor],
+    self: Any,
+    logits: Tensor,
+    sampling_metadata: SamplingMetadata,
+    predict_bonus_token: bool,
+) -> Tensor:
     """Override of `Sampler.apply_logits_processors`: `min_tokens` counts the drafts before a bonus token.
 
     vLLM forbids stop tokens for the bonus token wherever the round began before `min_tokens`. Where all drafts are
     accepted the request is longer by then, so it may pass over a stop token that plain decoding would take.
+    logits: [requests, vocabulary]; for a bonus token, those after the drafts of each request.
     """
-
-    def apply_logits_processors(
-        self: Any, logits: Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool
-    ) -> Tensor:
-        """logits: [requests, vocabulary]; for a bonus token, those behind the drafts of each request."""
-        if predict_bonus_token:
-            sampling_metadata = _with_drafts_counted(sampling_metadata)
-        return original(self, logits, sampling_metadata, predict_bonus_token)
-
-    return apply_logits_processors
+    if predict_bonus_token:
+        sampling_metadata = _with_drafts_counted(sampling_metadata)
+    return original(self, logits, sampling_metadata, predict_bonus_token)
 
 
 def _with_drafts_counted(metadata: SamplingMetadata) -> SamplingMetadata:

@@ -10,28 +10,25 @@ So requests with a budget are not drafted for (`processors.not_to_draft`), and e
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin.wrap import around
 
-def follow_budgets(original: Callable[..., None]) -> Callable[..., None]:
+
+@around
+def follow_budgets(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Override of the V1 runner's `initialize_kv_cache`, after which its batch is the one that serves requests."""
-
-    @functools.wraps(original)
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        batch = self.input_batch
-        theirs = batch.thinking_budget_state_holder
-        if theirs is not None:
-            kind, config = type(theirs), self.vllm_config.reasoning_config
-            budgets = Budgets(lambda: kind(config, 1, 0, self.device, False))
-            batch.thinking_budget_state_holder = batch.sampling_metadata.thinking_budget_state_holder = budgets
-
-    return initialize_kv_cache
+    original(self, *args, **kwargs)
+    batch = self.input_batch
+    theirs = batch.thinking_budget_state_holder
+    if theirs is not None:
+        kind, config = type(theirs), self.vllm_config.reasoning_config
+        budgets = Budgets(lambda: kind(config, 1, 0, self.device, False))
+        batch.thinking_budget_state_holder = batch.sampling_metadata.thinking_budget_state_holder = budgets
 
 
 @dataclass

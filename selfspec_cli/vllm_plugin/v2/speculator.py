@@ -35,6 +35,7 @@ from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_logger, set_forward_context
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
+from selfspec_cli.vllm_plugin.wrap import around
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
@@ -47,18 +48,17 @@ logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users co
 Init = Callable[["VllmConfig", torch.device, "RequestState"], Any]
 
 
-def init_with_early_exit(original: Init) -> Init:
+@around
+def init_with_early_exit(
+    original: Init, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+) -> Any:
     """Replacement for the V2 runner's `init_speculator`: early exit where it is configured, vLLM's own elsewhere."""
-
-    def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
-        if settings_of(vllm_config) is None:
-            return original(vllm_config, device, req_states)
-        require_runner(device.type, v2=True)
-        speculator = EarlyExitSpeculator(vllm_config, device, req_states)
-        verify_no_more_than(req_states, speculator.state.lengths)
-        return speculator
-
-    return init_speculator
+    if settings_of(vllm_config) is None:
+        return original(vllm_config, device, req_states)
+    require_runner(device.type, v2=True)
+    speculator = EarlyExitSpeculator(vllm_config, device, req_states)
+    verify_no_more_than(req_states, speculator.state.lengths)
+    return speculator
 
 
 class EarlyExitSpeculator(DraftLoop):

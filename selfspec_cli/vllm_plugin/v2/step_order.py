@@ -13,7 +13,6 @@ events around the loop, and how long the host takes from a step's tokens to the 
 that is not known, and where the loop is too short, the order is vLLM's.
 """
 
-import functools
 import math
 import statistics
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
+from selfspec_cli.vllm_plugin.wrap import around
 
 Method = Callable[..., Any]
 
@@ -217,12 +217,8 @@ def reader_of(engine: Any) -> Reader | None:
     return found
 
 
-def read_before_launching(original: Method) -> Method:
+@around
+def read_before_launching(original: Method, self: Any) -> Any:
     """Replacement for `EngineCore.step_with_batch_queue`."""
-
-    @functools.wraps(original)
-    def step_with_batch_queue(self: Any) -> Any:
-        reader = reader_of(self)
-        return original(self) if reader is None else reader.step(self, original)
-
-    return step_with_batch_queue
+    reader = reader_of(self)
+    return original(self) if reader is None else reader.step(self, original)

@@ -360,6 +360,7 @@ class DraftLoop(TargetDependentARSpeculator):
         num_speculative_steps: int,
     ) -> None:
         """The draft loop; everything in here is captured."""
+        rest = slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode, num_speculative_steps
 
         def step() -> None:
             if attn_metadata is not None:
@@ -367,15 +368,7 @@ class DraftLoop(TargetDependentARSpeculator):
                 for groups in self.attn_groups:
                     for group in groups:
                         group.update_draft_decode_metadata(attn_metadata)
-            self._one_step(
-                num_reqs,
-                num_tokens_padded,
-                attn_metadata,
-                slot_mappings,
-                num_tokens_across_dp,
-                cudagraph_runtime_mode,
-                num_speculative_steps,
-            )
+            self._one_step(num_reqs, num_tokens_padded, attn_metadata, *rest)
 
         if self._loop is not None and torch.cuda.is_current_stream_capturing():
             self._loop.capture(self.state.progress.active, step)

@@ -122,8 +122,8 @@ class Reader:
 
     def _first(self, scheduler: Any, future: Any, scheduled: Any) -> bool:
         """Whether the tokens of the step under way are read before the next step is launched."""
-        planner, requests = planner_of(scheduler), scheduler.requests
-        if planner is None or not planner.read_first or _event(future) is None:
+        requests = scheduler.requests
+        if planner_of(scheduler) is None or _event(future) is None:
             return False
         if not requests:
             return True  # there is nothing to launch

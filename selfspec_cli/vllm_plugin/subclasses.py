@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
 from selfspec_cli.vllm_plugin.wrap import around
 
@@ -25,9 +26,7 @@ def __getattr__(name: str) -> Any:
 
 def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """The scheduler of an engine whose user has named none. vLLM calls it in place of a class."""
-    from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler, Scheduler
-
-    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    base = vllm.AsyncScheduler if vllm_config.scheduler_config.async_scheduling else vllm.Scheduler
     return overriding(base, _of_scheduler())(vllm_config, *args, **kwargs)
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
 
 from selfspec_cli.early_exit.contexts import Context
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.refusals import refuse_context
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
-
 
 def kernel_for(
-    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig
+    context: Context, groups: Sequence[vllm.AttentionGroup], names: Set[str], vllm_config: vllm.VllmConfig
 ) -> ContextKernel | None:
     """What leaves blocks out for `context`; None for the whole context, where nothing has to.
 

@@ -6,24 +6,22 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.wrap import around
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import LogitsProcessors, SamplingMetadata, VllmConfig
 
 GREEDY = 1e-5  # vLLM's: a request at a lower temperature is greedy
 
 
 @around
 def build_all(
-    original: Callable[..., LogitsProcessors], vllm_config: VllmConfig, *args: Any, **kwargs: Any
-) -> LogitsProcessors:
+    original: Callable[..., vllm.LogitsProcessors], vllm_config: vllm.VllmConfig, *args: Any, **kwargs: Any
+) -> vllm.LogitsProcessors:
     """Replacement for `build_logitsprocs`: an engine with early exit has every processor of a plain one."""
     if settings_of(vllm_config) is None:
         return original(vllm_config, *args, **kwargs)
@@ -39,15 +37,13 @@ def build_all(
     return built
 
 
-def _custom(processors: LogitsProcessors) -> Iterator[Any]:
+def _custom(processors: vllm.LogitsProcessors) -> Iterator[Any]:
     """Processors that are not vLLM's own."""
     return (one for one in processors.all if not type(one).__module__.startswith("vllm."))
 
 
 def _by_request(processor: Any) -> bool:
-    from selfspec_cli.vllm_plugin.vllm_names import AdapterLogitsProcessor
-
-    return isinstance(processor, AdapterLogitsProcessor)
+    return isinstance(processor, vllm.AdapterLogitsProcessor)
 
 
 def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
@@ -70,7 +66,10 @@ def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
 
 @around
 def constrain_drafts(
-    original: Callable[..., Tensor], logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata
+    original: Callable[..., Tensor],
+    logits: Tensor,
+    cu_num_draft_tokens: Tensor,
+    sampling_metadata: vllm.SamplingMetadata,
 ) -> Tensor:
     """Replacement for `apply_sampling_constraints`: drafts are verified with the temperature, `top_k` and `top_p` of
     their request.
@@ -83,11 +82,9 @@ def constrain_drafts(
     given = sampling_metadata.temperature
     if logits.device.type != "cpu" or sampling_metadata.all_greedy or given is None:
         return original(logits, cu_num_draft_tokens, sampling_metadata)
-    from selfspec_cli.vllm_plugin.vllm_names import apply_top_k_top_p
-
     counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
     rows = torch.arange(len(counts)).repeat_interleave(counts)
     temperature = torch.where(given == 0, 1.0, given)[rows]
     top = [None if each is None else each[rows] for each in (sampling_metadata.top_k, sampling_metadata.top_p)]
-    constrained: Tensor = apply_top_k_top_p(logits.div_(temperature.unsqueeze(1)), *top)
+    constrained: Tensor = vllm.apply_top_k_top_p(logits.div_(temperature.unsqueeze(1)), *top)
     return constrained

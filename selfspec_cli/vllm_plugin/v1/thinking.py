@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.wrap import around
 
 
@@ -60,18 +61,14 @@ class Budgets:
 
     def sync_batch(self, batch_update: Any) -> None:
         """Follow requests that come, go and change rows, as vLLM's logits processors do."""
-        from selfspec_cli.vllm_plugin.vllm_names import process_dict_updates
-
-        process_dict_updates(self.followed, batch_update, self._beginning)
+        vllm.process_dict_updates(self.followed, batch_update, self._beginning)
 
     def _beginning(self, params: Any, prompt: list[int] | None, output: list[int]) -> Followed | None:
         """A new request; None for one without a budget."""
-        from selfspec_cli.vllm_plugin.vllm_names import BatchUpdate
-
         if params.thinking_token_budget is None:
             return None
         holder = self._alone()
-        holder.sync_batch(BatchUpdate(batch_size=1, removed=[], added=[(0, params, prompt, [])], moved=[]))
+        holder.sync_batch(vllm.BatchUpdate(batch_size=1, removed=[], added=[(0, params, prompt, [])], moved=[]))
         return Followed(holder)
 
     def update_state(

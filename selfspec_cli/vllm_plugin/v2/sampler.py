@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.wrap import around
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch, RejectionSampler, RequestState
 
 LENGTHS = "early_exit_lengths"
 """Attribute of an engine's `RequestState`, which its speculator is made with and its sampler knows: int32 [requests],
@@ -28,7 +26,7 @@ tokens that each request drafted in the last round. Another engine in the same p
 """
 
 
-def verify_no_more_than(requests: RequestState, lengths: Tensor) -> None:
+def verify_no_more_than(requests: vllm.RequestState, lengths: Tensor) -> None:
     """From now on, the engine of `requests` verifies of each request no more tokens than it drafted."""
     setattr(requests, LENGTHS, lengths)
 
@@ -46,9 +44,9 @@ def with_short_draft_sampler(original: Callable[..., None], self: Any, *args: An
 @around
 def with_short_drafts(
     original: Callable[..., Any],
-    self: RejectionSampler,
+    self: vllm.RejectionSampler,
     logits: Tensor,
-    input_batch: InputBatch,
+    input_batch: vllm.InputBatch,
     draft_logits: Tensor | None = None,
     invalid_drafts: Tensor | None = None,
 ) -> Any:
@@ -64,7 +62,7 @@ def with_short_drafts(
 
 @around
 def with_chosen_tokens(
-    original: Callable[..., Any], self: Any, logits: Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
+    original: Callable[..., Any], self: Any, logits: Tensor, input_batch: vllm.InputBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """Override of the V2 rejection sampler's `__call__`: a request gets the log-probabilities of the tokens that it
     chose also where drafts are verified. vLLM gives it the likeliest tokens there, or none."""
@@ -72,14 +70,12 @@ def with_chosen_tokens(
     most = sampler.logprob_token_ids_state.max_num_token_ids(requests)
     if not most:
         return original(self, logits, input_batch, *args, **kwargs)
-    from selfspec_cli.vllm_plugin.vllm_names import compute_topk_scores
-
     processed: list[Tensor] = []
     if sampler.logprobs_mode.startswith("processed"):
         self = copy.copy(self)
         self.sampler = _keeping(sampler, processed)
     output = original(self, logits, input_batch, *args, **kwargs)
-    output.logprobs_tensors = compute_topk_scores(
+    output.logprobs_tensors = vllm.compute_topk_scores(
         torch.cat(processed) if processed else logits,
         max(sampler.sampling_states.max_num_logprobs(requests), 0),  # negative where none are asked
         one_a_row(output.sampled_token_ids, output.num_sampled, input_batch.cu_num_logits, len(logits)),

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2 import step_times
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
@@ -67,10 +68,8 @@ def plan_drafts(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     most = self.scheduler_config.max_num_seqs
     self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
     if width != output.num_spec_tokens_to_schedule:
-        from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler
-
         output.num_spec_tokens_to_schedule = width
-        if isinstance(self, AsyncScheduler):
+        if isinstance(self, vllm.AsyncScheduler):
             _hand_out(width, (self.requests[name] for name in output.num_scheduled_tokens))
     return output
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.trunk import draft_of
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
@@ -50,17 +50,6 @@ from selfspec_cli.vllm_plugin.weights.replace import without_adapters
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        AttentionGroup,
-        BatchExecutionDescriptor,
-        BlockTables,
-        InputBuffers,
-        KVCacheConfig,
-        ModelState,
-        RequestState,
-        VllmConfig,
-    )
-
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 
@@ -71,7 +60,7 @@ class DraftLoop(TargetDependentARSpeculator):
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
+    def __init__(self, vllm_config: vllm.VllmConfig, device: torch.device, requests: vllm.RequestState) -> None:
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
@@ -95,7 +84,7 @@ class DraftLoop(TargetDependentARSpeculator):
         self._weights: Watch | None = None  # of the target, once it is loaded
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
 
-    def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
+    def _free(self, requests: vllm.RequestState) -> tuple[Free | None, Tensor | None]:
         """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round
         searches. Both are None without such drafts."""
         settings = self.settings
@@ -109,19 +98,13 @@ class DraftLoop(TargetDependentARSpeculator):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
+        """Take the layers that draft from the target, without adapters."""
         began = time.perf_counter()
-        target_model, settings = without_adapters(target_model), self.settings
-        self._target = target_model
-        fitted = fitted_for(settings, target_model, self.vllm_config)
-        self.model = first_layers(
-            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
-        )
-        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
+        self._target = target_model = without_adapters(target_model)
+        self.model, self.head, self._layer_names = draft_of(self.settings, target_model, self.vllm_config)
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         self.fused_step = fused_step(decoder, self.vllm_config, self.device)
         self._weights = Watch(target_model)
-        self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
@@ -139,11 +122,11 @@ class DraftLoop(TargetDependentARSpeculator):
 
     def set_attn(
         self,
-        model_state: ModelState,
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
-        target_input_buffers: InputBuffers,
-        target_attn_groups: list[list[AttentionGroup]],
+        model_state: vllm.ModelState,
+        kv_cache_config: vllm.KVCacheConfig,
+        block_tables: vllm.BlockTables,
+        target_input_buffers: vllm.InputBuffers,
+        target_attn_groups: list[list[vllm.AttentionGroup]],
     ) -> None:
         """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
 
@@ -287,7 +270,7 @@ class DraftLoop(TargetDependentARSpeculator):
     # ---- a round -----------------------------------------------------------------------------------------------------
 
     def _run_all_steps(
-        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+        self, num_reqs: int, steps: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
         if batch.cg_mode == CUDAGraphMode.FULL:
             assert self.decode_cudagraph_manager is not None
@@ -300,7 +283,7 @@ class DraftLoop(TargetDependentARSpeculator):
         self._all_steps(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
 
     def _run_step_by_step(
-        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+        self, num_reqs: int, steps: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
         for step in range(min(steps, self.settings.k)):
             metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
@@ -311,7 +294,7 @@ class DraftLoop(TargetDependentARSpeculator):
                 self._one_step(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
 
     def _metadata(
-        self, num_reqs: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
+        self, num_reqs: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
     ) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
         """Attention metadata and slots of one draft step, built on the host from device tensors."""
         if skip_attention:

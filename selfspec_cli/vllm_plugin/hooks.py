@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -21,9 +21,7 @@ from selfspec_cli.vllm_plugin.detection import (
     misspelt_method,
     request_in,
 )
-from selfspec_cli.vllm_plugin.wrap import around
-
-Function = Callable[..., Any]
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 
 @around
@@ -40,7 +38,9 @@ def early_exit_on_request(original: Function, self: Any, *args: Any, **kwargs: A
             raise
     if asks_for_no_layers(self):
         logging.getLogger("vllm.selfspec").warning("layer_skip = 0: early exit is off, the engine runs plain vLLM")
-        return original(_without_speculation(self), *args, **kwargs)
+        plain = copy.copy(self)  # the arguments that are given stay as they are
+        plain.speculative_config = plain.spec_method = plain.spec_model = plain.spec_tokens = None
+        return original(plain, *args, **kwargs)
     from selfspec_cli.vllm_plugin import compat
     from selfspec_cli.vllm_plugin.spec_config import understand_layer_skip
 
@@ -56,12 +56,6 @@ def _warn_of_old_variables() -> None:
     from selfspec_cli.early_exit.sprint_aliases import answer_for_environment
 
     logging.getLogger("vllm.selfspec").warning(answer_for_environment(os.environ))
-
-
-def _without_speculation(engine_args: Any) -> Any:
-    plain = copy.copy(engine_args)  # the arguments that are given stay as they are
-    plain.speculative_config = plain.spec_method = plain.spec_model = plain.spec_tokens = None
-    return plain
 
 
 def offer_methods(original: Function) -> Any:

@@ -236,7 +236,6 @@ class EarlyExitWorker:
         return self._early_exit_meter.stop()
 
     def early_exit_layers(self) -> int:
-        """Number of decoder layers of the loaded model."""
         return int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
 
     # ---- fitting ------------------------------------------------------------------------------------------------

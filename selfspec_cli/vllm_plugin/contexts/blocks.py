@@ -220,7 +220,6 @@ class Blocks(ContextKernel):
     def shortened(
         self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `ContextKernel.shortened`."""
         queries = self.queries if rows is None else self.queries[rows]
         used = -(-int(seq_lens.max()) // block_size)
         cache = self.layer.kv_cache

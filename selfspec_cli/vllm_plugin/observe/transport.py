@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,9 +22,8 @@ from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import LOGGER
 from selfspec_cli.vllm_plugin.v2.scheduling import learn_from_step, planner_of
-from selfspec_cli.vllm_plugin.wrap import around
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
-Method = Callable[..., Any]
 Numbers = dict[str, int]
 
 ATTRIBUTE = "early_exit_totals"
@@ -61,7 +60,7 @@ def flat(snapshot: Snapshot) -> Numbers:
 
 
 @around
-def attach(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+def attach(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of a model runner's `sample_tokens`: its answer also says what drafting counted. Not of the worker's,
     which Ray's executor leaves out."""
     answer = original(self, *args, **kwargs)
@@ -110,7 +109,7 @@ def _news_of(scheduler: Any) -> News | None:
 
 
 @around
-def send(original: Method, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+def send(original: Function, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """Override of `Scheduler.update_from_output`: the statistics of the step also say what drafting counted."""
     began = time.perf_counter()
     outputs = original(self, scheduler_output, model_runner_output)

@@ -212,5 +212,4 @@ class _Leaving(TorchFunctionMode):
 
     @staticmethod
     def on_device(tensor: Tensor) -> bool:
-        """Whether a tensor is not the host's."""
         return tensor.is_cuda

@@ -56,7 +56,6 @@ class Budgets:
         self.followed: dict[int, Followed] = {}  # by row of the batch
 
     def has_tracked_requests(self) -> bool:
-        """Whether any request has a budget."""
         return bool(self.followed)
 
     def sync_batch(self, batch_update: Any) -> None:

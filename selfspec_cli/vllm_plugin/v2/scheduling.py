@@ -4,7 +4,7 @@ the draft slots that this plans, and tells it what steps took and brought."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -13,9 +13,7 @@ from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2 import step_times
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
-from selfspec_cli.vllm_plugin.wrap import around
-
-Method = Callable[..., Any]
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 CHOICE = "early_exit_choice"
 """Attribute of a SchedulerOutput: the `Choice` that it was planned by. It travels to the workers with the output."""
@@ -25,7 +23,6 @@ _planners: WeakSet[WidthPlanner] = WeakSet()
 
 
 def planners_like(settings: ResolvedSettings) -> list[WidthPlanner]:
-    """The planners in this process of engines with these settings."""
     return [one for one in _planners if one.settings == settings]
 
 
@@ -50,14 +47,14 @@ def _new_planner(config: Any) -> WidthPlanner | None:
 
 
 @around
-def with_planner(original: Method, self: Any, *args: Any, **kwargs: Any) -> None:
+def with_planner(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replacement for `Scheduler.__init__`: a scheduler has its planner from its beginning."""
     original(self, *args, **kwargs)
     planner_of(self)
 
 
 @around
-def plan_drafts(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+def plan_drafts(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of `Scheduler.schedule`. vLLM plans as many slots as in the step before."""
     output, planner = original(self, *args, **kwargs), planner_of(self)
     if planner is None or not output.num_scheduled_tokens:
@@ -85,7 +82,13 @@ def _hand_out(width: int, requests: Iterable[Any]) -> None:
 
 @around
 def hear_verdicts(
-    original: Method, self: Any, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    original: Function,
+    self: Any,
+    stats: Any,
+    num_draft_tokens: int,
+    num_accepted_tokens: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Replacement for `Scheduler.make_spec_decoding_stats`, which is called for each request that had drafts."""
     planner = planner_of(self)

@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
-from selfspec_cli.vllm_plugin.wrap import around
-
-Method = Callable[..., Any]
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 SAMPLES = 16
 """Steps of one load after which its order is decided anew."""
@@ -101,7 +99,7 @@ class Reader:
         self._read = math.inf  # when the last tokens were
         self._paused = 0.0  # seconds since then in which the host could have launched
 
-    def step(self, engine: Any, original: Method) -> Any:
+    def step(self, engine: Any, original: Function) -> Any:
         """`EngineCore.step_with_batch_queue`, in this order or in vLLM's."""
         queue, scheduler = engine.batch_queue, engine.scheduler
         under_way = queue[-1] if queue else None  # at most one; it was launched last
@@ -218,7 +216,7 @@ def reader_of(engine: Any) -> Reader | None:
 
 
 @around
-def read_before_launching(original: Method, self: Any) -> Any:
+def read_before_launching(original: Function, self: Any) -> Any:
     """Replacement for `EngineCore.step_with_batch_queue`."""
     reader = reader_of(self)
     return original(self) if reader is None else reader.step(self, original)

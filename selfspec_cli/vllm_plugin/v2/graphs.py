@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, mixed_sizes, reach, widths
 from selfspec_cli.vllm_plugin.vllm_names import AttentionCGSupport, CUDAGraphMode, get_attn_cg_support
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor, ModelCudaGraphManager
+
 SHORT_ROWS = 64
 """Rows (tokens of a query, times the query heads of a KV head) for which FlashAttention 3 has smaller tiles; for 128 it
 has large ones. On an H200 a step of 31 queries of 5 tokens and one of 32, with two heads each, takes 41 us a layer with
@@ -44,7 +45,7 @@ def manager_of(config: Any) -> EveryWidth | None:
 _Manager: Any = object  # of vLLM's manager, which `with_every_width` puts beside the class below
 
 
-def with_every_width(original: type[vllm.ModelCudaGraphManager]) -> type[vllm.ModelCudaGraphManager]:
+def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGraphManager]:
     """Replacement for the V2 runner's `ModelCudaGraphManager`."""
     return type("EveryWidthManager", (EveryWidth, original), {})
 
@@ -55,13 +56,13 @@ class EveryWidth(_Manager):
     decode_query_len: int
     compilation_config: Any
     cudagraph_mode: CUDAGraphMode
-    graphs: dict[vllm.BatchExecutionDescriptor, Any]
+    graphs: dict[BatchExecutionDescriptor, Any]
     step: Mapping[str, int] | None = None  # tokens of each request in the step that is next to be dispatched
     any_step = False  # whether there are full graphs for mixed batches; known when they are captured
 
     def _init_candidates(self) -> None:
         """As the base class for each width in turn, and then together: full graphs before all others."""
-        self._planned: dict[CUDAGraphMode, dict[vllm.BatchExecutionDescriptor, None]] = {}
+        self._planned: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
         settings = settings_of(self.vllm_config)
         if settings is None or self.decode_query_len != settings.width + 1:
             return super()._init_candidates()
@@ -76,7 +77,7 @@ class EveryWidth(_Manager):
         self._plan(lambda one: one.uniform_token_count is None)
         self._keep(lambda one: True)
 
-    def _plan(self, wanted: Callable[[vllm.BatchExecutionDescriptor], bool], **instead: Any) -> None:
+    def _plan(self, wanted: Callable[[BatchExecutionDescriptor], bool], **instead: Any) -> None:
         """Take in what the base class plans with other values of these attributes."""
         kept = {name: getattr(self, name) for name in instead}
         self._set(instead)
@@ -105,7 +106,7 @@ class EveryWidth(_Manager):
         for candidates in self._candidates.values():
             candidates += [twins[one] for one in candidates if one in twins]
 
-    def _keep(self, wanted: Callable[[vllm.BatchExecutionDescriptor], bool]) -> None:
+    def _keep(self, wanted: Callable[[BatchExecutionDescriptor], bool]) -> None:
         """Capture these graphs alone. The widest is captured first, because its output holds all others."""
         for mode, found in self._planned.items():
             self._capture_descs[mode] = sorted(filter(wanted, found), key=lambda one: one.num_tokens, reverse=True)
@@ -157,7 +158,7 @@ class EveryWidth(_Manager):
         max_query_len: int | None = None,
         *arguments: Any,
         **more: Any,
-    ) -> vllm.BatchExecutionDescriptor:
+    ) -> BatchExecutionDescriptor:
         """vLLM does not say how long the queries of a mixed batch are, lest it be taken for a decode
         step; here that is known, and with these graphs it makes no difference."""
         if max_query_len is None and self.step and self.any_step:
@@ -168,7 +169,7 @@ class EveryWidth(_Manager):
         )
 
 
-def _decodes(one: vllm.BatchExecutionDescriptor) -> bool:
+def _decodes(one: BatchExecutionDescriptor) -> bool:
     """Whether a full graph is for decode steps alone."""
     return one.uniform_token_count is not None
 
@@ -194,7 +195,7 @@ def _heads_of_a_kv_head(config: Any) -> int:
     return int(model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel))
 
 
-def _rank(descriptor: vllm.BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:
+def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:
     """Full graphs before others; among them decode steps, then steps of short queries, then any steps."""
     return (
         descriptor.cg_mode != CUDAGraphMode.FULL,

@@ -26,7 +26,7 @@ from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
-from selfspec_cli.vllm_plugin.exit_head import TargetHead, fitted_for, load_exit_head
+from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
 from selfspec_cli.vllm_plugin.weights.experts import found_by_name, on_copied_experts
@@ -184,19 +184,6 @@ def attention_names(trunk: nn.Module, vllm_config: vllm.VllmConfig) -> set[str]:
     modules = {id(module) for layer in layers for module in layer.modules()}
     context = vllm_config.compilation_config.static_forward_context
     return {name for name, module in context.items() if id(module) in modules}
-
-
-def draft_of(
-    settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig
-) -> tuple[nn.Module, TargetHead, set[str]]:
-    """What drafts: the layers, the exit head, which alone is loaded from disk, and `attention_names`.
-
-    target: the model without adapters. On tensor-parallel ranks every rank must call it.
-    """
-    fitted = fitted_for(settings, target, vllm_config)
-    trunk = first_layers(target, settings.layer, vllm_config, settings.draft_weights, settings.skipped, fitted)
-    head = load_exit_head(settings, target, vllm_config, fitted)
-    return trunk, head, attention_names(trunk, vllm_config)
 
 
 # ---- what is done to a target right after it is loaded ---------------------------------------------------------------

@@ -20,6 +20,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import E4m3
 from selfspec_cli.vllm_plugin import trunk
 from selfspec_cli.vllm_plugin.decoder import decoder_of
+from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import experts, linear
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
@@ -36,16 +37,15 @@ FP8 = layer_skip(EXIT, K, draft_weights="fp8")
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The target's decoder and what the proposer made of it, under "target" and "trunk"."""
     found: dict[str, Any] = {}
-    original = trunk.first_layers
 
     def first_layers(model: nn.Module, *args: Any) -> nn.Module:
         before = {name: id(part) for name, part in model.named_modules()}
-        view = original(model, *args)
+        view = trunk.first_layers(model, *args)
         found.update(target=decoder_of(model), trunk=view.drafting_decoder)
         assert {name: id(part) for name, part in model.named_modules()} == before
         return view
 
-    monkeypatch.setattr(trunk, "first_layers", first_layers)
+    monkeypatch.setattr(v1_proposer, "first_layers", first_layers)
     return found
 
 

@@ -25,12 +25,13 @@ from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import draft_of
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
 from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
@@ -97,9 +98,14 @@ class _EarlyExit(DraftModelProposer):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Take the layers that draft from the target, without adapters."""
-        target = without_adapters(target_model)
-        self.model, self.head, self._layer_names = draft_of(self.settings, target, self.vllm_config)
+        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
+        target_model, settings = without_adapters(target_model), self.settings
+        fitted = fitted_for(settings, target_model, self.vllm_config)
+        self.model = first_layers(
+            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
+        )
+        self._layer_names = attention_names(self.model, self.vllm_config)
+        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
         self._weights = Watch(self.runner.get_model())
 
     def renew(self) -> None:

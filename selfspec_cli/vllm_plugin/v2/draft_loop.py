@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import draft_of
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
@@ -98,13 +99,19 @@ class DraftLoop(TargetDependentARSpeculator):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Take the layers that draft from the target, without adapters."""
+        """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
         began = time.perf_counter()
-        self._target = target_model = without_adapters(target_model)
-        self.model, self.head, self._layer_names = draft_of(self.settings, target_model, self.vllm_config)
+        target_model, settings = without_adapters(target_model), self.settings
+        self._target = target_model
+        fitted = fitted_for(settings, target_model, self.vllm_config)
+        self.model = first_layers(
+            target_model, settings.layer, self.vllm_config, settings.draft_weights, settings.skipped, fitted
+        )
+        self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         self.fused_step = fused_step(decoder, self.vllm_config, self.device)
         self._weights = Watch(target_model)
+        self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 

@@ -272,8 +272,8 @@ class EarlyExitSpeculator(DraftLoop):
         if self._warm:
             return
         self._warm = True
-        take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation
         if not self.settings.layers_draft:
+            take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])
             return
         began = time.perf_counter()
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
@@ -281,8 +281,9 @@ class EarlyExitSpeculator(DraftLoop):
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         logits, requests = self.head.copied, self.max_num_reqs
         # Ends before the first graph is captured, which no other thread may disturb.
-        ahead = compiled_ahead.beside(decoder, logits, requests, by_fused, self.device, ranks)
-        with ahead, set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            self._forward(num_tokens)
+        with compiled_ahead.beside(decoder, logits, requests, by_fused, self.device, ranks):
+            with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+                self._forward(num_tokens)
+            take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation
         compile_cache.count_times([self._target, self.model], self.vllm_config)
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)

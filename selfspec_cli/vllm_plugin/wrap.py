@@ -40,8 +40,13 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     return undo
 
 
-class Wrapped:
-    """In place of a sampler or a module: calls go to `call`, attributes are the original's."""
+def around_object(function: Function) -> Callable[[Any], Any]:
+    """As `around`, for what is called and is no function, such as a sampler or a module: its attributes stay."""
+    return lambda original: _Wrapped(original, functools.partial(function, original))
+
+
+class _Wrapped:
+    """Calls go to `call`, attributes are the original's."""
 
     def __init__(self, original: Any, call: Callable[..., Any]) -> None:
         self._original, self._call = original, call

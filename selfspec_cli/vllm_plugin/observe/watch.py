@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, around, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, around, around_object, wrap
 
 NO_DEVICE = "on the CPU the host is the device"
 NO_LOOP = "on the CPU the host ends the draft loop"
@@ -79,12 +79,10 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
         counts["finished_rows"] += sum(_ended_v1(runner, row) for row in drafted)
         return proposals
 
-    def trunk(original: Any) -> Any:
-        def forward(ids: Tensor, *args: Any, **more: Any) -> Any:
-            through[0] += len(ids)
-            return original(ids, *args, **more)
-
-        return Wrapped(original, forward)
+    @around_object
+    def trunk(original: Any, ids: Tensor, *args: Any, **more: Any) -> Any:
+        through[0] += len(ids)
+        return original(ids, *args, **more)
 
     def eager(*_: Any) -> None:
         counts["eager_steps"] += drafting[0]

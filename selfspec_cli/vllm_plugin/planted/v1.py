@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, around, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, around, around_object, wrap
 
 BIAS = 1.3
 
@@ -25,13 +25,11 @@ def accept_one_more(runner: Any) -> list[Undo]:
 def biased_sampler(runner: Any) -> list[Undo]:
     """Drafted positions of sampled requests are verified against a distribution that is too sharp."""
 
-    def make(original: Any) -> Any:
-        def verify(metadata: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
-            return original(metadata, draft_probs, logits if sampling.all_greedy else logits * BIAS, sampling)
+    @around_object
+    def verify(original: Any, metadata: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
+        return original(metadata, draft_probs, logits if sampling.all_greedy else logits * BIAS, sampling)
 
-        return Wrapped(original, verify)
-
-    return [wrap(runner, "rejection_sampler", make)]
+    return [wrap(runner, "rejection_sampler", verify)]
 
 
 def last_draft_is_wrong(runner: Any) -> Undo:
@@ -52,15 +50,13 @@ def last_draft_is_wrong(runner: Any) -> Undo:
 def after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:
     """change(sampled int32 [rows, k + 1] with -1 after the last token, drafts of each row) after each verify pass."""
 
-    def make(original: Any) -> Any:
-        def verify(metadata: Any, *args: Any) -> Any:
-            output = original(metadata, *args)
-            change(output.sampled_token_ids, ragged(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens))
-            return output
+    @around_object
+    def verify(original: Any, metadata: Any, *args: Any) -> Any:
+        output = original(metadata, *args)
+        change(output.sampled_token_ids, ragged(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens))
+        return output
 
-        return Wrapped(original, verify)
-
-    return wrap(runner, "rejection_sampler", make)
+    return wrap(runner, "rejection_sampler", verify)
 
 
 def ragged(flat: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:

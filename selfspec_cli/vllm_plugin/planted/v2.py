@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, around, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, around, around_object, wrap
 
 BIAS = 1.3
 
@@ -31,13 +31,11 @@ def accept_one_more(runner: Any) -> list[Undo]:
 def biased_sampler(runner: Any) -> list[Undo]:
     """Verified positions are sampled from a distribution that is too sharp; the most likely token stays that."""
 
-    def make(original: Any) -> Any:
-        def verify(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return original(logits * BIAS, *args, **kwargs)
+    @around_object
+    def verify(original: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(logits * BIAS, *args, **kwargs)
 
-        return Wrapped(original, verify)
-
-    return [wrap(runner, "rejection_sampler", make)]
+    return [wrap(runner, "rejection_sampler", verify)]
 
 
 def last_draft_is_wrong(runner: Any) -> Undo:
@@ -85,15 +83,13 @@ def around_propose(
 
 
 def after_verify(runner: Any, change: Callable[[Any, Any], None]) -> Undo:
-    def make(original: Any) -> Any:
-        def verify(logits: Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(logits, batch, *args, **kwargs)
-            change(output, batch)
-            return output
+    @around_object
+    def verify(original: Any, logits: Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(logits, batch, *args, **kwargs)
+        change(output, batch)
+        return output
 
-        return Wrapped(original, verify)
-
-    return wrap(runner, "rejection_sampler", make)
+    return wrap(runner, "rejection_sampler", verify)
 
 
 def verdict_of(runner: Any, output: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ from selfspec_cli.early_exit.head_metadata import (
     LEGACY_KIND,
     SUFFIX,
     HeadMetadata,
-    find_head,
+    head_file,
     legacy_layer,
     read_metadata,
     require_model,
@@ -77,11 +77,7 @@ def load_head(
     fingerprint, and passes that check. Tensors arrive on the CPU in the dtype they were saved in. Raises HeadError for
     a missing, truncated or foreign file, or a head fitted on another model, layer or shape.
     """
-    file = Path(path)
-    if file.is_dir():
-        if layer is None:
-            raise HeadError(f"{file} is a directory of heads; name a file in it, or a layer")
-        file = find_head(file, layer)
+    file = head_file(path, layer)
     if not file.is_file():
         raise HeadError(f"head {file} does not exist")
     if file.suffix == ".pt":

@@ -58,11 +58,6 @@ class DraftLog:
             raise SettingsError(closest(name, self.features, "logged statistic"))
         return self.statistics[:, :, self.features.index(name)]
 
-    def conditional_acceptance(self) -> list[float]:
-        """Acceptance at position 1..k given that all before it were accepted; ends where nothing was at stake."""
-        at_stake, taken = self.was_at_stake.sum(0).tolist(), (self.was_accepted & self.was_drafted).sum(0).tolist()
-        return [hits / reached for reached, hits in zip(at_stake, taken, strict=True) if reached]
-
     def choose(self, rounds: Tensor) -> DraftLog:
         """The log of some rounds: bool or indices [rounds]."""
         columns = ("statistics", "drafted", "accepted", "request")

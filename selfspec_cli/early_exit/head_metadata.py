@@ -173,12 +173,20 @@ def find_head(directory: str | os.PathLike[str], layer: int, spec: HeadSpec | No
     raise HeadError("; ".join([f"{root} has no head for {what_for}; it has {there or 'no head'}", *unreadable]))
 
 
+def head_file(path: str | os.PathLike[str], layer: int | None) -> Path:
+    """The file that a path names: itself, or in a directory of heads the one for `layer`. Raises HeadError."""
+    file = Path(path)
+    if not file.is_dir():
+        return file
+    if layer is None:
+        raise HeadError(f"{file} is a directory of heads; name a file in it, or a layer")
+    return find_head(file, layer)
+
+
 def spec_of(path: str | os.PathLike[str], layer: int | None = None) -> HeadSpec | None:
     """Which head a file holds, or a directory of heads for `layer`; None where that cannot be said."""
-    file = Path(path)
     try:
-        if file.is_dir():
-            return None if layer is None else spec_of(find_head(file, layer))
+        file = head_file(path, layer)
         return HeadSpec(LEGACY_KIND) if file.suffix == ".pt" else read_metadata(file).spec
     except SettingsError:
         return None

@@ -15,7 +15,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, check_threshold, number
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
-from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, read_metadata, spec_of
+from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_file, read_metadata, spec_of
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
 from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
@@ -311,9 +311,8 @@ def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int
     """
     if path is None or GATES[gate].key is None:
         return None
-    file = Path(path)
     try:
-        file = find_head(file, layer) if file.is_dir() and layer is not None else file
+        file = head_file(path, layer)
         metadata = metadata_of(file)
     except SettingsError:
         return None  # whoever loads the head says what is wrong

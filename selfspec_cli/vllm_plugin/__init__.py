@@ -3,7 +3,7 @@
 detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
 patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
 subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; overrides.py: how an engine
-                  gets them
+                  gets them, wrap.py: how each is written
 vllm_names.py     the names of vLLM that are imported
 releases/         the supported releases, how they differ, and which is installed; seams.toml is all that is used of
                   vLLM, and admission.py looks for it in the source (source.py) of an untried release

@@ -18,10 +18,10 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+
 if TYPE_CHECKING:
     from torch import nn
-
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 VARIABLE = "VLLM_USE_AOT_COMPILE"
 PLAIN_SIZES = "selfspec_plain_sizes"  # an attribute of the SpeculativeConfig, which workers get with it
@@ -32,13 +32,11 @@ def keep_on_cpu() -> None:
 
     Engine processes inherit the variable, and read it as they compile. A user's own setting wins.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-    if current_platform.is_cpu():
+    if vllm.current_platform.is_cpu():
         os.environ.setdefault(VARIABLE, "0")
 
 
-def remember_plain_sizes(config: VllmConfig, choose: Callable[[Any], Any]) -> None:
+def remember_plain_sizes(config: vllm.VllmConfig, choose: Callable[[Any], Any]) -> None:
     """Keep with `config` the sizes of graphs that it would have without speculation. choose: vLLM's way to choose them,
     which is about to be used on `config` itself."""
     plain = copy.copy(config)
@@ -48,7 +46,7 @@ def remember_plain_sizes(config: VllmConfig, choose: Callable[[Any], Any]) -> No
     object.__setattr__(config.speculative_config, PLAIN_SIZES, sizes)
 
 
-def as_plain(vllm_config: VllmConfig) -> VllmConfig:
+def as_plain(vllm_config: vllm.VllmConfig) -> vllm.VllmConfig:
     """A copy of an engine's configuration for what vLLM compiles: with the key of an engine without speculation."""
     plain = copy.copy(vllm_config)
     plain.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
@@ -59,31 +57,25 @@ def as_plain(vllm_config: VllmConfig) -> VllmConfig:
     return plain
 
 
-def share_with_plain(modules: Iterable[nn.Module], vllm_config: VllmConfig) -> None:
+def share_with_plain(modules: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
     """Have what vLLM will compile of a target compiled under the key of an engine without speculation. modules: from
     the target's root to its decoder.
 
     Call before the model's first forward; what is compiled already stays as it is."""
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        CompilationMode,
-        TorchCompileWithNoGuardsWrapper,
-        set_current_vllm_config,
-    )
-
-    if vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+    if vllm_config.compilation_config.mode != vllm.CompilationMode.VLLM_COMPILE:
         return
     for module in modules:
-        if not isinstance(module, TorchCompileWithNoGuardsWrapper) or module.do_not_compile:
+        if not isinstance(module, vllm.TorchCompileWithNoGuardsWrapper) or module.do_not_compile:
             continue
         if module.compiled or getattr(module, "aot_compiled_fn", None) is not None:
             continue
         plain = as_plain(module.vllm_config)
         module.vllm_config, module.compilation_config = plain, plain.compilation_config
-        with set_current_vllm_config(plain):
-            TorchCompileWithNoGuardsWrapper.__init__(module)
+        with vllm.set_current_vllm_config(plain):
+            vllm.TorchCompileWithNoGuardsWrapper.__init__(module)
 
 
-def count_times(models: Iterable[nn.Module], vllm_config: VllmConfig) -> None:
+def count_times(models: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
     """Add what these took to compile to what the engine says of its start; vLLM counts it by the configuration that it
     compiles with."""
     own = vllm_config.compilation_config

@@ -48,7 +48,6 @@ class Place:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What the loop runs over."""
         layers: nn.ModuleList = getattr(self.decoder, self.name)
         return layers
 
@@ -214,5 +213,4 @@ def _is_vocabulary(module: nn.Module) -> bool:
 
 
 def has_experts(part: nn.Module) -> bool:
-    """Whether a mixture of experts is in `part`."""
     return any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in part.modules())

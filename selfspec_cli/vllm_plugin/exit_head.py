@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,12 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model, output_projection
 from selfspec_cli.vllm_plugin.refusals import refuse_fitted_copies
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.shared import linear
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import ParallelLMHead, VllmConfig
 
 SAME_LOGITS = 0.02
 """Relative difference that rounding to 16 bits may make."""
@@ -46,15 +44,13 @@ class Projection:
     copied: tuple[CopiedWeight, Tensor | None] | None = None
 
 
-def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: VllmConfig) -> Projection:
+def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: vllm.VllmConfig) -> Projection:
     """By this rank's share of `count` rows and that of the others; every rank calls it together, and has all logits.
 
     rows: vLLM's ParallelLMHead (or one on copies). bias: [count] or None, kept whole.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import LogitsProcessor, set_current_vllm_config
-
-    with set_current_vllm_config(vllm_config):
-        gather = LogitsProcessor(count)
+    with vllm.set_current_vllm_config(vllm_config):
+        gather = vllm.LogitsProcessor(count)
 
     def logits(x: Tensor) -> Tensor:
         gathered_logits: Tensor = gather(rows, x)
@@ -66,13 +62,11 @@ def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: VllmConfig)
     return Projection(logits, list(copy.parameters()), bias, (copy, None))
 
 
-def split(weight: Tensor, vllm_config: VllmConfig) -> ParallelLMHead:
+def split(weight: Tensor, vllm_config: vllm.VllmConfig) -> vllm.ParallelLMHead:
     """This rank's share of `weight` [rows, hidden], which is the same on every rank."""
-    from selfspec_cli.vllm_plugin.vllm_names import ParallelLMHead, set_current_vllm_config
-
     rows, hidden = weight.shape
-    with set_current_vllm_config(vllm_config), torch.device(weight.device):
-        share = ParallelLMHead(rows, hidden, params_dtype=weight.dtype)
+    with vllm.set_current_vllm_config(vllm_config), torch.device(weight.device):
+        share = vllm.ParallelLMHead(rows, hidden, params_dtype=weight.dtype)
     share.weight_loader(share.weight, weight)
     share.quant_method.process_weights_after_loading(share)
     return share
@@ -83,9 +77,7 @@ def gathered(shard: Tensor, rows: int) -> Tensor:
 
     shard: this rank's rows, padded to the same number on every rank; padding is at the end of the whole.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import tensor_model_parallel_all_gather
-
-    return tensor_model_parallel_all_gather(shard.contiguous(), dim=0)[:rows]
+    return vllm.tensor_model_parallel_all_gather(shard.contiguous(), dim=0)[:rows]
 
 
 class TargetHead:
@@ -96,7 +88,7 @@ class TargetHead:
         head: ExitHead,
         target: nn.Module,
         vocab_size: int,
-        vllm_config: VllmConfig,
+        vllm_config: vllm.VllmConfig,
         draft_weights: str = "shared",
         fitted: FittedWeights | None = None,
     ) -> None:
@@ -117,7 +109,7 @@ class TargetHead:
                 old.copy_(tensor)
 
     def _bound_to(
-        self, target: nn.Module, vllm_config: VllmConfig, weights: DraftWeights, fitted: FittedWeights | None
+        self, target: nn.Module, vllm_config: vllm.VllmConfig, weights: DraftWeights, fitted: FittedWeights | None
     ) -> Projection | None:
         """What a draft step multiplies by for its logits; None for all that the target does to make its own."""
         head, vocab_size = self.head, self.vocab_size
@@ -147,7 +139,7 @@ class TargetHead:
         return Projection(lambda x: copy(x, bias), list(copy.parameters()), bias, (copy, bias))
 
     def _over_ranks(
-        self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: VllmConfig
+        self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: vllm.VllmConfig
     ) -> Projection:
         """The projection over tensor-parallel ranks, each with its share of the rows, or with copies of them.
 
@@ -209,7 +201,7 @@ class TargetHead:
 
 
 def load_exit_head(
-    settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig, fitted: FittedWeights | None = None
+    settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig, fitted: FittedWeights | None = None
 ) -> TargetHead:
     """The head that `settings` names, checked against this model and exit layer.
 
@@ -235,7 +227,7 @@ def load_exit_head(
     return TargetHead(head, target, vocab_size, vllm_config, settings.draft_weights, fitted)
 
 
-def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig) -> FittedWeights | None:
+def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig) -> FittedWeights | None:
     """The copies, made from data (`selfspec fit-weights`), that `settings` name, checked against this model; None where
     copies are rounded at load.
 
@@ -255,7 +247,7 @@ def embedding(target: nn.Module) -> Tensor:
     return weight
 
 
-def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
+def fingerprint(target: nn.Module, vllm_config: vllm.VllmConfig) -> str:
     """Names the loaded model: its shape, and a sample of its embedding (which no quantisation of vLLM's touches)."""
     config = vllm_config.model_config
     shape = config.hf_text_config.to_dict()

@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -21,34 +21,31 @@ from selfspec_cli.vllm_plugin.detection import (
     misspelt_method,
     request_in,
 )
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
-Function = Callable[..., Any]
 
-
-def early_exit_on_request(original: Function) -> Function:
+@around
+def early_exit_on_request(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replacement for `EngineArgs.create_speculative_config`: ours only where early exit is asked for."""
+    with suppress(Exception):  # a plain engine starts whatever the environment holds
+        _warn_of_old_variables()
+    if request_in(self) is None:
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            if (hint := misspelt_method(self)) is not None:
+                error.add_note(hint)
+            raise
+    if asks_for_no_layers(self):
+        logging.getLogger("vllm.selfspec").warning("layer_skip = 0: early exit is off, the engine runs plain vLLM")
+        plain = copy.copy(self)  # the arguments that are given stay as they are
+        plain.speculative_config = plain.spec_method = plain.spec_model = plain.spec_tokens = None
+        return original(plain, *args, **kwargs)
+    from selfspec_cli.vllm_plugin import compat
+    from selfspec_cli.vllm_plugin.spec_config import understand_layer_skip
 
-    @functools.wraps(original)
-    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # a plain engine starts whatever the environment holds
-            _warn_of_old_variables()
-        if request_in(self) is None:
-            try:
-                return original(self, *args, **kwargs)
-            except Exception as error:
-                if (hint := misspelt_method(self)) is not None:
-                    error.add_note(hint)
-                raise
-        if asks_for_no_layers(self):
-            logging.getLogger("vllm.selfspec").warning("layer_skip = 0: early exit is off, the engine runs plain vLLM")
-            return original(_without_speculation(self), *args, **kwargs)
-        from selfspec_cli.vllm_plugin import compat
-        from selfspec_cli.vllm_plugin.spec_config import understand_layer_skip
-
-        compat.apply("config")  # also what `register` left because its module was not imported yet
-        return understand_layer_skip(original)(self, *args, **kwargs)
-
-    return create_speculative_config
+    compat.apply("config")  # also what `register` left because its module was not imported yet
+    return understand_layer_skip(original, self, *args, **kwargs)
 
 
 @functools.cache
@@ -59,12 +56,6 @@ def _warn_of_old_variables() -> None:
     from selfspec_cli.early_exit.sprint_aliases import answer_for_environment
 
     logging.getLogger("vllm.selfspec").warning(answer_for_environment(os.environ))
-
-
-def _without_speculation(engine_args: Any) -> Any:
-    plain = copy.copy(engine_args)  # the arguments that are given stay as they are
-    plain.speculative_config = plain.spec_method = plain.spec_model = plain.spec_tokens = None
-    return plain
 
 
 def offer_methods(original: Function) -> Any:
@@ -82,48 +73,42 @@ def offer_methods(original: Function) -> Any:
     return staticmethod(add_cli_args)
 
 
-def capture_every_width(original: Function) -> Function:
+@around
+def capture_every_width(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replacement for `VllmConfig._set_cudagraph_sizes`: with early exit, graphs for larger steps too."""
+    if not carried_by(self):
+        return original(self, *args, **kwargs)
+    from selfspec_cli.vllm_plugin.compile_cache import remember_plain_sizes
+    from selfspec_cli.vllm_plugin.v2.sizes import capture_larger_steps
 
-    @functools.wraps(original)
-    def _set_cudagraph_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not carried_by(self):
-            return original(self, *args, **kwargs)
-        from selfspec_cli.vllm_plugin.compile_cache import remember_plain_sizes
-        from selfspec_cli.vllm_plugin.v2.sizes import capture_larger_steps
-
-        if self.speculative_config is not None:
-            remember_plain_sizes(self, original)
-        chosen = self.compilation_config
-        by_user = chosen.cudagraph_capture_sizes is not None or chosen.max_cudagraph_capture_size is not None
-        found = original(self, *args, **kwargs)
-        if not by_user:
-            capture_larger_steps(self)
-        return found
-
-    return _set_cudagraph_sizes
+    if self.speculative_config is not None:
+        remember_plain_sizes(self, original)
+    chosen = self.compilation_config
+    by_user = chosen.cudagraph_capture_sizes is not None or chosen.max_cudagraph_capture_size is not None
+    found = original(self, *args, **kwargs)
+    if not by_user:
+        capture_larger_steps(self)
+    return found
 
 
-def check_requests(original: Function) -> Function:
+@around
+def check_requests(
+    original: Function, self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Replacement for `SamplingParams.verify`: what a request asks of drafting is checked where it comes in. `min_p`
     and `logit_bias` are not refused, because early exit serves both."""
+    settings = getattr(speculative_config, SETTINGS_KEY, None)
+    if settings is None:
+        return original(self, model_config, speculative_config, *args, **kwargs)
+    from selfspec_cli.vllm_plugin.requests import check
 
-    @functools.wraps(original)
-    def verify(self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = getattr(speculative_config, SETTINGS_KEY, None)
-        if settings is None:
-            return original(self, model_config, speculative_config, *args, **kwargs)
-        from selfspec_cli.vllm_plugin.requests import check
-
-        check(self, settings)
-        if not (self.min_p or self.logit_bias):
-            return original(self, model_config, speculative_config, *args, **kwargs)
-        rest = copy.copy(self)  # what else vLLM refuses together with drafts
-        rest.min_p, rest.logit_bias = 0.0, None
-        original(rest, model_config, speculative_config, *args, **kwargs)
-        return original(self, model_config, None, *args, **kwargs)
-
-    return verify
+    check(self, settings)
+    if not (self.min_p or self.logit_bias):
+        return original(self, model_config, speculative_config, *args, **kwargs)
+    rest = copy.copy(self)  # what else vLLM refuses together with drafts
+    rest.min_p, rest.logit_bias = 0.0, None
+    original(rest, model_config, speculative_config, *args, **kwargs)
+    return original(self, model_config, None, *args, **kwargs)
 
 
 def answer_streamed_input(original: Function) -> Function:
@@ -146,15 +131,11 @@ def answer_streamed_input(original: Function) -> Function:
     return add_request
 
 
-def show_drafting(original: Function) -> Function:
+@around
+def show_drafting(original: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Replacement for `StatLoggerManager.__init__`: the metrics of an engine with early exit say what drafting did."""
+    original(self, vllm_config, *args, **kwargs)
+    if carried_by(vllm_config):
+        from selfspec_cli.vllm_plugin.observe.metrics import add_to
 
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        if carried_by(vllm_config):
-            from selfspec_cli.vllm_plugin.observe.metrics import add_to
-
-            add_to(self, vllm_config)
-
-    return __init__
+        add_to(self, vllm_config)

@@ -20,14 +20,6 @@ SWITCH = "TRITON_INTERPRET"
 """Environment variable of Triton's, read when a function is defined, so before Triton itself is imported."""
 
 
-class _AlwaysActive:
-    """In the place of a driver."""
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-
 def interpret_kernels() -> None:
     """Let vLLM find a Triton backend for CPUs in this process: one that is installed, or the interpreter.
 
@@ -48,7 +40,7 @@ def interpret_kernels() -> None:
 
     launch_quickly()
     behave_like_a_device()  # after the interpreter has put its own functions in place
-    backends["cpu"] = SimpleNamespace(driver=_AlwaysActive, compiler=None)
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
 def behave_like_a_device() -> None:

@@ -1,19 +1,11 @@
 """The gate of a running engine: its kind and threshold can change between any two rounds, without a reload."""
 
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import GATES, Rule, check_threshold
 from selfspec_cli.early_exit.gates.distribution import Distribution
-
-
-class Drafting(Protocol):
-    """The part of a round that a gate reads and writes. previous: its statistic at the step before, [n]; None at the
-    first. limits: what each request's statistic is compared with, [n]; None: with the gate's own limit."""
-
-    previous: Tensor | None
-    limits: Tensor | None
 
 
 class LiveGate:
@@ -33,10 +25,11 @@ class LiveGate:
     def _accept(self, rule: Rule) -> None:
         """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
 
-    def decide(self, logits: Tensor, state: Drafting) -> Tensor | None:
+    def decide(self, logits: Tensor, state: Any) -> Tensor | None:
         """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.
 
-        A cumulative statistic is kept in `state.previous`.
+        state: the round (v1/round.py), whose `limits` are compared with, and whose `previous` keeps a cumulative
+        statistic for the next step.
         """
         gate = self._computes
         if gate is None or gate.statistic is None:

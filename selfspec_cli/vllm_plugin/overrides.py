@@ -4,12 +4,10 @@ configuration."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.refusals import require_runner
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import EngineArgs, ParallelConfig
 
 Methods = Mapping[str, Callable[[Any], Any]]
 """Name of a method -> function of ours that gets the base's method and returns what overrides it."""
@@ -36,7 +34,7 @@ USUAL_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.
 """vLLM's worker for each kind of device that early exit runs on (refusals.py), as its platforms name it."""
 
 
-def name_in(args: EngineArgs, parallel: ParallelConfig) -> None:
+def name_in(args: vllm.EngineArgs, parallel: vllm.ParallelConfig) -> None:
     """Name our worker and scheduler in the arguments and in the configuration of an engine that will have early exit.
 
     In `args` too, because vLLM makes the scheduler's configuration from them later on. Raises SettingsError for a
@@ -48,9 +46,7 @@ def name_in(args: EngineArgs, parallel: ParallelConfig) -> None:
     elif not str(chosen).startswith(PLACE):
         args.scheduler_cls = subclass_of(chosen, SCHEDULER)
     if parallel.worker_cls == "auto":
-        from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-        device = str(current_platform.device_type)
+        device = str(vllm.current_platform.device_type)
         require_runner(device, None)
         parallel.worker_cls = subclass_of(USUAL_WORKERS[device], WORKER)
     elif not parallel.worker_cls.startswith(PLACE):

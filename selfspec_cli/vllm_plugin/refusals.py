@@ -6,15 +6,12 @@ Each function raises SettingsError. docs/limits.md has a row for every one (test
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, EngineArgs, ModelConfig
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 
 def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> None:
@@ -38,9 +35,7 @@ def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> Non
 
 def refuse_runner() -> None:
     """The runner that the environment asks for; one that vLLM falls back to is refused when the worker starts."""
-    from selfspec_cli.vllm_plugin.vllm_names import HAS_TRITON, current_platform, envs
-
-    require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER, HAS_TRITON)
+    require_runner(vllm.current_platform.device_type, vllm.envs.VLLM_USE_V2_MODEL_RUNNER, vllm.HAS_TRITON)
 
 
 NO_TARGETS = {
@@ -52,7 +47,7 @@ NO_TARGETS = {
 """Property of vLLM's ModelConfig that early exit cannot have -> why."""
 
 
-def refuse_model(target: ModelConfig) -> None:
+def refuse_model(target: vllm.ModelConfig) -> None:
     """What a draft would spoil or get wrong. A rejected draft leaves nothing in a KV cache that is ever read; it would
     have moved a recurrent state on for good."""
     if target.runner_type != "generate":
@@ -69,24 +64,22 @@ def refuse_model(target: ModelConfig) -> None:
             )
 
 
-def refuse_latents(target: ModelConfig, device: str | None = None) -> None:
+def refuse_latents(target: vllm.ModelConfig, device: str | None = None) -> None:
     """Keys and values that are latent vectors (MLA), on a CPU. device: where vLLM runs; None asks it.
 
     vLLM 0.32.0's backend CPU_MLA does not give the tokens of a verify pass what one token at a time gets: with n-gram
     drafts, vLLM's own, greedy output of a tiny DeepSeek-V2 parts from the baseline's in its first tokens. With
     VLLM_MLA_DISABLE=1, where such a model is no latent one for vLLM, it does so too.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
     latent = target.use_mla or target.is_deepseek_mla
-    if latent and (device or current_platform.device_type) == "cpu":
+    if latent and (device or vllm.current_platform.device_type) == "cpu":
         raise SettingsError(
             f"model {target.model} is not supported with early exit on a CPU: vLLM's latent attention (MLA) for CPUs "
             "is not right for several tokens at once, whoever drafted them; serve it without a speculative_config"
         )
 
 
-def refuse_adapters(args: EngineArgs, target: ModelConfig) -> None:
+def refuse_adapters(args: vllm.EngineArgs, target: vllm.ModelConfig) -> None:
     """Drafts leave adapters out (weights/shared.py), which cannot be done with those of experts."""
     if args.enable_lora and target.is_moe:
         raise SettingsError(
@@ -113,13 +106,11 @@ ONE_ONLY = {
 
 def refuse_gate(settings: ResolvedSettings) -> None:
     """A gate of another package may have no expression for CUDA; before the model is loaded is the time to say so."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-    if current_platform.is_cuda():
+    if vllm.current_platform.is_cuda():
         require_device(GATES[settings.gate.kind].rule(settings.threshold))
 
 
-def refuse_engine(args: EngineArgs) -> None:
+def refuse_engine(args: vllm.EngineArgs) -> None:
     """What no runner of ours can do is refused before anything starts, with what to do instead."""
     for name, (reason, instead) in ONE_ONLY.items():
         value = getattr(args, name)
@@ -165,19 +156,17 @@ NARROWER = ("sliding_window", "attention_chunk_size", "rswa_window")
 """Field of vLLM's FullAttentionSpec, or of a spec made from it, that is not None for attention to less than all."""
 
 
-def refuse_context(context: Context, groups: Iterable[AttentionGroup]) -> None:
+def refuse_context(context: Context, groups: Iterable[vllm.AttentionGroup]) -> None:
     """Drafts that attend to a part of the context read shortened block tables, which only attention to the whole
     context can take.
 
     groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import FullAttentionSpec
-
     if context.is_full:
         return
     drafting = list(groups)
     whole = all(
-        isinstance(group.kv_cache_spec, FullAttentionSpec)
+        isinstance(group.kv_cache_spec, vllm.FullAttentionSpec)
         and not any(getattr(group.kv_cache_spec, name, None) for name in NARROWER)
         for group in drafting
     )

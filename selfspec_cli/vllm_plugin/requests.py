@@ -9,6 +9,7 @@ from typing import Any
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 
 def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSettings:
@@ -31,6 +32,4 @@ def check(sampling_params: Any, settings: Mapping[str, Any]) -> None:
     try:
         RequestSettings.of(sampling_params.extra_args, ResolvedSettings.from_dict(settings))
     except SettingsError as error:
-        from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
-
-        raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+        raise vllm.VLLMValidationError(str(error), parameter="vllm_xargs") from error

@@ -6,13 +6,10 @@ request take less or more than their tokens. So a draft step needs one number a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 
 class DraftPositions:
@@ -21,7 +18,7 @@ class DraftPositions:
     shifts: int64 [most], what each request of a round is moved by; CUDA graphs read it, so it is filled in place.
     """
 
-    def __init__(self, vllm_config: VllmConfig, most: int, device: torch.device) -> None:
+    def __init__(self, vllm_config: vllm.VllmConfig, most: int, device: torch.device) -> None:
         """most: tokens of a step, or of the run in which vLLM measures memory."""
         model = vllm_config.model_config
         self.several = bool(model.uses_mrope)

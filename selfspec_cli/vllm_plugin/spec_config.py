@@ -14,7 +14,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec_cli.early_exit.defaults import completed
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
@@ -23,18 +23,10 @@ from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings, flat_head_warning, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
 from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, releases
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.target_facts import target_of
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        EngineArgs,
-        ModelConfig,
-        ParallelConfig,
-        SpeculativeConfig,
-        VllmConfig,
-    )
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
@@ -48,87 +40,85 @@ VLLM_KEYS = (
 """Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself; in every
 known release (see `vllm_keys`)."""
 
-Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "SpeculativeConfig | None"]
 
-
-def settings_of(vllm_config: VllmConfig) -> ResolvedSettings | None:
+def settings_of(vllm_config: vllm.VllmConfig) -> ResolvedSettings | None:
     """The early-exit settings that a worker's configuration carries, None if it has none."""
     spec = vllm_config.speculative_config
     data = _additional(vllm_config).get(SETTINGS_KEY) if spec is None else getattr(spec, SETTINGS_KEY, None)
     return None if data is None else ResolvedSettings.from_dict(data)
 
 
-def collects(vllm_config: VllmConfig) -> tuple[int, ...]:
+def collects(vllm_config: vllm.VllmConfig) -> tuple[int, ...]:
     """Exit layers whose hidden states are to be collected; empty for an engine that only generates."""
     return tuple(_additional(vllm_config).get(COLLECT_KEY, ()))
 
 
-def understand_layer_skip(original: Original) -> Original:
-    """Replacement for `EngineArgs.create_speculative_config`. The arguments that it is given stay as they are."""
+def understand_layer_skip(
+    original: Callable[..., vllm.SpeculativeConfig | None],
+    self: vllm.EngineArgs,
+    target_model_config: vllm.ModelConfig,
+    target_parallel_config: vllm.ParallelConfig,
+) -> vllm.SpeculativeConfig | None:
+    """What `EngineArgs.create_speculative_config` makes of a request for early exit. original: vLLM's own method. The
+    arguments that it is given stay as they are."""
+    set_strict(False)  # an engine before this one in the process may have been strict
+    overrides.name_in(self, target_parallel_config)
+    spec = _spec_of(self)
+    spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
+    if spec["method"] not in METHODS:
+        if "draft_weights" in spec:
+            raise SettingsError(
+                f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
+                f"{spec.get('method')!r} has no use for it; allowed with: layer_skip"
+            )
+        return original(self, target_model_config, target_parallel_config)
+    refusals.refuse_engine(self)
+    _refuse_keys(spec)
+    why = None
+    if spec["method"] == "layer_skip":
+        spec, why = completed(spec, target_of(self, target_model_config, target_parallel_config))
+    settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
+    set_strict(settings.strict)
+    if settings.verify:
+        refusals.refuse_runner()
+        refusals.refuse_model(target_model_config)
+        refusals.refuse_latents(target_model_config)
+        refusals.refuse_adapters(self, target_model_config)
+        refusals.refuse_gate(settings)
+    if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
+        from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
-    def create_speculative_config(
-        self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
-    ) -> SpeculativeConfig | None:
-        set_strict(False)  # an engine before this one in the process may have been strict
-        overrides.name_in(self, target_parallel_config)
-        spec = _spec_of(self)
-        spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
-        if spec["method"] not in METHODS:
-            if "draft_weights" in spec:
-                raise SettingsError(
-                    f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
-                    f"{spec.get('method')!r} has no use for it; allowed with: layer_skip"
-                )
-            return original(self, target_model_config, target_parallel_config)
-        refusals.refuse_engine(self)
-        _refuse_keys(spec)
-        why = None
-        if spec["method"] == "layer_skip":
-            spec, why = completed(spec, target_of(self, target_model_config, target_parallel_config))
-        settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
-        set_strict(settings.strict)
-        if settings.verify:
-            refusals.refuse_runner()
-            refusals.refuse_model(target_model_config)
-            refusals.refuse_latents(target_model_config)
-            refusals.refuse_adapters(self, target_model_config)
-            refusals.refuse_gate(settings)
-        if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
-            from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
+        require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
+        refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
+    if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded
+        from selfspec_cli.early_exit.draft_vocab import ids_of  # imports torch
 
-            require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
-            refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
-        if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded
-            from selfspec_cli.early_exit.draft_vocab import ids_of  # imports torch
+        ids_of(settings.vocab, target_model_config.get_vocab_size())
+    from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
 
-            ids_of(settings.vocab, target_model_config.get_vocab_size())
-        from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
-
-        compile_cache.keep_on_cpu()
-        logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
-        logger.info("selfspec: %s%s", in_words(settings, _num_layers(target_model_config)), f"; {why}" if why else "")
-        flat = flat_head_warning(settings.gate.kind, settings.head.path, settings.layer)
-        for warning in [*warnings_for(settings, target_model_config.get_vocab_size()), *([flat] if flat else [])]:
-            logger.warning(warning)
-        if not target_parallel_config.worker_extension_cls:
-            target_parallel_config.worker_extension_cls = WORKER_EXTENSION
-        if not settings.verify:
-            self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
-            return None
-        args = copy.copy(self)  # the original writes what it is given into the arguments
-        args.speculative_config = _as_draft_model(spec, settings, target_model_config)
-        args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
-        config = original(args, target_model_config, target_parallel_config)
-        assert config is not None
-        _draft_is_target(config, target_model_config)
-        object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
-        object.__setattr__(config, "__class__", EarlyExitConfig)
-        return config
-
-    return create_speculative_config
+    compile_cache.keep_on_cpu()
+    logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
+    logger.info("selfspec: %s%s", in_words(settings, _num_layers(target_model_config)), f"; {why}" if why else "")
+    flat = flat_head_warning(settings.gate.kind, settings.head.path, settings.layer)
+    for warning in [*warnings_for(settings, target_model_config.get_vocab_size()), *([flat] if flat else [])]:
+        logger.warning(warning)
+    if not target_parallel_config.worker_extension_cls:
+        target_parallel_config.worker_extension_cls = WORKER_EXTENSION
+    if not settings.verify:
+        self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
+        return None
+    args = copy.copy(self)  # the original writes what it is given into the arguments
+    args.speculative_config = _as_draft_model(spec, settings, target_model_config)
+    args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
+    config = original(args, target_model_config, target_parallel_config)
+    assert config is not None
+    _draft_is_target(config, target_model_config)
+    object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
+    object.__setattr__(config, "__class__", EarlyExitConfig)
+    return config
 
 
-def _spec_of(args: EngineArgs) -> dict[str, Any]:
+def _spec_of(args: vllm.EngineArgs) -> dict[str, Any]:
     """The speculative_config, with what vLLM's options --spec-method, --spec-model and --spec-tokens put into it.
 
     `vllm serve` accepts dashes in the keys of its JSON; so does the original.
@@ -146,12 +136,12 @@ def _spec_of(args: EngineArgs) -> dict[str, Any]:
     return spec
 
 
-def _additional(vllm_config: VllmConfig) -> Mapping[str, Any]:
+def _additional(vllm_config: vllm.VllmConfig) -> Mapping[str, Any]:
     config = vllm_config.additional_config
     return config if isinstance(config, Mapping) else {}
 
 
-def _num_layers(model_config: ModelConfig) -> int:
+def _num_layers(model_config: vllm.ModelConfig) -> int:
     return int(model_config.hf_text_config.num_hidden_layers)
 
 
@@ -164,10 +154,8 @@ def vllm_keys() -> tuple[str, ...]:
 
 def _refuse_keys(spec: Mapping[str, Any]) -> None:
     """Keys that vLLM knows and that would change nothing here."""
-    from selfspec_cli.vllm_plugin.vllm_names import SpeculativeConfig
-
     used = vllm_keys() if spec["method"] == "layer_skip" else ()
-    unused = {field.name for field in fields(SpeculativeConfig)}.difference(USER_KEYS, used)
+    unused = {field.name for field in fields(vllm.SpeculativeConfig)}.difference(USER_KEYS, used)
     for key, value in spec.items():
         if value is not None and key in unused:
             raise SettingsError(
@@ -176,7 +164,7 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
             )
 
 
-def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: ModelConfig) -> dict[str, Any]:
+def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: vllm.ModelConfig) -> dict[str, Any]:
     """vLLM's own keys, for a method that has no draft model; `_draft_is_target` makes the target the draft.
 
     Of a draft model vLLM reads the config anew and guesses the method from its name and its architecture: MiMo and
@@ -189,7 +177,7 @@ def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: Mo
     return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.width}
 
 
-def _draft_is_target(config: SpeculativeConfig, target: ModelConfig) -> None:
+def _draft_is_target(config: vllm.SpeculativeConfig, target: vllm.ModelConfig) -> None:
     """Make `config` that of vLLM's method `draft_model` whose draft has the target's own configuration."""
     config.method = "draft_model"
     config.prompt_lookup_min = config.prompt_lookup_max = 0

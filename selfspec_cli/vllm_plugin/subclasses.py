@@ -7,12 +7,13 @@ a worker has made its class. A class of the user's own is subclassed as vLLM's a
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
+from selfspec_cli.vllm_plugin.wrap import around
 
 
 def __getattr__(name: str) -> Any:
@@ -25,9 +26,7 @@ def __getattr__(name: str) -> Any:
 
 def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """The scheduler of an engine whose user has named none. vLLM calls it in place of a class."""
-    from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler, Scheduler
-
-    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    base = vllm.AsyncScheduler if vllm_config.scheduler_config.async_scheduling else vllm.Scheduler
     return overriding(base, _of_scheduler())(vllm_config, *args, **kwargs)
 
 
@@ -65,18 +64,14 @@ def _of_worker() -> Methods:
     }
 
 
-def _with_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _with_runner(original: Callable[[Any], None], self: Any) -> None:
     """Override of a worker's `init_device`, which makes the model runner."""
+    from selfspec_cli.vllm_plugin import compat
 
-    @functools.wraps(original)
-    def init_device(self: Any) -> None:
-        from selfspec_cli.vllm_plugin import compat
-
-        compat.apply("worker")
-        original(self)
-        adopt(self.model_runner, self.use_v2_model_runner)
-
-    return init_device
+    compat.apply("worker")
+    original(self)
+    adopt(self.model_runner, self.use_v2_model_runner)
 
 
 def _of_v2_runner() -> Methods:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec_cli.early_exit.defaults import Target
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import EngineArgs, ModelConfig, ParallelConfig
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 EXIT_LAYER = "early_exit_layer"
 """Key of a checkpoint's config.json: the layer after which it was trained to exit."""
@@ -16,9 +14,8 @@ FEW_BITS = ("awq", "gptq", "bitsandbytes", "mxfp4", "fp4", "gguf", "int4", "w4")
 """Parts of the names of quantisation methods that mean 4 bits or so where the config says nothing more."""
 
 
-def target_of(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) -> Target:
+def target_of(args: vllm.EngineArgs, model: vllm.ModelConfig, parallel: vllm.ParallelConfig) -> Target:
     """The facts of an engine that is about to start."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
     from selfspec_cli.vllm_plugin.weights.copied import facts_of
 
     config, ranks = model.hf_text_config, parallel.tensor_parallel_size
@@ -26,8 +23,8 @@ def target_of(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) ->
     parameters = linear_parameters(config) / ranks
     vocabulary = int(model.get_vocab_size())
     memory = left = None
-    if current_platform.is_cuda():
-        memory = float(current_platform.get_device_total_memory())
+    if vllm.current_platform.is_cuda():
+        memory = float(vllm.current_platform.get_device_total_memory())
         weights = parameters * bits / 8 + 4 * vocabulary * model.get_hidden_size() / ranks
         # With a cache of this size vLLM looks at no share of the memory, and copies take nothing from the cache.
         cache = args.kv_cache_memory_bytes

@@ -12,7 +12,6 @@ kernel (attention/).
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.view import as_text, drafting_layers
 from selfspec_cli.vllm_plugin import compile_cache
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
@@ -37,16 +37,16 @@ from selfspec_cli.vllm_plugin.weights.shared import (
     replace_in_layers,
     shallow_copy,
 )
+from selfspec_cli.vllm_plugin.wrap import around
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.vllm_plugin.vllm_names import CompilationConfig, InductorPass, VllmConfig
 
 
 def first_layers(
     model: nn.Module,
     layers: int,
-    vllm_config: VllmConfig,
+    vllm_config: vllm.VllmConfig,
     draft_weights: str = "shared",
     skipped: Sequence[int] = (),
     fitted: FittedWeights | None = None,
@@ -96,7 +96,7 @@ def first_layers(
 def layer_maker(
     model: nn.Module,
     layers: int,
-    vllm_config: VllmConfig,
+    vllm_config: vllm.VllmConfig,
     draft_weights: str = "shared",
     skipped: Sequence[int] = (),
     fitted: FittedWeights | None = None,
@@ -127,7 +127,7 @@ def _with_child(module: nn.Module, child: nn.Module, other: nn.Module, tag: str)
     return view
 
 
-def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> None:
+def _refuse_experts_by_order(decoder: nn.Module, vllm_config: vllm.VllmConfig) -> None:
     """Raises SettingsError where vLLM finds experts by the order in which layers ask, which a subset would break."""
     if has_experts(decoder) and not found_by_name() and vllm_config.compilation_config.fast_moe_cold_start:
         raise SettingsError(
@@ -137,7 +137,7 @@ def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> Non
 
 
 def _replacements(
-    draft_weights: str, vllm_config: VllmConfig, fitted: FittedWeights | None, kernels: Kernels | None
+    draft_weights: str, vllm_config: vllm.VllmConfig, fitted: FittedWeights | None, kernels: Kernels | None
 ) -> tuple[Make, Make | None]:
     """What makes the linear layers and activations, and the mixtures of experts (None: they stay the target's)."""
     kind, dtype = DRAFT_WEIGHTS[draft_weights], vllm_config.model_config.dtype
@@ -176,10 +176,8 @@ def _tag(layers: int, draft_weights: str, skipped: Sequence[int]) -> str:
     return f"first_{layers}_layers{without}" + (f"_{draft_weights}" if DRAFT_WEIGHTS[draft_weights].copies else "")
 
 
-def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: Kernels | None) -> None:
+def _compile_anew(trunk: nn.Module, tag: str, vllm_config: vllm.VllmConfig, kernels: Kernels | None) -> None:
     """Give the view its own torch.compile wrapper instead of the target's."""
-    from selfspec_cli.vllm_plugin.vllm_names import TorchCompileWithNoGuardsWrapper, set_current_vllm_config
-
     config = compile_cache.as_plain(vllm_config)
     # Two views of one model must not share an artifact in vLLM's compile cache.
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
@@ -192,20 +190,18 @@ def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: 
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False)
     state.update(vllm_config=config, compilation_config=compilation)  # by these an artifact on disk is found again
-    with set_current_vllm_config(config):
-        TorchCompileWithNoGuardsWrapper.__init__(trunk, compile_prefix=tag)
+    with vllm.set_current_vllm_config(config):
+        vllm.TorchCompileWithNoGuardsWrapper.__init__(trunk, compile_prefix=tag)
 
 
-def _add_pass(compilation: CompilationConfig, added: InductorPass | None) -> None:
+def _add_pass(compilation: vllm.CompilationConfig, added: vllm.InductorPass | None) -> None:
     """Have the graphs go through `added`, unless the user has given vLLM a pass: it takes one."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
     options = compilation.inductor_compile_config
-    if added is not None and current_platform.pass_key not in options:
-        compilation.inductor_compile_config = {**options, current_platform.pass_key: added}
+    if added is not None and vllm.current_platform.pass_key not in options:
+        compilation.inductor_compile_config = {**options, vllm.current_platform.pass_key: added}
 
 
-def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:
+def attention_names(trunk: nn.Module, vllm_config: vllm.VllmConfig) -> set[str]:
     """Names, as the KV cache knows them, of the attention modules in the layers that `trunk` runs."""
     layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
     modules = {id(module) for layer in layers for module in layer.modules()}
@@ -216,24 +212,20 @@ def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:
 # ---- what is done to a target right after it is loaded ---------------------------------------------------------------
 
 
-def after_loading(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def after_loading(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Override of a model runner's `load_model`: cut the target (method `skip`), or tap it (to fit exit heads)."""
+    original(self, *args, **kwargs)
+    settings, layers = settings_of(self.vllm_config), collects(self.vllm_config)
+    if settings is not None and not settings.verify:
+        _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
+    if layers:
+        from selfspec_cli.vllm_plugin.fitting.collect import Tap
 
-    @functools.wraps(original)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        settings, layers = settings_of(self.vllm_config), collects(self.vllm_config)
-        if settings is not None and not settings.verify:
-            _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
-        if layers:
-            from selfspec_cli.vllm_plugin.fitting.collect import Tap
-
-            Tap(self.get_model(), layers)
-
-    return load_model
+        Tap(self.get_model(), layers)
 
 
-def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:
+def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: vllm.VllmConfig) -> None:
     """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
 
     Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated

@@ -1,8 +1,9 @@
-"""`from selfspec_cli.vllm_plugin.vllm_names import NAME`: the names of vLLM that the plugin imports.
+"""`from selfspec_cli.vllm_plugin import vllm_names as vllm`, and `vllm.NAME`: the names of vLLM that the plugin uses.
 
-The plugin imports them from here and nowhere else, and releases/seams.toml has the module of each, so that a name that
-moves is looked up in one place. Nothing of vLLM is imported before a name is asked for. Names of modules that are only
-compared, or looked up in `sys.modules`, stay where they are used (worker.WORKERS).
+The plugin has them from here and nowhere else, and releases/seams.toml has the module of each, so that a name that
+moves is looked up in one place. Nothing of vLLM is imported before a name is asked for; a module that subclasses vLLM's
+classes, or asks in each step, imports the names themselves. Names of modules that are only compared, or looked up in
+`sys.modules`, stay where they are used (worker.WORKERS).
 """
 
 from __future__ import annotations

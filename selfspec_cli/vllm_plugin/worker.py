@@ -16,6 +16,7 @@ from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.settings import AUTO
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"))
 
@@ -40,9 +41,7 @@ def register_kernels_once() -> None:
     vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
     drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import dispatcher
-
-    original = dispatcher.register_kernels
+    original = vllm.dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):
         return
 
@@ -52,15 +51,14 @@ def register_kernels_once() -> None:
         if missing:
             original(missing)
 
-    dispatcher.register_kernels = missing_alone
+    vllm.dispatcher.register_kernels = missing_alone
 
 
 def _is_in_place(name: str) -> bool:
     """Whether a kernel, by its dotted name, is one of a platform's already."""
-    from selfspec_cli.vllm_plugin.vllm_names import KernelOverride
-
+    kind = vllm.KernelOverride
     try:
-        return isinstance(pkgutil.resolve_name(name), KernelOverride)
+        return isinstance(pkgutil.resolve_name(name), kind)
     except (ImportError, AttributeError):
         return False
 
@@ -241,7 +239,6 @@ class EarlyExitWorker:
         return self._early_exit_meter.stop()
 
     def early_exit_layers(self) -> int:
-        """Number of decoder layers of the loaded model."""
         return int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
 
     # ---- fitting ------------------------------------------------------------------------------------------------

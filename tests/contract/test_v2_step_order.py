@@ -1,7 +1,7 @@
 """vLLM's engine core with our order of reading and launching, over its own scheduler and a runner of arithmetic."""
 
 import queue
-from collections import defaultdict, deque
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from v2_engine import add, alternating, asked_of, crowd, engine_of
 
 from selfspec_cli.vllm_plugin.v2 import step_order
-from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Reader
 
 pytestmark = pytest.mark.contract
@@ -121,11 +120,9 @@ def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
     assert "late" in core.scheduler.requests
 
 
-@pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank", "read_first"])
-def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left, monkeypatch):
-    scheduler = make()
-    planner_of(scheduler).read_first = left != "read_first"
-    core, _ = engine_of(scheduler, True)
+@pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank"])
+def test_vllms_order_stays_where_ours_cannot_be_had(make, left):
+    core, _ = engine_of(make(), True)
     del core.early_exit_reader
     if left == "driver_worker":
         del core.model_executor.driver_worker
@@ -133,10 +130,7 @@ def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left,
         core.model_executor.driver_worker.model_runner.speculator = None
     if left == "one rank":
         core.vllm_config.parallel_config.world_size_across_dp = 2
-    reader = step_order.reader_of(core)
-    assert (reader is None) == (left != "read_first")
-    if reader is not None:
-        reader._orders = defaultdict(lambda: step_order.Order(first=True))
+    assert step_order.reader_of(core) is None
     add(core.scheduler, "one", 20, 60)
     run(core)
     assert core.log[:4] == ["launch", "launch", "read", "launch"]

@@ -194,8 +194,10 @@ def test_reader_and_import_agree_on_the_installed_release():
 
 
 def from_vllm(file: Path) -> Iterator[tuple[str, str]]:
-    """(name in our file, "module:name") of everything that a file imports from vLLM, for annotations too."""
+    """(name in our file, "module:name") of everything that a file has from vLLM, for annotations too."""
     for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "vllm" and node.attr in vllm_names.PLACES:
+            yield f"vllm.{node.attr}", vllm_names.PLACES[node.attr]
         if isinstance(node, ast.ImportFrom) and node.module == vllm_names.__name__:
             yield from ((alias.asname or alias.name, vllm_names.PLACES[alias.name]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
@@ -223,8 +225,8 @@ def calls_of_imported() -> Iterator[tuple[Path, ast.Call, str]]:
     for file in sorted(PACKAGE.rglob("*.py")):
         names = dict(from_vllm(file))
         for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-                yield file, node, names[node.func.id]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                yield file, node, names[ast.unparse(node.func)]
 
 
 @cache

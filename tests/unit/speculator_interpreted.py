@@ -23,6 +23,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.vllm_plugin import register
+from selfspec_cli.vllm_plugin.overrides import overriding
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
@@ -93,7 +94,7 @@ def verified(requests, invalid=None):
         expanded_idx_mapping=torch.tensor([0, 0, 0, 1, 1, 1]),
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32),
     )
-    found = with_short_drafts(Sampler)(requests)(None, batch, None, invalid)
+    found = overriding(Sampler, {"__call__": with_short_drafts})(requests)(None, batch, None, invalid)
     return None if found is None else found.int().tolist()
 
 

@@ -170,17 +170,10 @@ def test_a_pass_without_drafts_judges_nothing():
     assert len(DraftLog.from_plain(recorder.plain(), k=2).drafted) == 0
 
 
-def test_conditional_acceptance():
-    columns = torch.tensor([[3, 3, 2, 1], [3, 1, 0, 1], [0, 1, 0, 1]])  # four rounds of up to three tokens
-    log = DraftLog(torch.rand(4, 3, len(features())), *columns, features())
-    assert log.conditional_acceptance() == [3 / 4, 1 / 2, 1.0]
-
-
 def test_a_record_of_nothing_is_an_empty_log():
     log = DraftLog.from_plain(DraftRecorder().plain(), k=3)
     assert log.statistics.shape == (0, 3, len(features()))
     assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
-    assert log.conditional_acceptance() == []
 
 
 def test_a_record_goes_on_after_it_was_read():

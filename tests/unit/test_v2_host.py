@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.vllm_plugin.overrides import overriding
 from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
 from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
 
@@ -63,7 +64,7 @@ def test_an_engine_without_lengths_verifies_as_it_did():
             return given
 
     given = ("logits", "batch", "draft logits", "invalid drafts")
-    assert with_short_drafts(Original)()(*given) == given
+    assert overriding(Original, {"__call__": with_short_drafts})()(*given) == given
 
 
 # ---- the text of the statistics --------------------------------------------------------------------------------------

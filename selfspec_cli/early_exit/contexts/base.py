@@ -23,7 +23,6 @@ class DraftContext:
     kernels: str | None = None
 
     def form(self) -> str:
-        """How it is written."""
         return ":".join((self.name, *self.numbers))
 
     def attended(self, tokens: float, *values: int) -> float:

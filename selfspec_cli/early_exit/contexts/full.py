@@ -4,8 +4,6 @@ from selfspec_cli.early_exit.contexts.base import DraftContext
 
 
 class Full(DraftContext):
-    """A draft attends to what a plain step attends to."""
-
     name = "full"
     help = "all of the context"
 

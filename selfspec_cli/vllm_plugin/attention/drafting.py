@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+
 if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
     from selfspec_cli.vllm_plugin.weights.shared import Make
 
 OPERATOR = "selfspec::attend_once"
@@ -45,13 +46,11 @@ class OneQueryAttention(nn.Module):
         return out
 
 
-def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
+def on_one_query(vllm_config: vllm.VllmConfig, device: torch.device) -> Make | None:
     """For `shared.replace_in_layers`: puts one kernel in place of an `Attention` that it can stand in for.
 
     None where that is not possible for any layer.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import Attention, init_logger
-
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None
@@ -60,10 +59,10 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
     none_arrived(device)  # not first while a CUDA graph is captured
     stored = vllm_config.cache_config.cache_dtype
     if stored not in PLAIN:
-        init_logger("vllm.selfspec").info_once(OTHER, stored)
+        vllm.init_logger("vllm.selfspec").info_once(OTHER, stored)
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        return OneQueryAttention(module) if type(module) is Attention and is_plain(module) else None
+        return OneQueryAttention(module) if type(module) is vllm.Attention and is_plain(module) else None
 
     return make
 
@@ -90,18 +89,15 @@ def is_plain(attention: Any) -> bool:
 )
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> Tensor:
     from selfspec_cli.vllm_plugin.attention.one_query import attend, fits
-    from selfspec_cli.vllm_plugin.vllm_names import get_attention_context
 
-    metadata, layer, cache, slots = get_attention_context(layer_name)
+    metadata, layer, cache, slots = vllm.get_attention_context(layer_name)
     out = query.new_empty(len(query), query.shape[1] * query.shape[2])
     if metadata is None:  # vLLM's profiling run: there is no KV cache yet
         return out.zero_()
     count = min(len(query), len(metadata.seq_lens))
     known = fits(cache, key.shape[1], key.shape[2])
     if not known:
-        from selfspec_cli.vllm_plugin.vllm_names import init_logger
-
-        init_logger("vllm.selfspec").warning_once(UNKNOWN)
+        vllm.init_logger("vllm.selfspec").warning_once(UNKNOWN)
     if known and metadata.max_query_len == 1:
         attend(
             query[:count],

@@ -5,21 +5,22 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
 
 from selfspec_cli.early_exit.contexts import AUTO, Context
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.refusals import refuse_context
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
 
 logger = logging.getLogger("vllm.selfspec")
 
 
 def kernel_for(
-    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig, measures: bool
+    context: Context,
+    groups: Sequence[vllm.AttentionGroup],
+    names: Set[str],
+    vllm_config: vllm.VllmConfig,
+    measures: bool,
 ) -> ContextKernel | None:
     """What leaves blocks out for `context`; None for the whole context, where nothing has to.
 
@@ -39,7 +40,7 @@ def kernel_for(
 
 
 def _kernel(
-    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig
+    context: Context, groups: Sequence[vllm.AttentionGroup], names: Set[str], vllm_config: vllm.VllmConfig
 ) -> ContextKernel | None:
     refuse_context(context, groups)
     if context.kind.kernels is None:

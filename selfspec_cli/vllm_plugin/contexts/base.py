@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
 
 
 class ContextKernel:
@@ -26,9 +27,9 @@ class ContextKernel:
     are vLLM's attention groups of these layers, of one KV cache.
     """
 
-    groups: Sequence[AttentionGroup]
+    groups: Sequence[vllm.AttentionGroup]
     names: Set[str]
-    vllm_config: VllmConfig
+    vllm_config: vllm.VllmConfig
 
     def start(self) -> None:
         """Called once, when the above is set and before CUDA graphs are captured. Raises SettingsError for a model that

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.attention.drafting import PLAIN
 from selfspec_cli.vllm_plugin.contexts.base import ContextKernel, blocks_left_out
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
-
 BACKENDS = ("FLASH_ATTN", "CPU_ATTN")  # whose KV cache is known: [blocks, heads, tokens of a block, 2 * dim]
 DIGIT = 16  # a number that every type of a KV cache holds
 
@@ -221,7 +220,6 @@ class Blocks(ContextKernel):
     def shortened(
         self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `ContextKernel.shortened`."""
         queries = self.queries if rows is None else self.queries[rows]
         used = -(-int(seq_lens.max()) // block_size)
         cache = self.layer.kv_cache
@@ -285,7 +283,7 @@ class Blocks(ContextKernel):
         return places
 
 
-def kept_queries(layer: Any, vllm_config: VllmConfig) -> Tensor:
+def kept_queries(layer: Any, vllm_config: vllm.VllmConfig) -> Tensor:
     """Queries [tokens of a step, query heads, dim] of the last pass through an attention layer, which keeps them from
     now on."""
     impl = layer.impl

@@ -42,7 +42,6 @@ class Window(ContextKernel):
     def shortened(
         self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `ContextKernel.shortened`."""
         left_out = blocks_left_out(seq_lens, self.window, block_size)
         places = torch.arange(blocks.shape[1], device=blocks.device)
         moved = places + torch.where(places >= 1, left_out.unsqueeze(1), 0)

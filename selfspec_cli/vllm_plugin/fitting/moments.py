@@ -7,7 +7,7 @@ each distinct input, so for an 8B model with its feed-forward blocks about 30 GB
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights, weighted_error
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of
 from selfspec_cli.vllm_plugin.exit_head import fingerprint, plain_lm_head
 from selfspec_cli.vllm_plugin.weights.copied import plain_weight
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
 class Moments:
@@ -30,9 +28,7 @@ class Moments:
     compiled engine.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: VllmConfig) -> None:
-        from selfspec_cli.vllm_plugin.vllm_names import LinearBase
-
+    def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: vllm.VllmConfig) -> None:
         decoder_layers = layers_of(model)
         if any(map(has_experts, decoder_layers)):
             raise SettingsError("mixture-of-experts layers have no copies, so none can be fitted")
@@ -48,7 +44,7 @@ class Moments:
             f"layers.{i}.{name}": part
             for i in layers
             for name, part in decoder_layers[i].named_modules()
-            if isinstance(part, LinearBase)
+            if isinstance(part, vllm.LinearBase)
         }
         self.sums: dict[str, Tensor] = {}
         self._handles = [

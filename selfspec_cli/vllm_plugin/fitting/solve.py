@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.exit_head import TargetHead, embedding, fingerprint
 from selfspec_cli.vllm_plugin.fitting.collect import PIECE, Collector
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
 def save_all(
     model: nn.Module,
-    vllm_config: VllmConfig,
+    vllm_config: vllm.VllmConfig,
     folder: str,
     about: dict[str, Any],
     vocabularies: Mapping[str, list[int]],
@@ -74,7 +72,7 @@ def save_all(
 
 
 def _tested(
-    head: ExitHead, collector: Collector, layer: int, model: nn.Module, vllm_config: VllmConfig
+    head: ExitHead, collector: Collector, layer: int, model: nn.Module, vllm_config: vllm.VllmConfig
 ) -> dict[str, Any]:
     """How often the head, in the dtype and by the path that serve it, drafts on held-out text what the full model
     says."""

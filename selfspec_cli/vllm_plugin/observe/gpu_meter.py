@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+
 MIB = 2**20
 
 
@@ -41,9 +43,7 @@ class Meter:
         return figures
 
     def _open(self) -> None:
-        from selfspec_cli.vllm_plugin.vllm_names import pynvml
-
-        self._nvml = pynvml
+        self._nvml = pynvml = vllm.pynvml
         pynvml.nvmlInit()
         # CUDA and NVML may number the cards differently; a UUID is the same to both.
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.observe.transport import take_out
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import LOGGER
@@ -18,9 +19,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     StatLoggerManager,
     create_metric_per_engine,
 )
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import IterationStats, MultiModalCacheStats, SchedulerStats, VllmConfig
 
 NAME = "vllm:selfspec_"
 """Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.
@@ -84,7 +82,7 @@ class Copies:
         return warning
 
 
-def add_to(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
+def add_to(manager: StatLoggerManager, vllm_config: vllm.VllmConfig) -> None:
     """Show what drafting did beside vLLM's own metrics, where an engine drafts with its own layers.
 
     The logger comes first, so that it takes its numbers out before vLLM's look at what they came in.
@@ -98,7 +96,7 @@ def add_to(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
 class DraftingStatLogger(AggregateStatLoggerBase):
     """Counters of drafting, one for each engine. own: vLLM's logger, whose kinds of metrics and labels these share."""
 
-    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int], own: PrometheusStatLogger) -> None:
+    def __init__(self, vllm_config: vllm.VllmConfig, engine_indexes: list[int], own: PrometheusStatLogger) -> None:
         settings = settings_of(vllm_config)
         assert settings is not None
         # Prometheus's own, or Ray's.
@@ -141,9 +139,9 @@ class DraftingStatLogger(AggregateStatLoggerBase):
 
     def record(
         self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,
+        scheduler_stats: vllm.SchedulerStats | None,
+        iteration_stats: vllm.IterationStats | None,
+        mm_cache_stats: vllm.MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         """Called by vLLM for each step with statistics."""
@@ -162,7 +160,7 @@ class DraftingStatLogger(AggregateStatLoggerBase):
             self._counters["broken"][engine_idx].inc()
             logging.getLogger(LOGGER).warning(warning)
 
-    def _by_copies(self, numbers: Mapping[str, int], stats: SchedulerStats) -> tuple[int, int]:
+    def _by_copies(self, numbers: Mapping[str, int], stats: vllm.SchedulerStats) -> tuple[int, int]:
         """New drafts with a token of the model's own, and such tokens that were accepted. vLLM's count is of the step;
         ours come a moment later from a device, so the two are not mixed there."""
         verdicts = stats.spec_decoding_stats

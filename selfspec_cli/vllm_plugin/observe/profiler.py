@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+
 PREFIX = "selfspec."
 MOST = 40  # kernels of a profile
 
@@ -24,8 +26,6 @@ def annotate(runner: Any, drafter: Any) -> list[str]:
     CUDA graph replays as one launch, so a captured draft loop has no ranges inside. An engine that is annotated already
     keeps the ranges that it has.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import OutputProcessor
-
     places = [("verify", runner, "execute_model"), ("sample", runner, "sample_tokens"), ("draft", drafter, "propose")]
     places += [("logits", runner.get_model(), "compute_logits"), ("trunk", drafter, "_forward")]
     places.append(("head", getattr(drafter, "head", None), "logits"))
@@ -33,7 +33,7 @@ def annotate(runner: Any, drafter: Any) -> list[str]:
     places += [("gate", drafter, "_decide"), ("gate", drafter, "end_step")]
     methods = ("schedule", "update_from_output")
     places += [("schedule", kind, method) for kind in _schedulers() for method in methods if method in vars(kind)]
-    places.append(("detokenise", OutputProcessor, "process_outputs"))
+    places.append(("detokenise", vllm.OutputProcessor, "process_outputs"))
     existing = [(name, owner, method) for name, owner, method in places if hasattr(owner, method)]
     for name, owner, method in existing:
         function = getattr(owner, method)
@@ -45,9 +45,7 @@ def annotate(runner: Any, drafter: Any) -> list[str]:
 def _schedulers() -> list[type]:
     """No worker knows the engine's scheduler, so the class that every scheduler is made of gets the ranges, and every
     subclass that overrides a method."""
-    from selfspec_cli.vllm_plugin.vllm_names import Scheduler
-
-    kinds = [Scheduler]
+    kinds = [vllm.Scheduler]
     for kind in kinds:
         kinds += kind.__subclasses__()
     return kinds

@@ -11,11 +11,10 @@ that it knows. What is decoded there has the type of SchedulerStats itself, so f
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,8 +22,8 @@ from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import LOGGER
 from selfspec_cli.vllm_plugin.v2.scheduling import learn_from_step, planner_of
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
-Method = Callable[..., Any]
 Numbers = dict[str, int]
 
 ATTRIBUTE = "early_exit_totals"
@@ -60,26 +59,22 @@ def flat(snapshot: Snapshot) -> Numbers:
     return numbers
 
 
-def attach(original: Method) -> Method:
+@around
+def attach(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of a model runner's `sample_tokens`: its answer also says what drafting counted. Not of the worker's,
     which Ray's executor leaves out."""
-
-    @functools.wraps(original)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
-        landed = getattr(getattr(drafter, "counters", None), "landed", None)
-        if landed is not None and answer is not None:
-            totals = landed()
-            if totals and totals.get("nan_logits") and not vars(self).setdefault(WARNED, False):
-                setattr(self, WARNED, True)
-                logging.getLogger(LOGGER).warning(NAN_LOGITS)
-            output = getattr(answer, "model_runner_output", answer)  # of the V2 runner, that of a step under way
-            if totals is not None and getattr(output, "req_ids", None):  # not vLLM's shared empty output
-                setattr(output, ATTRIBUTE, flat(totals))
-        return answer
-
-    return sample_tokens
+    answer = original(self, *args, **kwargs)
+    drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
+    landed = getattr(getattr(drafter, "counters", None), "landed", None)
+    if landed is not None and answer is not None:
+        totals = landed()
+        if totals and totals.get("nan_logits") and not vars(self).setdefault(WARNED, False):
+            setattr(self, WARNED, True)
+            logging.getLogger(LOGGER).warning(NAN_LOGITS)
+        output = getattr(answer, "model_runner_output", answer)  # of the V2 runner, that of a step under way
+        if totals is not None and getattr(output, "req_ids", None):  # not vLLM's shared empty output
+            setattr(output, ATTRIBUTE, flat(totals))
+    return answer
 
 
 class News:
@@ -113,26 +108,22 @@ def _news_of(scheduler: Any) -> News | None:
     return _news[scheduler]
 
 
-def send(original: Method) -> Method:
+@around
+def send(original: Function, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """Override of `Scheduler.update_from_output`: the statistics of the step also say what drafting counted."""
-
-    @functools.wraps(original)
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        began = time.perf_counter()
-        outputs = original(self, scheduler_output, model_runner_output)
-        totals = getattr(model_runner_output, ATTRIBUTE, None)
-        learn_from_step(self, scheduler_output, totals, began)
-        found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
-        news, stats = _news_of(self), next(found, None)
-        # The scheduler's own numbers wait for the worker's, or for the last request: steps are to cost nothing.
-        if news is not None and stats is not None and (totals is not None or not self.requests):
-            planner, totals = planner_of(self), totals or {}
-            if planner is not None:
-                totals = totals | flat(planner.landed())
-            getattr(stats, CARRIER).update({PREFIX + name: number for name, number in news.since(totals).items()})
-        return outputs
-
-    return update_from_output
+    began = time.perf_counter()
+    outputs = original(self, scheduler_output, model_runner_output)
+    totals = getattr(model_runner_output, ATTRIBUTE, None)
+    learn_from_step(self, scheduler_output, totals, began)
+    found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
+    news, stats = _news_of(self), next(found, None)
+    # The scheduler's own numbers wait for the worker's, or for the last request: steps are to cost nothing.
+    if news is not None and stats is not None and (totals is not None or not self.requests):
+        planner, totals = planner_of(self), totals or {}
+        if planner is not None:
+            totals = totals | flat(planner.landed())
+        getattr(stats, CARRIER).update({PREFIX + name: number for name, number in news.since(totals).items()})
+    return outputs
 
 
 def take_out(stats: Any) -> Numbers:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, around, around_object, wrap
 
 NO_DEVICE = "on the CPU the host is the device"
 NO_LOOP = "on the CPU the host ends the draft loop"
@@ -54,41 +54,35 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
     counts, drafting, through = watch.counts, [False], [0]
     closed: set[int] = set()
 
-    def decide(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(state: Any, *args: Any) -> Any:
-            rows = state.rows.tolist()
-            counts["closed_rows"] += sum(row in closed for row in rows)
-            decided = original(state, *args)
-            if decided[2] is not None:
-                closed.update(row for row, open_ in zip(rows, decided[2].tolist(), strict=True) if not open_)
-            return decided
+    @around
+    def decide(original: Callable[..., Any], state: Any, *args: Any) -> Any:
+        rows = state.rows.tolist()
+        counts["closed_rows"] += sum(row in closed for row in rows)
+        decided = original(state, *args)
+        if decided[2] is not None:
+            closed.update(row for row, open_ in zip(rows, decided[2].tolist(), strict=True) if not open_)
+        return decided
 
-        return step
+    @around
+    def propose(original: Callable[..., Any], *args: Any, sampling_metadata: Any, **more: Any) -> Any:
+        before, through[0], drafting[0] = drafter.counters.drafted, 0, True
+        closed.clear()
+        try:
+            proposals = original(*args, sampling_metadata=sampling_metadata, **more)
+        finally:
+            drafting[0] = False
+        # A row that went through the layers and was not drafted for did work for nothing.
+        counts["closed_rows"] += through[0] - (drafter.counters.drafted - before)
+        if not sampling_metadata.all_greedy:
+            counts["sampled_rows"] += int((sampling_metadata.temperature > GREEDY_BELOW).sum())
+        drafted = [row for row, draft in enumerate(proposals) if draft]
+        counts["finished_rows"] += sum(_ended_v1(runner, row) for row in drafted)
+        return proposals
 
-    def propose(original: Callable[..., Any]) -> Callable[..., Any]:
-        def round_(*args: Any, sampling_metadata: Any, **more: Any) -> Any:
-            before, through[0], drafting[0] = drafter.counters.drafted, 0, True
-            closed.clear()
-            try:
-                proposals = original(*args, sampling_metadata=sampling_metadata, **more)
-            finally:
-                drafting[0] = False
-            # A row that went through the layers and was not drafted for did work for nothing.
-            counts["closed_rows"] += through[0] - (drafter.counters.drafted - before)
-            if not sampling_metadata.all_greedy:
-                counts["sampled_rows"] += int((sampling_metadata.temperature > GREEDY_BELOW).sum())
-            drafted = [row for row, draft in enumerate(proposals) if draft]
-            counts["finished_rows"] += sum(_ended_v1(runner, row) for row in drafted)
-            return proposals
-
-        return round_
-
-    def trunk(original: Any) -> Any:
-        def forward(ids: Tensor, *args: Any, **more: Any) -> Any:
-            through[0] += len(ids)
-            return original(ids, *args, **more)
-
-        return Wrapped(original, forward)
+    @around_object
+    def trunk(original: Any, ids: Tensor, *args: Any, **more: Any) -> Any:
+        through[0] += len(ids)
+        return original(ids, *args, **more)
 
     def eager(*_: Any) -> None:
         counts["eager_steps"] += drafting[0]
@@ -120,35 +114,31 @@ def _watch_v2(runner: Any, speculator: Any, watch: Watch) -> list[Undo]:
     if not on_device:
         watch.absent |= dict.fromkeys(("host_synchronisations", "allocations", "host_copies"), NO_DEVICE)
 
-    def propose(original: Callable[..., Any]) -> Callable[..., Any]:
-        def round_(*arguments: Any, **more: Any) -> Any:
-            if more.get("dummy_run"):
-                return original(*arguments, **more)
-            replays[0] = 0
-            with _counted(counts) if on_device else ExitStack():
-                drafts = original(*arguments, **more)
-            batch, rejected, temperature = (arguments[place] for place in PLACES)
-            _after_round(speculator, batch, rejected, counts, replays[0])
-            slots = batch.idx_mapping[: batch.num_reqs]
-            counts["sampled_rows"] += int((temperature[slots] > GREEDY_BELOW).sum())
-            return drafts
+    @around
+    def propose(original: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        if more.get("dummy_run"):
+            return original(*arguments, **more)
+        replays[0] = 0
+        with _counted(counts) if on_device else ExitStack():
+            drafts = original(*arguments, **more)
+        batch, rejected, temperature = (arguments[place] for place in PLACES)
+        _after_round(speculator, batch, rejected, counts, replays[0])
+        slots = batch.idx_mapping[: batch.num_reqs]
+        counts["sampled_rows"] += int((temperature[slots] > GREEDY_BELOW).sum())
+        return drafts
 
-        return round_
+    @around
+    def replay(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        replays[0] += 1
+        return original(*args, **more)
 
-    def replay(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **more: Any) -> Any:
-            replays[0] += 1
-            return original(*args, **more)
-
-        return run
-
-    def dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
-        def choose(num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **more: Any) -> Any:
-            chosen = original(num_reqs, num_tokens, uniform, *args, **more)
-            counts["eager_steps"] += uniform is not None and chosen.cg_mode == CUDAGraphMode.NONE
-            return chosen
-
-        return choose
+    @around
+    def dispatch(
+        original: Callable[..., Any], num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **more: Any
+    ) -> Any:
+        chosen = original(num_reqs, num_tokens, uniform, *args, **more)
+        counts["eager_steps"] += uniform is not None and chosen.cg_mode == CUDAGraphMode.NONE
+        return chosen
 
     undo = [wrap(speculator, "propose", propose)]
     if speculator.decode_cudagraph_manager is not None:
@@ -177,12 +167,10 @@ def _counted(counts: Counter[str]) -> Iterator[None]:
 
     thread = threading.get_ident()
 
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(*args: Any, **more: Any) -> Any:
-            counts["host_synchronisations"] += threading.get_ident() == thread
-            return original(*args, **more)
-
-        return wait
+    @around
+    def counted(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        counts["host_synchronisations"] += threading.get_ident() == thread
+        return original(*args, **more)
 
     before, mode = _allocated(), torch.cuda.get_sync_debug_mode()
     with ExitStack() as stack:
@@ -222,5 +210,4 @@ class _Leaving(TorchFunctionMode):
 
     @staticmethod
     def on_device(tensor: Tensor) -> bool:
-        """Whether a tensor is not the host's."""
         return tensor.is_cuda

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, around, around_object, wrap
 
 BIAS = 1.3
 
@@ -25,44 +25,38 @@ def accept_one_more(runner: Any) -> list[Undo]:
 def biased_sampler(runner: Any) -> list[Undo]:
     """Drafted positions of sampled requests are verified against a distribution that is too sharp."""
 
-    def make(original: Any) -> Any:
-        def verify(metadata: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
-            return original(metadata, draft_probs, logits if sampling.all_greedy else logits * BIAS, sampling)
+    @around_object
+    def verify(original: Any, metadata: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
+        return original(metadata, draft_probs, logits if sampling.all_greedy else logits * BIAS, sampling)
 
-        return Wrapped(original, verify)
-
-    return [wrap(runner, "rejection_sampler", make)]
+    return [wrap(runner, "rejection_sampler", verify)]
 
 
 def last_draft_is_wrong(runner: Any) -> Undo:
     """However good drafts are, there is one in each round that should be rejected; and its keys and values are those of
     the token that is verified."""
 
-    def make(original: Any) -> Any:
-        def propose(*args: Any, **kwargs: Any) -> Any:
-            drafts = original(*args, **kwargs)
-            if isinstance(drafts, Tensor):  # of vLLM's own drafters
-                drafts[:, -1] = abs(drafts[:, -1] - 1)
-                return drafts
-            return [[*draft[:-1], abs(draft[-1] - 1)] if draft else draft for draft in drafts]
+    @around
+    def propose(original: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(*args, **kwargs)
+        if isinstance(drafts, Tensor):  # of vLLM's own drafters
+            drafts[:, -1] = abs(drafts[:, -1] - 1)
+            return drafts
+        return [[*draft[:-1], abs(draft[-1] - 1)] if draft else draft for draft in drafts]
 
-        return propose
-
-    return wrap(runner, "propose_draft_token_ids", make)
+    return wrap(runner, "propose_draft_token_ids", propose)
 
 
 def after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:
     """change(sampled int32 [rows, k + 1] with -1 after the last token, drafts of each row) after each verify pass."""
 
-    def make(original: Any) -> Any:
-        def verify(metadata: Any, *args: Any) -> Any:
-            output = original(metadata, *args)
-            change(output.sampled_token_ids, ragged(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens))
-            return output
+    @around_object
+    def verify(original: Any, metadata: Any, *args: Any) -> Any:
+        output = original(metadata, *args)
+        change(output.sampled_token_ids, ragged(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens))
+        return output
 
-        return Wrapped(original, verify)
-
-    return wrap(runner, "rejection_sampler", make)
+    return wrap(runner, "rejection_sampler", verify)
 
 
 def ragged(flat: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:

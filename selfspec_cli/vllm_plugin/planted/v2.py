@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
+from selfspec_cli.vllm_plugin.wrap import Undo, around, around_object, wrap
 
 BIAS = 1.3
 
@@ -31,13 +31,11 @@ def accept_one_more(runner: Any) -> list[Undo]:
 def biased_sampler(runner: Any) -> list[Undo]:
     """Verified positions are sampled from a distribution that is too sharp; the most likely token stays that."""
 
-    def make(original: Any) -> Any:
-        def verify(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return original(logits * BIAS, *args, **kwargs)
+    @around_object
+    def verify(original: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(logits * BIAS, *args, **kwargs)
 
-        return Wrapped(original, verify)
-
-    return [wrap(runner, "rejection_sampler", make)]
+    return [wrap(runner, "rejection_sampler", verify)]
 
 
 def last_draft_is_wrong(runner: Any) -> Undo:
@@ -62,31 +60,36 @@ def around_propose(
 ) -> Undo:
     """before: returns num_rejected as the draft loop is to see it."""
 
-    def make(original: Any) -> Any:
-        def propose(
-            batch: Any, a: Any, b: Any, c: Any, d: Any, sampled: Tensor, rejected: Tensor, *rest: Any, **more: Any
-        ) -> Tensor:
-            if more.get("dummy_run"):
-                return original(batch, a, b, c, d, sampled, rejected, *rest, **more)
-            drafts = original(batch, a, b, c, d, sampled, before(batch, sampled, rejected), *rest, **more)
-            after(drafts, batch, sampled, rejected)
-            return drafts
+    @around
+    def propose(
+        original: Any,
+        batch: Any,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
+        sampled: Tensor,
+        rejected: Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if more.get("dummy_run"):
+            return original(batch, a, b, c, d, sampled, rejected, *rest, **more)
+        drafts = original(batch, a, b, c, d, sampled, before(batch, sampled, rejected), *rest, **more)
+        after(drafts, batch, sampled, rejected)
+        return drafts
 
-        return propose
-
-    return wrap(runner.speculator, "propose", make)
+    return wrap(runner.speculator, "propose", propose)
 
 
 def after_verify(runner: Any, change: Callable[[Any, Any], None]) -> Undo:
-    def make(original: Any) -> Any:
-        def verify(logits: Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(logits, batch, *args, **kwargs)
-            change(output, batch)
-            return output
+    @around_object
+    def verify(original: Any, logits: Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(logits, batch, *args, **kwargs)
+        change(output, batch)
+        return output
 
-        return Wrapped(original, verify)
-
-    return wrap(runner, "rejection_sampler", make)
+    return wrap(runner, "rejection_sampler", verify)
 
 
 def verdict_of(runner: Any, output: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

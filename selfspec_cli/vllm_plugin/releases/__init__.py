@@ -138,7 +138,6 @@ def _commands(distributions: tuple[str, ...]) -> str:
 
 
 def own_version() -> str:
-    """The version of selfspec itself."""
     from selfspec_cli import __version__
 
     return __version__

@@ -39,7 +39,6 @@ class Source:
         return next((Path(each) for each in (f"{path}.py", f"{path}/__init__.py") if os.path.isfile(each)), None)
 
     def text(self, module: str) -> str:
-        """The source of a module."""
         file = self.file(module)
         assert file is not None, f"there is no module {module}"
         return file.read_bytes().decode()

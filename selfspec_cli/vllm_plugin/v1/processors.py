@@ -6,48 +6,44 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import LogitsProcessors, SamplingMetadata, VllmConfig
+from selfspec_cli.vllm_plugin.wrap import around
 
 GREEDY = 1e-5  # vLLM's: a request at a lower temperature is greedy
 
 
-def build_all(original: Callable[..., LogitsProcessors]) -> Callable[..., LogitsProcessors]:
+@around
+def build_all(
+    original: Callable[..., vllm.LogitsProcessors], vllm_config: vllm.VllmConfig, *args: Any, **kwargs: Any
+) -> vllm.LogitsProcessors:
     """Replacement for `build_logitsprocs`: an engine with early exit has every processor of a plain one."""
-
-    def build_logitsprocs(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> LogitsProcessors:
-        if settings_of(vllm_config) is None:
-            return original(vllm_config, *args, **kwargs)
-        plain = copy.copy(vllm_config)
-        plain.speculative_config = None
-        built = original(plain, *args, **kwargs)
-        if whole := [type(one).__name__ for one in _custom(built) if not _by_request(one)]:
-            logging.getLogger("vllm.selfspec").warning(
-                "nothing is drafted beside the logits processors %s, which act on whole batches; requests that an "
-                "AdapterLogitsProcessor leaves alone are drafted for",
-                ", ".join(whole),
-            )
-        return built
-
-    return build_logitsprocs
+    if settings_of(vllm_config) is None:
+        return original(vllm_config, *args, **kwargs)
+    plain = copy.copy(vllm_config)
+    plain.speculative_config = None
+    built = original(plain, *args, **kwargs)
+    if whole := [type(one).__name__ for one in _custom(built) if not _by_request(one)]:
+        logging.getLogger("vllm.selfspec").warning(
+            "nothing is drafted beside the logits processors %s, which act on whole batches; requests that an "
+            "AdapterLogitsProcessor leaves alone are drafted for",
+            ", ".join(whole),
+        )
+    return built
 
 
-def _custom(processors: LogitsProcessors) -> Iterator[Any]:
+def _custom(processors: vllm.LogitsProcessors) -> Iterator[Any]:
     """Processors that are not vLLM's own."""
     return (one for one in processors.all if not type(one).__module__.startswith("vllm."))
 
 
 def _by_request(processor: Any) -> bool:
-    from selfspec_cli.vllm_plugin.vllm_names import AdapterLogitsProcessor
-
-    return isinstance(processor, AdapterLogitsProcessor)
+    return isinstance(processor, vllm.AdapterLogitsProcessor)
 
 
 def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
@@ -68,29 +64,27 @@ def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
     return rows
 
 
-def constrain_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def constrain_drafts(
+    original: Callable[..., Tensor],
+    logits: Tensor,
+    cu_num_draft_tokens: Tensor,
+    sampling_metadata: vllm.SamplingMetadata,
+) -> Tensor:
     """Replacement for `apply_sampling_constraints`: drafts are verified with the temperature, `top_k` and `top_p` of
     their request.
 
     On a CPU vLLM's kernel that gives each drafted position its request's value writes into an int64 copy of the output
     and drops it, so the three are whatever the memory held: sampled requests follow no distribution, and greedy ones
-    beside them are not argmax. Any speculative method has it (seen with n-gram too).
+    beside them are not argmax. Any speculative method has it (seen with n-gram too). logits: [drafts, vocabulary], not
+    yet divided by the temperature.
     """
-
-    def apply_sampling_constraints(
-        logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata
-    ) -> Tensor:
-        """logits: [drafts, vocabulary], not yet divided by the temperature."""
-        given = sampling_metadata.temperature
-        if logits.device.type != "cpu" or sampling_metadata.all_greedy or given is None:
-            return original(logits, cu_num_draft_tokens, sampling_metadata)
-        from selfspec_cli.vllm_plugin.vllm_names import apply_top_k_top_p
-
-        counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
-        rows = torch.arange(len(counts)).repeat_interleave(counts)
-        temperature = torch.where(given == 0, 1.0, given)[rows]
-        top = [None if each is None else each[rows] for each in (sampling_metadata.top_k, sampling_metadata.top_p)]
-        constrained: Tensor = apply_top_k_top_p(logits.div_(temperature.unsqueeze(1)), *top)
-        return constrained
-
-    return apply_sampling_constraints
+    given = sampling_metadata.temperature
+    if logits.device.type != "cpu" or sampling_metadata.all_greedy or given is None:
+        return original(logits, cu_num_draft_tokens, sampling_metadata)
+    counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
+    rows = torch.arange(len(counts)).repeat_interleave(counts)
+    temperature = torch.where(given == 0, 1.0, given)[rows]
+    top = [None if each is None else each[rows] for each in (sampling_metadata.top_k, sampling_metadata.top_p)]
+    constrained: Tensor = vllm.apply_top_k_top_p(logits.div_(temperature.unsqueeze(1)), *top)
+    return constrained

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
@@ -46,7 +47,6 @@ from selfspec_cli.vllm_plugin.weights.shared import without_adapters
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, KVCacheConfig, SamplingMetadata, VllmConfig
 
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:
@@ -56,7 +56,7 @@ def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelPropos
     """
 
     class DraftModelOrEarlyExit(original):
-        def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> DraftModelProposer:
+        def __new__(cls, vllm_config: vllm.VllmConfig, *args: Any, **kwargs: Any) -> DraftModelProposer:
             early_exit = settings_of(vllm_config) is not None
             return object.__new__(EarlyExitProposer if early_exit else cls)
 
@@ -71,7 +71,7 @@ class _EarlyExit(DraftModelProposer):
 
     new_recorder = DraftRecorder
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+    def __init__(self, vllm_config: vllm.VllmConfig, device: torch.device, runner: Any = None) -> None:
         # Not as a draft model, which could draft neither from an unpadded batch nor at positions of several dimensions.
         super(DraftModelProposer, self).__init__(vllm_config, device, pass_hidden_states_to_model=True, runner=runner)
         require_runner(device.type, v2=False)
@@ -90,7 +90,7 @@ class _EarlyExit(DraftModelProposer):
         self._sampled: list[list[int]] = []
         self._verified: Sequence[int] | None = None
         self._draft_probs: Tensor | None = None
-        self._groups: list[tuple[AttentionGroup, list[str]]] = []
+        self._groups: list[tuple[vllm.AttentionGroup, list[str]]] = []
         self._positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
@@ -114,7 +114,7 @@ class _EarlyExit(DraftModelProposer):
         self._weights.stale = False
 
     def initialize_attn_backend(
-        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
+        self, kv_cache_config: vllm.KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Draft in all of the target's own attention groups. A hybrid model has several.
 
@@ -193,7 +193,7 @@ class _EarlyExit(DraftModelProposer):
         self,
         num_speculative_tokens: int,
         *,
-        sampling_metadata: SamplingMetadata,
+        sampling_metadata: vllm.SamplingMetadata,
         common_attn_metadata: CommonAttentionMetadata | None = None,
         **unused: Any,
     ) -> list[list[int]]:
@@ -227,14 +227,14 @@ class _EarlyExit(DraftModelProposer):
         self.counters.seconds += time.perf_counter() - began
         return proposals
 
-    def _draws(self, sampling_metadata: SamplingMetadata) -> bool:
+    def _draws(self, sampling_metadata: vllm.SamplingMetadata) -> bool:
         """Whether drafts are drawn at random, so that the verifier needs the distributions they came from."""
         spec = self.speculative_config
         probabilistic = (spec.rejection_sample_method, spec.draft_sample_method) == ("standard", "probabilistic")
         return probabilistic and not sampling_metadata.all_greedy
 
     def _draft(
-        self, state: Round, proposals: list[list[int]], sampling_metadata: SamplingMetadata
+        self, state: Round, proposals: list[list[int]], sampling_metadata: vllm.SamplingMetadata
     ) -> list[tuple[Tensor, Tensor]]:
         """Run the draft loop, which appends to `proposals`.
 
@@ -383,7 +383,7 @@ class _EarlyExit(DraftModelProposer):
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
-    def _sample(self, logits: Tensor, rows: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor, rows: Tensor, sampling: vllm.SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""
         assert sampling.temperature is not None
         full = self.head.to_full_logits(logits)  # [n, vocabulary], -inf outside a draft vocabulary

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Ahead:
         return cls(positions, attended, int(attended[0].max()), groups)
 
     def metadata(
-        self, groups: Sequence[tuple[AttentionGroup, list[str]]], starts: Tensor
+        self, groups: Sequence[tuple[vllm.AttentionGroup, list[str]]], starts: Tensor
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The next step's attention metadata and slots [n] by layer name: one query token a request, attending to
         everything up to and including itself.

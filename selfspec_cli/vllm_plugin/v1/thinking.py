@@ -10,28 +10,26 @@ So requests with a budget are not drafted for (`processors.not_to_draft`), and e
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.wrap import around
 
-def follow_budgets(original: Callable[..., None]) -> Callable[..., None]:
+
+@around
+def follow_budgets(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Override of the V1 runner's `initialize_kv_cache`, after which its batch is the one that serves requests."""
-
-    @functools.wraps(original)
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        batch = self.input_batch
-        theirs = batch.thinking_budget_state_holder
-        if theirs is not None:
-            kind, config = type(theirs), self.vllm_config.reasoning_config
-            budgets = Budgets(lambda: kind(config, 1, 0, self.device, False))
-            batch.thinking_budget_state_holder = batch.sampling_metadata.thinking_budget_state_holder = budgets
-
-    return initialize_kv_cache
+    original(self, *args, **kwargs)
+    batch = self.input_batch
+    theirs = batch.thinking_budget_state_holder
+    if theirs is not None:
+        kind, config = type(theirs), self.vllm_config.reasoning_config
+        budgets = Budgets(lambda: kind(config, 1, 0, self.device, False))
+        batch.thinking_budget_state_holder = batch.sampling_metadata.thinking_budget_state_holder = budgets
 
 
 @dataclass
@@ -58,23 +56,18 @@ class Budgets:
         self.followed: dict[int, Followed] = {}  # by row of the batch
 
     def has_tracked_requests(self) -> bool:
-        """Whether any request has a budget."""
         return bool(self.followed)
 
     def sync_batch(self, batch_update: Any) -> None:
         """Follow requests that come, go and change rows, as vLLM's logits processors do."""
-        from selfspec_cli.vllm_plugin.vllm_names import process_dict_updates
-
-        process_dict_updates(self.followed, batch_update, self._beginning)
+        vllm.process_dict_updates(self.followed, batch_update, self._beginning)
 
     def _beginning(self, params: Any, prompt: list[int] | None, output: list[int]) -> Followed | None:
         """A new request; None for one without a budget."""
-        from selfspec_cli.vllm_plugin.vllm_names import BatchUpdate
-
         if params.thinking_token_budget is None:
             return None
         holder = self._alone()
-        holder.sync_batch(BatchUpdate(batch_size=1, removed=[], added=[(0, params, prompt, [])], moved=[]))
+        holder.sync_batch(vllm.BatchUpdate(batch_size=1, removed=[], added=[(0, params, prompt, [])], moved=[]))
         return Followed(holder)
 
     def update_state(

@@ -19,8 +19,7 @@ statistics.py         the device function of all gates' statistics, written from
 worth.py              whether another step is worth its time: confidence, how far it can be trusted, the loop's end.
 counting.py           what the loop counts on the device, and the turn from one step to the next.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
-sampler.py            what the rejection sampler does with places that hold no draft.
-chosen_tokens.py      the log-probabilities of chosen tokens, by rows of the verify pass.
+sampler.py            what the rejection sampler does with places that hold no draft, and with chosen tokens.
 recorder.py           the record of drafts.
 ../contexts/          drafts that attend to a part of the context: kernels in front of the loop.
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.view import drafting_layers
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.decoder import place_of
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
@@ -55,17 +56,6 @@ from selfspec_cli.vllm_plugin.weights.shared import all_on_own_weights, without_
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        AttentionGroup,
-        BatchExecutionDescriptor,
-        BlockTables,
-        InputBuffers,
-        KVCacheConfig,
-        ModelState,
-        RequestState,
-        VllmConfig,
-    )
-
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 
@@ -76,7 +66,7 @@ class DraftLoop(TargetDependentARSpeculator):
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
+    def __init__(self, vllm_config: vllm.VllmConfig, device: torch.device, requests: vllm.RequestState) -> None:
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
@@ -100,7 +90,7 @@ class DraftLoop(TargetDependentARSpeculator):
         self._weights: Watch | None = None  # of the target, once it is loaded
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
 
-    def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
+    def _free(self, requests: vllm.RequestState) -> tuple[Free | None, Tensor | None]:
         """Limits of prompt-lookup drafts, and the token ids of all requests, int32 [requests, length], which each round
         searches. Both are None without such drafts."""
         settings = self.settings
@@ -159,11 +149,11 @@ class DraftLoop(TargetDependentARSpeculator):
 
     def set_attn(
         self,
-        model_state: ModelState,
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
-        target_input_buffers: InputBuffers,
-        target_attn_groups: list[list[AttentionGroup]],
+        model_state: vllm.ModelState,
+        kv_cache_config: vllm.KVCacheConfig,
+        block_tables: vllm.BlockTables,
+        target_input_buffers: vllm.InputBuffers,
+        target_attn_groups: list[list[vllm.AttentionGroup]],
     ) -> None:
         """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
 
@@ -310,7 +300,7 @@ class DraftLoop(TargetDependentARSpeculator):
     # ---- a round -----------------------------------------------------------------------------------------------------
 
     def _run_all_steps(
-        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+        self, num_reqs: int, steps: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
         if batch.cg_mode == CUDAGraphMode.FULL:
             assert self.decode_cudagraph_manager is not None
@@ -323,7 +313,7 @@ class DraftLoop(TargetDependentARSpeculator):
         self._all_steps(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
 
     def _run_step_by_step(
-        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+        self, num_reqs: int, steps: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
         for step in range(min(steps, self.settings.k)):
             metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
@@ -334,7 +324,7 @@ class DraftLoop(TargetDependentARSpeculator):
                 self._one_step(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
 
     def _metadata(
-        self, num_reqs: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
+        self, num_reqs: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
     ) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
         """Attention metadata and slots of one draft step, built on the host from device tensors."""
         if skip_attention:
@@ -383,6 +373,7 @@ class DraftLoop(TargetDependentARSpeculator):
         num_speculative_steps: int,
     ) -> None:
         """The draft loop; everything in here is captured."""
+        rest = slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode, num_speculative_steps
 
         def step() -> None:
             if attn_metadata is not None:
@@ -390,15 +381,7 @@ class DraftLoop(TargetDependentARSpeculator):
                 for groups in self.attn_groups:
                     for group in groups:
                         group.update_draft_decode_metadata(attn_metadata)
-            self._one_step(
-                num_reqs,
-                num_tokens_padded,
-                attn_metadata,
-                slot_mappings,
-                num_tokens_across_dp,
-                cudagraph_runtime_mode,
-                num_speculative_steps,
-            )
+            self._one_step(num_reqs, num_tokens_padded, attn_metadata, *rest)
 
         if self._loop is not None and torch.cuda.is_current_stream_capturing():
             self._loop.capture(self.state.progress.active, step)

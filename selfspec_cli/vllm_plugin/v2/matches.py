@@ -19,12 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit import free_drafts
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.v2.counting import FREE_ACCEPTED, FREE_DRAFTED, turn
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
-
 LONGEST = tl.constexpr(free_drafts.LONGEST)
 WEIGHT = tl.constexpr(free_drafts.WEIGHT)
 _BLOCK = 1024
@@ -225,7 +224,7 @@ def _certain(
             tl.store(to, values.to(logits.dtype.element_ty), mask=columns < vocab_size)
 
 
-def look_up(state: DraftState, batch: InputBatch, verdict: Any) -> None:
+def look_up(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
     """The longest match of each row's last tokens, into `state.matches.found`, which is 0 before. verdict:
     `round_setup.Verdict`."""
     longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1  # on the host already
@@ -234,7 +233,7 @@ def look_up(state: DraftState, batch: InputBatch, verdict: Any) -> None:
     )
 
 
-def judge(state: DraftState, batch: InputBatch, verdict: Any) -> None:
+def judge(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
     """After `_look_up` and `round_setup._begin_round`: learn from the verify pass, and copy the drafts of rows whose
     match is trusted."""
     assert state.free is not None
@@ -257,7 +256,7 @@ def judge(state: DraftState, batch: InputBatch, verdict: Any) -> None:
     turn(state)
 
 
-def certain(state: DraftState, batch: InputBatch, logits: Tensor) -> None:
+def certain(state: DraftState, batch: vllm.InputBatch, logits: Tensor) -> None:
     """Behind a round: the draft distributions of copied tokens, for the verifier, into logits [requests, places, V]."""
     places, vocab = logits.shape[1:]
     _certain[(batch.num_reqs, places, triton.cdiv(vocab, 4096))](

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import device_features
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
 
 
 @dataclass
@@ -25,7 +25,7 @@ class DeviceRecorder:
     features: tuple[str, ...] = field(default_factory=device_features)
     _rounds: list[tuple[list[str], Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def verdict(self, batch: InputBatch, num_sampled: Tensor, state: DraftState) -> None:
+    def verdict(self, batch: vllm.InputBatch, num_sampled: Tensor, state: DraftState) -> None:
         """The verify pass is over, and the state still describes the drafts that it looked at."""
         if batch.num_draft_tokens_per_req is None:
             return  # a step without drafts

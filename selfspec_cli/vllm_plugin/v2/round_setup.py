@@ -17,13 +17,13 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.request_settings import RequestSettings
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
 from selfspec_cli.vllm_plugin.v2.worth import join, judge_confidence
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
 
 
 class Verdict(NamedTuple):
@@ -239,7 +239,7 @@ def _begin_round(
 
 def begin_round(
     state: DraftState,
-    batch: InputBatch,
+    batch: vllm.InputBatch,
     steps: int,
     verdict: tuple[Tensor, Tensor, Tensor],
     own_limits: bool = True,

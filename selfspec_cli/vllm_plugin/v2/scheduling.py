@@ -4,16 +4,16 @@ the draft slots that this plans, and tells it what steps took and brought."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2 import step_times
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
-
-Method = Callable[..., Any]
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 CHOICE = "early_exit_choice"
 """Attribute of a SchedulerOutput: the `Choice` that it was planned by. It travels to the workers with the output."""
@@ -23,7 +23,6 @@ _planners: WeakSet[WidthPlanner] = WeakSet()
 
 
 def planners_like(settings: ResolvedSettings) -> list[WidthPlanner]:
-    """The planners in this process of engines with these settings."""
     return [one for one in _planners if one.settings == settings]
 
 
@@ -47,38 +46,29 @@ def _new_planner(config: Any) -> WidthPlanner | None:
     return WidthPlanner(settings, layers, functools.partial(step_times.known, config))
 
 
-def with_planner(original: Method) -> Method:
+@around
+def with_planner(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replacement for `Scheduler.__init__`: a scheduler has its planner from its beginning."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        planner_of(self)
-
-    return __init__
+    original(self, *args, **kwargs)
+    planner_of(self)
 
 
-def plan_drafts(original: Method) -> Method:
+@around
+def plan_drafts(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of `Scheduler.schedule`. vLLM plans as many slots as in the step before."""
-    from selfspec_cli.vllm_plugin.vllm_names import AsyncScheduler
-
-    @functools.wraps(original)
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output, planner = original(self, *args, **kwargs), planner_of(self)
-        if planner is None or not output.num_scheduled_tokens:
-            return output
-        width = planner.width(output, self.requests)
-        setattr(output, CHOICE, planner.choice)
-        # A new request of one token is padded to k slots to keep a step's shape; with this list it is not.
-        most = self.scheduler_config.max_num_seqs
-        self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
-        if width != output.num_spec_tokens_to_schedule:
-            output.num_spec_tokens_to_schedule = width
-            if isinstance(self, AsyncScheduler):
-                _hand_out(width, (self.requests[name] for name in output.num_scheduled_tokens))
+    output, planner = original(self, *args, **kwargs), planner_of(self)
+    if planner is None or not output.num_scheduled_tokens:
         return output
-
-    return schedule
+    width = planner.width(output, self.requests)
+    setattr(output, CHOICE, planner.choice)
+    # A new request of one token is padded to k slots to keep a step's shape; with this list it is not.
+    most = self.scheduler_config.max_num_seqs
+    self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
+    if width != output.num_spec_tokens_to_schedule:
+        output.num_spec_tokens_to_schedule = width
+        if isinstance(self, vllm.AsyncScheduler):
+            _hand_out(width, (self.requests[name] for name in output.num_scheduled_tokens))
+    return output
 
 
 def _hand_out(width: int, requests: Iterable[Any]) -> None:
@@ -90,19 +80,21 @@ def _hand_out(width: int, requests: Iterable[Any]) -> None:
             request.spec_token_ids = slots
 
 
-def hear_verdicts(original: Method) -> Method:
+@around
+def hear_verdicts(
+    original: Function,
+    self: Any,
+    stats: Any,
+    num_draft_tokens: int,
+    num_accepted_tokens: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Replacement for `Scheduler.make_spec_decoding_stats`, which is called for each request that had drafts."""
-
-    @functools.wraps(original)
-    def make_spec_decoding_stats(
-        self: Any, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        planner = planner_of(self)
-        if planner is not None and planner.rule is not None and num_draft_tokens:
-            planner.verdict(num_accepted_tokens)
-        return original(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
-
-    return make_spec_decoding_stats
+    planner = planner_of(self)
+    if planner is not None and planner.rule is not None and num_draft_tokens:
+        planner.verdict(num_accepted_tokens)
+    return original(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
 
 
 def learn_from_step(scheduler: Any, scheduler_output: Any, totals: Mapping[str, int] | None, began: float) -> None:

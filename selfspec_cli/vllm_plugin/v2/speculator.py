@@ -21,6 +21,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import compile_cache
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -35,30 +36,26 @@ from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_logger, set_forward_context
 from selfspec_cli.vllm_plugin.weights import lowbit
+from selfspec_cli.vllm_plugin.wrap import around
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
     from selfspec_cli.early_exit.rule import Choice
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch, RequestState, VllmConfig
-
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
-Init = Callable[["VllmConfig", torch.device, "RequestState"], Any]
 
-
-def init_with_early_exit(original: Init) -> Init:
+@around
+def init_with_early_exit(
+    original: Callable[..., Any], vllm_config: vllm.VllmConfig, device: torch.device, req_states: vllm.RequestState
+) -> Any:
     """Replacement for the V2 runner's `init_speculator`: early exit where it is configured, vLLM's own elsewhere."""
-
-    def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
-        if settings_of(vllm_config) is None:
-            return original(vllm_config, device, req_states)
-        require_runner(device.type, v2=True)
-        speculator = EarlyExitSpeculator(vllm_config, device, req_states)
-        verify_no_more_than(req_states, speculator.state.lengths)
-        return speculator
-
-    return init_speculator
+    if settings_of(vllm_config) is None:
+        return original(vllm_config, device, req_states)
+    require_runner(device.type, v2=True)
+    speculator = EarlyExitSpeculator(vllm_config, device, req_states)
+    verify_no_more_than(req_states, speculator.state.lengths)
+    return speculator
 
 
 class EarlyExitSpeculator(DraftLoop):
@@ -66,7 +63,7 @@ class EarlyExitSpeculator(DraftLoop):
 
     new_recorder = DeviceRecorder
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
+    def __init__(self, vllm_config: vllm.VllmConfig, device: torch.device, requests: vllm.RequestState) -> None:
         super().__init__(vllm_config, device, requests)
         self.gate = DeviceGate(self.state, self.settings.gate.kind, self.settings.threshold)
         self._leaves_out = True  # whether drafts leave out a part of the context: `rule.StepTimes.leaves_out`
@@ -165,7 +162,7 @@ class EarlyExitSpeculator(DraftLoop):
     @torch.inference_mode()
     def propose(
         self,
-        input_batch: InputBatch,
+        input_batch: vllm.InputBatch,
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, Tensor],
         last_hidden_states: Tensor,
@@ -215,7 +212,7 @@ class EarlyExitSpeculator(DraftLoop):
         return drafts
 
     def _draft(
-        self, input_batch: InputBatch, steps: int, is_profile: bool, dp_sync_state: Any, skip_attention: bool
+        self, input_batch: vllm.InputBatch, steps: int, is_profile: bool, dp_sync_state: Any, skip_attention: bool
     ) -> None:
         """Launch the draft loop of a round that has begun."""
         num_reqs, upper_bound = input_batch.num_reqs, input_batch.seq_lens_cpu_upper_bound
@@ -241,7 +238,7 @@ class EarlyExitSpeculator(DraftLoop):
 
     def _begin(
         self,
-        batch: InputBatch,
+        batch: vllm.InputBatch,
         steps: int,
         verdict: tuple[Tensor, Tensor, Tensor],
         temperature: Tensor,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,9 @@ from torch import Tensor
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Limits, Matches, Progress, RoundInputs, Worth
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
 """The first of `Progress.counts`, in the kernels' order."""
@@ -64,7 +61,7 @@ class DraftState:
 
     def __init__(
         self,
-        buffers: InputBuffers,
+        buffers: vllm.InputBuffers,
         idx_mapping: Tensor,
         sample_positions: Tensor,
         draft_tokens: Tensor,

@@ -13,12 +13,11 @@ events around the loop, and how long the host takes from a step's tokens to the 
 that is not known, and where the loop is too short, the order is vLLM's.
 """
 
-import functools
 import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +25,7 @@ from typing import Any
 import torch
 
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
-
-Method = Callable[..., Any]
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 SAMPLES = 16
 """Steps of one load after which its order is decided anew."""
@@ -101,7 +99,7 @@ class Reader:
         self._read = math.inf  # when the last tokens were
         self._paused = 0.0  # seconds since then in which the host could have launched
 
-    def step(self, engine: Any, original: Method) -> Any:
+    def step(self, engine: Any, original: Function) -> Any:
         """`EngineCore.step_with_batch_queue`, in this order or in vLLM's."""
         queue, scheduler = engine.batch_queue, engine.scheduler
         under_way = queue[-1] if queue else None  # at most one; it was launched last
@@ -122,8 +120,8 @@ class Reader:
 
     def _first(self, scheduler: Any, future: Any, scheduled: Any) -> bool:
         """Whether the tokens of the step under way are read before the next step is launched."""
-        planner, requests = planner_of(scheduler), scheduler.requests
-        if planner is None or not planner.read_first or _event(future) is None:
+        requests = scheduler.requests
+        if planner_of(scheduler) is None or _event(future) is None:
             return False
         if not requests:
             return True  # there is nothing to launch
@@ -217,12 +215,8 @@ def reader_of(engine: Any) -> Reader | None:
     return found
 
 
-def read_before_launching(original: Method) -> Method:
+@around
+def read_before_launching(original: Function, self: Any) -> Any:
     """Replacement for `EngineCore.step_with_batch_queue`."""
-
-    @functools.wraps(original)
-    def step_with_batch_queue(self: Any) -> Any:
-        reader = reader_of(self)
-        return original(self) if reader is None else reader.step(self, original)
-
-    return step_with_batch_queue
+    reader = reader_of(self)
+    return original(self) if reader is None else reader.step(self, original)

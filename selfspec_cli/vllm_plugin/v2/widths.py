@@ -37,7 +37,7 @@ class WidthPlanner:
         self._free_width, self._free_requests = free_width(settings), settings.free_requests
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without draft slots, by reason
         self.in_force = settings.width  # draft slots of the step planned last
-        self.settings, self.read_first = settings, True
+        self.settings = settings
         self.chooses_width = settings.chooses_width  # by measured times; the gate of a live engine may say otherwise
         self.set_table(settings.table)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything

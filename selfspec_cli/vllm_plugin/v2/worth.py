@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit import confidence
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.v2.statistics import FEATURES, WIDTH
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
-
 BINS = tl.constexpr(confidence.BINS)
 MEMORY = tl.constexpr(confidence.MEMORY)
 NEGLIGIBLE = tl.constexpr(confidence.NEGLIGIBLE)
@@ -53,7 +52,7 @@ def _judge_confidence(
         tl.atomic_add(worth.fresh + BINS + at, 1.0, mask=judged)
 
 
-def judge_confidence(state: DraftState, batch: InputBatch, num_sampled: Tensor) -> None:
+def judge_confidence(state: DraftState, batch: vllm.InputBatch, num_sampled: Tensor) -> None:
     """Count the drafts of the last round by confidence. num_sampled: int32 [rows], tokens that each row gained."""
     places = state.draft_tokens.shape[1]
     _judge_confidence[(batch.num_reqs,)](

@@ -1,12 +1,11 @@
-"""Measure a server under load: one arm at one load.
+"""Measure a server under load: one arm at one load, as the bench of `sweep.run`.
 
-`selfspec load` runs as a sweep does (`sweep.run`): the baseline's server first, with every load, then the servers of
-the arms; here is what takes the place of an engine's bench. Prompts, their order and the moments at which requests
-arrive are the same for all of them.
+Prompts, their order and the moments at which requests arrive are the same for all arms.
 """
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections import Counter
@@ -19,20 +18,23 @@ from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
 from selfspec_cli.engine import cores
+from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, check_installed, processes_for
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
-from selfspec_cli.load_patterns.trace import PATTERN, is_trace
+from selfspec_cli.load_patterns.trace import PATTERN, Request, asked_requests, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
-from selfspec_cli.stages.load_prompts import Prompts, of_model
+from selfspec_cli.texts import library, prompt_files
+from selfspec_cli.texts.prompts import check_length, file_prompts, workload_prompts
 
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
 ERRORS = 5  # kinds of failure that a point keeps
 IDLE = 0.01  # share of a core below which a process of a server is not listed
 LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it is said
+BLOCK = 512  # tokens of a block of Mooncake's traces
 
 
 def asked(cfg: RunConfig) -> RunConfig:
@@ -41,6 +43,61 @@ def asked(cfg: RunConfig) -> RunConfig:
     if is_trace(cfg.workload.prompts):
         return replace(cfg, load=replace(cfg.load, trace=cfg.workload.prompts))
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none. cut:
+    requests of a trace that are longer than `workload.input_len` or `workload.output_len`."""
+
+    bodies: list[dict[str, Any]]
+    categories: list[str]
+    cut: int = 0
+
+
+def of_model(cfg: RunConfig) -> Prompts:
+    """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
+    engine, work = ModelTokens(cfg), cfg.workload
+    categories: list[str] = []
+    requests: list[Request] = []
+    if cfg.load.trace is None:
+        bodies: list[dict[str, Any]] = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]
+        if prompt_files.is_prompt_file(work.prompts):
+            categories = [prompt.category for prompt in file_prompts(cfg)]
+    else:
+        check_length(cfg, engine)
+        requests = asked_requests(cfg.load)
+        prompts = of_requests(requests, engine.encode, cfg.seed, work.input_len)
+        bodies = [
+            {"prompt": ids, "max_tokens": min(request.output_len, work.output_len)}
+            for ids, request in zip(prompts, requests, strict=True)
+        ]
+    if work.temperature != 0:  # a seed each, so that both sides and every repeat draw alike
+        bodies = [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
+    cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
+    return Prompts(bodies, categories if any(categories) else [], cut)
+
+
+def of_requests(
+    requests: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int
+) -> list[list[int]]:
+    """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens.
+
+    Blocks with equal ids are equal in all prompts; what a request has no ids for is its own.
+    """
+    pool = [token for _, text in library.held_out_text() for token in encode(text)]
+
+    def block(name: str) -> list[int]:
+        start = random.Random(f"{seed} {name}").randrange(max(1, len(pool) - BLOCK))
+        return pool[start : start + BLOCK]
+
+    prompts = []
+    for number, request in enumerate(requests):
+        length = min(request.input_len, most)
+        names = [f"block {name}" for name in request.blocks[: -(-length // BLOCK)]]
+        names += [f"request {number}, {place}" for place in range(len(names), -(-length // BLOCK))]
+        prompts.append([token for name in names for token in block(name)][:length])
+    return prompts
 
 
 @dataclass

@@ -92,11 +92,11 @@ def run(
         batch = min(prompts, cfg.engine.max_num_seqs)
         progress("answers, then files", 0, 1 + len(cfgs))
         engine.generate(asked, work.output_len, batch=batch, temperature=work.temperature, seed=plain.seed)
-        for number, one in enumerate(cfgs):
-            progress("answers, then files", 1 + number, 1 + len(cfgs))
+        progress("answers, then files", 1, 1 + len(cfgs))
+        for number, one in enumerate(cfgs, start=2):
             kind, path = one.draft_weights, path_for(one) if out is None else out
             report = engine.call("early_exit_fit_weights", str(path), kind, about)
             seconds = time.perf_counter() - start
             made.append(Fitted(str(path), kind, report["tokens"], report["layers"], seconds))
-        progress("answers, then files", 1 + len(cfgs), 1 + len(cfgs))
+            progress("answers, then files", number, 1 + len(cfgs))
     return made

@@ -19,11 +19,8 @@ HANDED_ON = ("--retry-failed", "--max-hours")
 
 
 def command(cfg: RunConfig, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """What is given to SkyPilot for `selfspec sweep` with these words and options, such as "--max-hours=2".
-
-    Raises:
-        ConfigError: there is no bucket for the results, or an option cannot be handed on.
-    """
+    """What is given to SkyPilot for `selfspec sweep` with these words and options, such as "--max-hours=2". Raises
+    ConfigError: there is no bucket for the results, or an option cannot be handed on."""
     for option in options:
         if option.partition("=")[0] not in HANDED_ON:
             raise ConfigError(
@@ -47,11 +44,8 @@ def command(cfg: RunConfig, words: Sequence[str], options: Sequence[str] = ()) -
 
 
 def launch(cfg: RunConfig, words: Sequence[str], options: Sequence[str], out: Output) -> None:
-    """Show the command, and unless `dry_run` run it; its exit code is this command's.
-
-    Raises:
-        ConfigError: SkyPilot is not installed.
-    """
+    """Show the command, and unless `dry_run` run it; its exit code is this command's. Raises ConfigError: SkyPilot is
+    not installed."""
     made = command(cfg, words, options)
     out.answer({"command": made}, lambda: say(shlex.join(made)))
     if out.dry_run:

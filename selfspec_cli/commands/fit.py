@@ -92,15 +92,17 @@ def to_fit(points: Sequence[RunConfig]) -> tuple[RunConfig, dict[str, Any]]:
             raise ConfigError("one model, engine and workload at a time here; `selfspec sweep` runs several")
         if cfg.layer is None:
             raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
-    heads = list(dict.fromkeys(head_spec(cfg.head).name for cfg in points))
-    vocabularies = list(dict.fromkeys(cfg.vocab for cfg in points))
+    heads = dict.fromkeys(head_spec(cfg.head).name for cfg in points)
+    vocabularies = tuple(dict.fromkeys(cfg.vocab for cfg in points))
     if not any(HeadSpec.from_name(name).target for name in heads) and set(vocabularies) == {"full"}:
         raise ConfigError(
             f"head={','.join(heads)}: is not fitted; name what is, such as head=lsq or head=translator_r15"
         )
-    layers = list(dict.fromkeys(cfg.layer for cfg in points))
-    heads = list(dict.fromkeys(["lens", *heads]))
-    request = {"layers": layers, "heads": heads, "vocabularies": vocabularies}
+    request = {
+        "layers": tuple(dict.fromkeys(cfg.layer for cfg in points)),
+        "heads": tuple(dict.fromkeys(["lens", *heads])),
+        "vocabularies": vocabularies,
+    }
     return preflight.for_this_machine(points[:1])[0], request
 
 

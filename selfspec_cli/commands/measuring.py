@@ -103,11 +103,8 @@ def unless_nothing_typed(
 
 
 def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Configs that were checked, as this machine can run them; says where that is eagerly.
-
-    Raises:
-        ConfigError: one could not run.
-    """
+    """Configs that were checked, as this machine can run them; says where that is eagerly. Raises ConfigError: one
+    could not run."""
     preflight.check_all(cfgs)
     runs = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if runs != list(cfgs) else [])
@@ -197,10 +194,8 @@ def _sweep(
 def on_engines(
     out: Output, command: str, cfg: RunConfig, *, is_tracked: bool = True, forked: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """While a command works on real engines: `open_engine` and `progress`, as the stages take them.
-
-    is_tracked: the tracker of `cfg` gets the table and the figures of the results folder. forked: see `shown_starting`.
-    """
+    """While a command works on real engines: `open_engine` and `progress`, as the stages take them. is_tracked: the
+    tracker of `cfg` gets the table and the figures of the results folder. forked: see `shown_starting`."""
     with ExitStack() as stack:
         if is_tracked:
             stack.enter_context(tracked(command, cfg))
@@ -209,10 +204,8 @@ def on_engines(
 
 
 def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:
-    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does.
-
-    forked: see `engine.live.fork_engines`.
-    """
+    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does. forked: see
+    `engine.live.fork_engines`."""
 
     @contextmanager
     def open_engine(cfg: RunConfig, **more: Any) -> Iterator[Any]:

@@ -237,10 +237,8 @@ def _about(left: float | None) -> str:
 
 @contextmanager
 def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Screen]:
-    """Show the work of `command`; its log goes to `results_dir`/logs. debug: everything goes to the terminal instead.
-
-    A failure first shows the last lines of the log; bad input and an interrupt do not.
-    """
+    """Show the work of `command`; its log goes to `results_dir`/logs. debug: everything goes to the terminal instead. A
+    failure first shows the last lines of the log; bad input and an interrupt do not."""
     with interrupts.by_sigterm():
         if debug:
             with redirect_stdout(sys.stderr):

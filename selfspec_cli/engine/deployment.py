@@ -87,11 +87,8 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
-    """The server that drafts as `cfg` does. scratch: a folder that lasts, for files that a method needs.
-
-    Raises:
-        ConfigError, HeadError: the model, or the head or draft vocabulary that `cfg` names, is not there.
-    """
+    """The server that drafts as `cfg` does. scratch: a folder that lasts, for files that a method needs. Raises
+    ConfigError, HeadError: the model, or the head or draft vocabulary that `cfg` names, is not there."""
     arguments = llm_arguments(cfg, scratch)
     options = {
         name: value

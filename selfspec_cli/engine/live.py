@@ -111,10 +111,8 @@ class Engine(Tokens):
         self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
 
     def set_draft_length(self, k: int) -> None:
-        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding.
-
-        The requests ask for it too, so that on CUDA the scheduler plans verify passes for no more.
-        """
+        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding. The
+        requests ask for it too, so that on CUDA the scheduler plans verify passes for no more."""
         self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
         self._length = k
 
@@ -185,10 +183,7 @@ class Engine(Tokens):
         self, prompts: Sequence[Turn], parameters: Callable[[int], Any], batch: int, start: float
     ) -> tuple[list[list[int]], list[RequestTimes], list[list[int]]]:
         """Token ids, times and tokens of each output of each prompt's request, `batch` of them in flight; an interrupt
-        ends it between steps.
-
-        Times are seconds since `start`; all outputs of one engine step arrive at one moment.
-        """
+        ends it between steps. Times are seconds since `start`; all outputs of one engine step arrive at one moment."""
         core, clock = self.llm.llm_engine, time.perf_counter
         numbers: dict[str, int] = {}
         arrived = [0.0 for _ in prompts]
@@ -246,10 +241,7 @@ class Engine(Tokens):
 @contextmanager
 def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
-
-    Raises:
-        ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine.
-    """
+    Raises ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine."""
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

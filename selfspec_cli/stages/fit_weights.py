@@ -68,11 +68,8 @@ def run(
     progress: Progress = ignore,
 ) -> list[Fitted]:
     """Fit copies of the kind of each of `cfgs` on `prompts` answers of the model; one engine and one look at what its
-    layers see. out: the file, where one is made.
-
-    Raises:
-        ConfigError, SettingsError: there can be no such copies, or the prompts cannot be had.
-    """
+    layers see. out: the file, where one is made. Raises ConfigError, SettingsError: there can be no such copies, or the
+    prompts cannot be had."""
     check(cfgs, out)
     cfg, start = cfgs[0], time.perf_counter()
     work = cfg.workload

@@ -81,10 +81,8 @@ def of_model(cfg: RunConfig) -> Prompts:
 def of_requests(
     requests: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int
 ) -> list[list[int]]:
-    """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens.
-
-    Blocks with equal ids are equal in all prompts; what a request has no ids for is its own.
-    """
+    """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens. Blocks with
+    equal ids are equal in all prompts; what a request has no ids for is its own."""
     pool = [token for _, text in library.held_out_text() for token in encode(text)]
 
     def block(name: str) -> list[int]:
@@ -102,11 +100,8 @@ def of_requests(
 
 @dataclass
 class Loader:
-    """Measures arms on servers; given to `sweep.run` as its bench.
-
-    folder: of the raw samples of this command. saturation: requests a second that a baseline completed in a closed
-    loop, by what was asked of it.
-    """
+    """Measures arms on servers; given to `sweep.run` as its bench. folder: of the raw samples of this command.
+    saturation: requests a second that a baseline completed in a closed loop, by what was asked of it."""
 
     folder: Path
     saturation: dict[str, float] = field(default_factory=dict)

@@ -46,10 +46,8 @@ class Arm:
 
     @property
     def median(self) -> float:
-        """Tokens a second of a median repeat: each prompt chunk takes the median of its times.
-
-        A machine that stalls spoils one chunk of one arm, and with it that arm's whole repeat; not its median chunk.
-        """
+        """Tokens a second of a median repeat: each prompt chunk takes the median of its times. A machine that stalls
+        spoils one chunk of one arm, and with it that arm's whole repeat; not its median chunk."""
         seconds = (statistics.median(part.seconds for part in chunk) for chunk in zip(*self.repeats, strict=True))
         return _tokens(self.repeats[0]) / sum(seconds)
 

@@ -175,11 +175,7 @@ def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
 
 
 def results_dir(cfgs: Sequence[RunConfig]) -> str:
-    """The one folder that all points write to.
-
-    Raises:
-        ConfigError: they name more than one.
-    """
+    """The one folder that all points write to. Raises ConfigError: they name more than one."""
     folders = sorted({cfg.results_dir for cfg in cfgs})
     if len(folders) != 1:
         raise ConfigError(f"results_dir={','.join(folders)}: one command writes to one folder")

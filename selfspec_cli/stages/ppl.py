@@ -113,11 +113,8 @@ def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
 
 @dataclass
 class _Family:
-    """One model and engine: its baseline, and what arms are compared with.
-
-    names, ids: of the documents, the latter as token ids. prompts: drawn from them. plain: by way to sample, what the
-    baseline generated and its scores.
-    """
+    """One model and engine: its baseline, and what arms are compared with. names, ids: of the documents, the latter as
+    token ids. prompts: drawn from them. plain: by way to sample, what the baseline generated and its scores."""
 
     base: Planned
     request: Request

@@ -264,10 +264,8 @@ def nothing_drawn(cfgs: Iterable[RunConfig]) -> list[str]:
 
 
 def for_this_machine(cfgs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Points as this machine can run them: eager on the CPU where torch.compile would find no C++ compiler.
-
-    A point's key and its config are those of the eager run, so it is never taken for a compiled one.
-    """
+    """Points as this machine can run them: eager on the CPU where torch.compile would find no C++ compiler. A point's
+    key and its config are those of the eager run, so it is never taken for a compiled one."""
     eager = cpp_compiler() is None
     return [
         replace(cfg, engine=replace(cfg.engine, enforce_eager=True)) if eager and device_of(cfg) == "cpu" else cfg

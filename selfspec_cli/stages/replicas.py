@@ -180,10 +180,7 @@ def _front(
 
 def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
     """Start all, say when they answer, start again what dies, and end all at an interrupt. folder: for their logs.
-
-    Raises:
-        ServerError: a replica ended before it ever answered, none is left, or the router ended.
-    """
+    Raises ServerError: a replica ended before it ever answered, none is left, or the router ended."""
     folder.mkdir(parents=True, exist_ok=True)
     with interrupts.by_sigterm():
         try:

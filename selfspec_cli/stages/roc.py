@@ -34,11 +34,8 @@ LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of the gates at one exit.
-
-    exit: its outcomes are the best setting of each gate, chosen on one half of the requests, with what it does on the
-    other. judged: that other half. oracle: what no gate can exceed.
-    """
+    """What is said of the gates at one exit. exit: its outcomes are the best setting of each gate, chosen on one half
+    of the requests, with what it does on the other. judged: that other half. oracle: what no gate can exceed."""
 
     exit: Exit
     judged: DraftLog

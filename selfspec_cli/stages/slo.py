@@ -66,11 +66,8 @@ def parse(words: Sequence[str]) -> list[Limit]:
 
 def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
     """Two searches for each config, of a number of clients and of a rate; their goodput counts by the same limits of
-    TTFT and TPOT. words: the limits; without any, the configs themselves.
-
-    Raises:
-        ConfigError: a limit cannot be read, or a config says how much is asked.
-    """
+    TTFT and TPOT. words: the limits; without any, the configs themselves. Raises ConfigError: a limit cannot be read,
+    or a config says how much is asked."""
     if not words:
         return list(cfgs)
     limits, found = parse(words), []

@@ -160,10 +160,8 @@ def run_unit(
     keep: Callable[[Point], Any],
     ends: float | None,
 ) -> None:
-    """Measure configs and their baselines, and give each point to `keep` in place of a results folder.
-
-    keys: by the key that this machine gives a point, the one that it is recorded under. ends: as `run` takes it.
-    """
+    """Measure configs and their baselines, and give each point to `keep` in place of a results folder. keys: by the key
+    that this machine gives a point, the one that it is recorded under. ends: as `run` takes it."""
 
     def renamed(points: list[Planned]) -> list[Planned]:
         return [

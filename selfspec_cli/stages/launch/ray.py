@@ -21,11 +21,7 @@ def running() -> str | None:
 
 
 def connected(cfg: RunConfig) -> Any:
-    """The module `ray`, connected.
-
-    Raises:
-        ConfigError: ray is not installed, or there is no cluster at that address.
-    """
+    """The module `ray`, connected. Raises ConfigError: ray is not installed, or there is no cluster at that address."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would measure an engine behind all else on the host
     try:
@@ -48,11 +44,8 @@ def _processors(cfg: RunConfig) -> int:
 
 
 def workers(cfg: RunConfig) -> int:
-    """How many units the cluster can measure at once.
-
-    Raises:
-        ConfigError: no node of the cluster has what one worker takes; Ray would wait for such a node for ever.
-    """
+    """How many units the cluster can measure at once. Raises ConfigError: no node of the cluster has what one worker
+    takes; Ray would wait for such a node for ever."""
     if running() is None:
         return joblib.workers(cfg)
     on_cpu = device_of(cfg) == "cpu"

@@ -34,11 +34,8 @@ SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order.
-
-    name: of its folder and log, unique in a command. ends: no point is begun later, in seconds since 1970, because a
-    worker on another machine has a monotonic clock of its own.
-    """
+    """What one worker measures, in this order. name: of its folder and log, unique in a command. ends: no point is
+    begun later (seconds since 1970)."""
 
     name: str
     points: tuple[Planned, ...]
@@ -104,9 +101,7 @@ def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> 
 
 def rest(unit: Unit, finished: set[str], name: str) -> Unit | None:
     """What is left of a unit; None if nothing is. finished: keys of points that are on disk, measured or failed.
-
-    Baselines stay as long as a candidate is left: the next worker may get another GPU.
-    """
+    Baselines stay as long as a candidate is left: the next worker may get another GPU."""
     candidates = [planned for planned in unit.points if not planned.is_baseline and planned.key not in finished]
     needed = {planned.baseline for planned in candidates}
     baselines = [planned for planned in unit.points if planned.is_baseline]

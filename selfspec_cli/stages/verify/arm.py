@@ -188,10 +188,8 @@ def draw(engine: Engine, arm: Arm, wanted: Wanted, name: str, stream: int) -> Dr
 
 
 def _probe_cache(engine: Engine, arm: Arm) -> None:
-    """Go on, without drafts, from the keys and values that drafting has left in the prefix cache.
-
-    What a draft has spoilt shows here even where the output so far is right.
-    """
+    """Go on, without drafts, from the keys and values that drafting has left in the prefix cache. What a draft has
+    spoilt shows here even where the output so far is right."""
     before = arm.mixed
     greedy.perform(engine, before, drafting=True)
     written_by_drafting = [

@@ -30,9 +30,7 @@ def tolerance_of(cfg: RunConfig, wanted: Wanted) -> float:
 @dataclass(frozen=True)
 class Unsure:
     """A case some of whose outputs differ: what another plain engine, that takes k + 1 tokens a step, is asked about.
-
-    row: of the document. level: near-ties, and in batch-invariant mode all differences. answers: the plain engine's.
-    """
+    row: of the document. level: near-ties, and in batch-invariant mode all differences. answers: the plain engine's."""
 
     row: dict[str, Any]
     compared: int

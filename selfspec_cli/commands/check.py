@@ -78,10 +78,8 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
         if asked.served:
             raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
         cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]
-    preflight.check_all(cfgs)
-    found = preflight.for_this_machine(cfgs)
-    eager = [cfg.engine for cfg in cfgs] != [cfg.engine for cfg in found]
-    warn([*preflight.warnings(found), *([configs.NO_COMPILER] if eager else [])])
+    found = configs.runnable(cfgs)
+    warn(preflight.warnings(found))
     return found
 
 

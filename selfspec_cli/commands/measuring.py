@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from selfspec_cli.commands import screen
-from selfspec_cli.commands.configs import NO_COMPILER
+from selfspec_cli.commands.configs import runnable
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
@@ -100,15 +100,6 @@ def unless_nothing_typed(
         f"model={RunConfig().model.name}   ·   with settings of your own: {example}"
     )
     return replace(out, dry_run=True)
-
-
-def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Configs that were checked, as this machine can run them; says where that is eagerly. Raises ConfigError: one
-    could not run."""
-    preflight.check_all(cfgs)
-    runs = preflight.for_this_machine(cfgs)
-    warn([NO_COMPILER] if runs != list(cfgs) else [])
-    return runs
 
 
 def measure(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec_cli.commands import configs, screen
-from selfspec_cli.commands.measuring import on_engines, runnable
+from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import Output, say
 from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.record import profiles, tables
@@ -32,7 +32,7 @@ def profile(
     """Where the time of one arm goes: drafting, verifying, sampling, scheduling, idle; its slowest kernels; a trace."""
     from selfspec_cli.stages import profile as stage
 
-    (cfg,) = runnable([configs.one(overrides, config)])
+    (cfg,) = configs.runnable([configs.one(overrides, config)])
     if out.dry_run:
         return out.plan(
             {

@@ -44,28 +44,13 @@ class Exit:
     outcomes: tuple[Outcome, ...] = ()
 
     @property
-    def layer(self) -> int:
-        """E: layers 0..E-1 draft."""
-        return int(self.cfg.layer or 0)
-
-    @property
-    def head(self) -> str:
-        """The head and whatever else of the drafts is not the default, as file names say it."""
-        return exit_name(self.cfg)
-
-    @property
-    def name(self) -> str:
-        """For people, and for files."""
-        return name_of(self.cfg)
-
-    @property
     def best(self) -> Outcome:
         """The outcome of greatest expected speedup."""
         return max(self.outcomes, key=lambda outcome: outcome.speedup)
 
 
 def name_of(cfg: RunConfig) -> str:
-    """What an exit is called: its layer and what drafts there."""
+    """What an exit is called, for people and in files: its layer and what drafts there."""
     return f"E{cfg.layer}-{exit_name(cfg)}"
 
 

@@ -91,16 +91,13 @@ def run(
             time=results.now(),
             device=keys.device(cfg),
             arm=identity,
-            seconds=found.seconds,
-            wall=found.wall,
-            rounds=found.rounds,
             tokens=sum(map(len, profiled.outputs)),
             tok_s=plain.tokens_per_second,
             tok_s_profiled=profiled.tokens_per_second,
             kernels=kernels,
-            gpu=found.gpu,
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
             config=to_plain(cfg),
+            **vars(found),
             **machine.provenance(),
         )
         path = results.save_profile(folder, profile, trace)

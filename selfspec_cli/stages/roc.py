@@ -140,8 +140,8 @@ def table(judgement: Judgement) -> list[curves.AucRow]:
     return [
         curves.AucRow(
             model=judgement.exit.cfg.model.name,
-            E=judgement.exit.layer,
-            head=judgement.exit.head,
+            E=int(judgement.exit.cfg.layer or 0),
+            head=exits.exit_name(judgement.exit.cfg),
             k=log.k,
             gate=gate,
             drafted=int(log.drafted.sum()),
@@ -177,7 +177,7 @@ def drawn(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
         log, exit_ = judgement.judged, judgement.exit
         drafted = int(log.drafted.sum())
         taken = int(log.accepted.sum()) / max(drafted, 1)
-        title = f"{exit_.cfg.model.name} {exit_.name}, {drafted:,} drafted, {taken:.0%} accepted"
+        title = f"{exit_.cfg.model.name} {exits.name_of(exit_.cfg)}, {drafted:,} drafted, {taken:.0%} accepted"
         for at_stake, asked in ASKED.items():
             areas = {name: curves.auc(log, name, at_stake=at_stake) for name in GATES if name in log.features}
             lines = []

@@ -127,7 +127,7 @@ def run(
         "speedup": measured["speedup"],
         "seconds": budget.spent,
         "finalists": [row for _, row in finalists],
-        "expected": [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)],
+        "expected": [{"exit": exits.name_of(one.cfg), **one.best.to_dict()} for one in exits.level(found)],
         "untried": untried,  # exits for which there was no time
         "warnings": failed,  # what makes the choice uncertain, for people
     }

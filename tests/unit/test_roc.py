@@ -79,10 +79,10 @@ def test_a_log_fills_the_batch_that_its_steps_are_timed_at(opened):
 def test_roc_does_not_choose_an_exit_because_plain_decoding_stalled_under_it(opened, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfgs = [RunConfig(layer=layer, workload=WORK, k=5) for layer in (3, 6, 12)]
-    right = roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.layer
+    right = roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.cfg.layer
     wrong = next(cfg.layer for cfg in cfgs if cfg.layer != right)
     opened.slow[wrong] = 5.0
-    assert roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.layer == right
+    assert roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.cfg.layer == right
 
 
 def test_levelled_exits_share_the_pace_of_plain_decoding():

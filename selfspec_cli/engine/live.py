@@ -1,7 +1,7 @@
 """The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
 
-Besides `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch`
-requests in flight, through vLLM's own request queue and scheduler; accept figures from vLLM's own counters.
+Timings come from a closed loop of `batch` requests in flight, through vLLM's own request queue and scheduler; accept
+figures from vLLM's own counters.
 """
 
 from __future__ import annotations
@@ -294,11 +294,8 @@ def _model_runner(cfg: RunConfig) -> Iterator[None]:
 
 def fork_engines(cfg: RunConfig) -> None:
     """Have the engines on a GPU that this process will start forked from it: each is spared importing vLLM again, which
-    takes half a minute on a slow host. For processes that leave the work to engines.
-
-    PyTorch is kept to one thread here, and in the engines, for which vLLM does so itself once they are loaded. Threads
-    that it had here before do not matter then.
-    """
+    takes half a minute on a slow host. PyTorch is kept to one thread here (see `how_they_start`), so this is for
+    processes that leave the work to engines, for which vLLM does the same once they are loaded."""
     if device_of(cfg) != "cpu":  # such an engine runs in this process, with all of its cores
         import torch
 

@@ -1,7 +1,7 @@
 """What `roc` and `tune` look at first: the exits that are asked for, what is drafted there and what its steps cost.
 
-An exit is a layer with its head, its draft vocabulary and whatever else decides what is drafted. The gate and the
-draft length are no part of it: a log of long ungated drafts tells what every gate and every shorter draft would do.
+An exit is a layer with its head, its draft vocabulary and whatever else decides what is drafted, without gate and draft
+length: a log of long ungated drafts tells what every gate and every shorter draft would do.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ def name_of(cfg: RunConfig) -> str:
 
 def exit_name(cfg: RunConfig) -> str:
     """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
-
-    A path is a digest of itself, and a vocabulary list a digest of its contents: `a/v.txt` and `b/v.txt` are two
-    vocabularies.
-    """
+    A path is a digest of itself, and a vocabulary list a digest of its contents."""
     parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
         parts.append(_digest_of_path(cfg.head.path))

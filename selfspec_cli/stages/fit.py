@@ -82,7 +82,7 @@ def run(
 
 
 def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
-    """Write the least-squares heads of a fit into head_dir as ee_layer{E}_lsq.pt too, for other programs; the files."""
+    """Write the least-squares heads of a fit into head_dir as ee_layer{E}_lsq.pt too; the files."""
     from selfspec_cli.early_exit.artifact import load_head, save_pt
 
     made = []

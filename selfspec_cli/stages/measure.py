@@ -1,7 +1,7 @@
-"""The measuring loop: one arm, or several settings of one live engine, alternating.
+"""The measuring loop: one arm, or several settings of one live engine, plain decoding among them.
 
-The arms alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all of
-them, and their ratios stay true. Plain decoding is an arm like the others: the same engine, drafting nothing.
+Several alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all of them,
+and their ratios stay true.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.texts.prompts import Turn
 
-PLAIN = Setting("none", None, 0)
-"""No drafts at all."""
-
-AS_FOUND = Setting("as found", None, 0)
-"""Leaves the engine as it was set up."""
-
+PLAIN = Setting("none", None, 0)  # no drafts at all
+AS_FOUND = Setting("as found", None, 0)  # leaves the engine as it was set up
 Repeat = list[Generation]
 """What one arm generated in one repeat: a generation for each prompt chunk."""
 

@@ -28,8 +28,7 @@ NOT_SHOWN = ("workload", "seed", "repeats")
 class Planned:
     """A config with its keys, worked out once: what a file holds when the plan is made is what is measured.
 
-    baseline: key of the baseline that it is compared with; its own where it is one. arm: key of the arm, whatever the
-    workload.
+    baseline: key of what it is compared with; its own for a baseline. arm: key of the arm, whatever the workload.
     """
 
     cfg: RunConfig
@@ -41,7 +40,6 @@ class Planned:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is what others are compared with."""
         return self.key == self.baseline
 
 
@@ -73,7 +71,7 @@ class Plan:
 
     @property
     def engines(self) -> list[list[Planned]]:
-        """Points by the engine that they share, in the order in which the engines start."""
+        """As of a family, of all of them."""
         return [group for family in self.families for group in family.engines]
 
     @property

@@ -82,14 +82,11 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
 def plan(
     made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None
 ) -> tuple[list[Program], Program]:
-    """The replicas, and what stands in front of them.
+    """The replicas, and what stands in front of them. Raises ConfigError: more replicas than GPUs, no such router, or
+    an option that replicas cannot have.
 
-    Args:
-        made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's.
-        router: vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
-
-    Raises:
-        ConfigError: more replicas than GPUs, no such router, or an option that replicas cannot have.
+    made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's. router:
+    vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
     """
     for name in (word.partition("=")[0] for word in more):
         if name.replace("_", "-") in OF_ONE_SERVER:

@@ -1,9 +1,8 @@
 """The greatest load at which a server keeps limits of latency (an SLO), found by bisection.
 
-A limit such as "99 % of requests have a TTFT of 200 ms at most" is kept at a load if the share of requests within it is
-at least 99 %. Each load is asked until the 95 % interval of that share (Clopper and Pearson, requests taken as
-independent) lies on one side of it, or for `load.repeats` runs; then the share itself decides, and the verdict is
-marked as not sure. A request that failed is within no limit.
+Each load is asked until the 95 % interval of the share of requests within the limit (Clopper and Pearson, requests
+taken as independent) lies on one side of the share asked for, or for `load.repeats` runs; then the share itself
+decides, and the verdict is marked as not sure. A request that failed is within no limit.
 """
 
 from __future__ import annotations

@@ -37,16 +37,12 @@ def run(
     progress: Progress,
     ends: float | None = None,
 ) -> int:
-    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun.
+    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun. Raises ConfigError: the
+    launcher cannot be used here, or the plan reuses baselines, which ran on one GPU.
 
-    Args:
-        run_id: of the command; a unit's is this and its name, so that points of two units never have one name.
-        folder: of results; workers write their logs into it.
-        save: writes a point. fail: writes down that one could not be measured.
-        ends: see `Unit`.
-
-    Raises:
-        ConfigError: the launcher cannot be used here, or the plan reuses baselines, which ran on one GPU.
+    run_id: of the command; a unit's is this and its name, so that points of two units never have one name. folder: of
+    results; logs of workers too. save: writes a point. fail: writes down that one could not be measured. ends: see
+    `Unit`.
     """
     launcher = _launcher(plan, cfg)
     units = cut(plan.families, launcher.workers(cfg), ends)

@@ -131,14 +131,11 @@ def points_of(
     log: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
-    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last.
+    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. It has a process
+    group of its own, which is killed when the iterator is closed or an exception ends it.
 
-    The worker has a process group of its own, which is killed when the iterator is closed or an exception ends it.
-
-    Args:
-        document: `description` of a unit. environment: variables on top of this process's own.
-        log: file to which the worker's output is appended; a temporary one if None.
-        stopped: asked while the worker runs; once it says yes, the worker is killed.
+    document: `description` of a unit. environment: variables on top of this process's own. log: file to which the
+    worker's output is appended; a temporary one if None. stopped: once it says yes, the worker is killed.
     """
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)

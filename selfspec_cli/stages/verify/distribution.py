@@ -16,8 +16,7 @@ import numpy as np
 from scipy import stats
 
 ALPHA = 1e-4
-"""A p-value below it is a fault. A run makes a handful of tests, so twenty runs of a right engine give a false alarm in
-one or two of a hundred times."""
+"""A p-value below it is a fault: twenty runs of a right engine give a false alarm one or two times in a hundred."""
 
 DRAWS, MORE_DRAWS = 999, 24_000  # permutations at first, and where the first p-value is small; enough for ALPHA
 LEAST = 5  # a cell of the table is one of its own if so many texts have it

@@ -72,8 +72,8 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
 
 
 def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
-    """`cfg` with an engine on which the cases can happen: prefix caching, a small token budget (so that prompts are
-    cut), and a context that is soon full unless the user has named one."""
+    """`cfg` with an engine on which the cases can happen: prefix caching, a token budget by which prompts are cut, and
+    a context that is soon full unless the user has named one."""
     engine, model = cfg.engine, cfg.model
     most = THOROUGH_CONTEXT if wanted.thorough else CONTEXT
     budget = max(BUDGET, engine.max_num_seqs * (int(cfg.k or 0) + 1))

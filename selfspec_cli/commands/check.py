@@ -49,7 +49,11 @@ def check(
     cfgs = _configs(asked, file, plant)
     folder = Path(plan.results_dir(cfgs))
     if out.dry_run:
-        return _show_plan(asked, cfgs, folder, out)
+        points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
+        limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
+        if not out.as_json:
+            screen.show_plan(points)
+        return out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
     preflight.check_device(cfgs[0])
     backend: Backend = load_command.servers(cfgs, []) if asked.served else ENGINES
     run_id = results_folder.new_run_id()
@@ -81,15 +85,6 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
     found = configs.runnable(cfgs)
     warn(preflight.warnings(found))
     return found
-
-
-def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Output) -> None:
-    """What would be measured, and what each case asks for."""
-    points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
-    limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
-    if not out.as_json:
-        screen.show_plan(points)
-    out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
 
 
 def show(document: dict[str, Any]) -> None:

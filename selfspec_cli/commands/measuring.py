@@ -127,15 +127,14 @@ def measure(
         warn([options.why_left(result.left)])
     summary = folder / results_folder.SUMMARY
     if out.as_json:
-        drafting = {
-            point.key: summed for point in result.points if (summed := tables.drafting_summary(point)) is not None
-        }
-        more: dict[str, Any] = {"drafting": drafting, "warnings": [*before, *result.warnings]}
-        more |= {} if page is None else {"page": page}
-        more |= {"found": said} if (said := backend.found(result.points)) else {}
-        emit(
-            {"run_id": result.run_id, **counts, "summary": summary, "rows": [plain(row) for row in result.rows], **more}
-        )
+        drafting = [(point.key, tables.drafting_summary(point)) for point in result.points]
+        document: dict[str, Any] = {"run_id": result.run_id, **counts, "summary": summary}
+        document["rows"] = [plain(row) for row in result.rows]
+        document["drafting"] = {key: summed for key, summed in drafting if summed is not None}
+        document["warnings"] = [*before, *result.warnings]
+        document |= {} if page is None else {"page": page}
+        document |= {"found": said} if (said := backend.found(result.points)) else {}
+        emit(document)
     else:
         from selfspec_cli.report import table
 
@@ -224,14 +223,9 @@ def begun(progress: Progress, opening: AbstractContextManager[T]) -> Iterator[T]
 
 @contextmanager
 def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator[Tracker]:
-    """The tracker of `cfg` for as long as a command measures. In the end its messages are shown.
-
-    If the command has not sent a report of its own, the tracker gets the table and the figures of the results folder. A
-    failure of the tracker is one of the messages.
-
-    Raises:
-        ConfigError: the tracker that is asked for is not installed.
-    """
+    """The tracker of `cfg` for as long as a command measures. In the end its messages are shown, and it gets the table
+    and the figures of the results folder unless the command has sent a report of its own. Raises ConfigError: the
+    tracker that is asked for is not installed."""
     with open_tracker(cfg, run_id or results_folder.new_run_id()) as tracker:
         yield tracker
         if cfg.tracker.kind != "none" and not tracker.reported:

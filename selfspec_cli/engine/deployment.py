@@ -103,9 +103,10 @@ def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
         for key in ("head_path", "model"):  # files of the user's, wherever the server is started
             if key in spec and (file := Path(spec[key]).expanduser()).exists():
                 spec[key] = str(file.absolute())
-    model = arguments["model"]
-    where = str(Path(model).absolute()) if Path(model).is_dir() else model
-    return Deployment(where, spec, options, _environment(cfg))
+    model, variables = arguments["model"], runner_variables(cfg)
+    if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
+        variables["LD_PRELOAD"] = ":".join(map(str, libraries))
+    return Deployment(str(Path(model).absolute()) if Path(model).is_dir() else model, spec, options, variables)
 
 
 def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
@@ -134,13 +135,6 @@ def _option(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     return [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
-
-
-def _environment(cfg: RunConfig) -> dict[str, str]:
-    variables = runner_variables(cfg)
-    if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
-        variables["LD_PRELOAD"] = ":".join(map(str, libraries))
-    return variables
 
 
 def preloaded() -> list[Path]:

@@ -143,7 +143,9 @@ class Loader:
             run = _run(server, job, place / f"repeat-{number + 1}", progress)
             facts |= {"interrupted": True} if run.interrupted else {}
             if run.good:
-                facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
+                # Of one core, what each of its processes used on average.
+                shares = {name: (now - used.get(name, 0.0)) / run.seconds for name, now in server.cpu_seconds().items()}
+                facts["server_cpu"] = {name: round(share, 3) for name, share in shares.items() if share > IDLE}
                 after = server.verify_counts()
                 verified = None if counts is None or after is None else after.since(counts)
                 repeats.append(Repeat(run.seconds, run.times(), verified, counters.since(server.drafting(), own)))
@@ -246,12 +248,6 @@ def answers(run: Run, prompts: int) -> tuple[str, ...]:
 def unlike(runs: Sequence[Run], prompts: int) -> int:
     """Prompts that did not get one and the same answer each time that they were asked."""
     return sum(len(set(digests)) > 1 for digests in _answers(runs, prompts))
-
-
-def _shares(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:
-    """Of one core, what each process of a server used on average in a run; those that used next to nothing left out."""
-    shares = {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
-    return {name: round(share, 3) for name, share in shares.items() if share > IDLE}
 
 
 def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: Server, place: Path) -> dict[str, Any]:

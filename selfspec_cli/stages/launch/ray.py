@@ -30,17 +30,15 @@ def connected(cfg: RunConfig) -> Any:
         raise ConfigError(f"launcher=ray: ray is not installed: {install('ray')}") from error
     if not ray.is_initialized():
         address = running()
-        local: dict[str, Any] = {} if address else {"num_cpus": _processors(cfg), "include_dashboard": False}
+        local: dict[str, Any] = {}
+        if not address:  # Ray starts a Python process for each processor, before any task
+            cores = max(len(devices.own_cores()), devices.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
+            local = {"num_cpus": cores, "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
     return ray
-
-
-def _processors(cfg: RunConfig) -> int:
-    """Processors of this host that a local cluster is given: Ray starts a Python process for each, before any task."""
-    return max(len(devices.own_cores()), devices.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
 
 
 def workers(cfg: RunConfig) -> int:

@@ -169,9 +169,7 @@ def _repeat_plain(engine: Engine, mixed: Case, first: Observed, tolerance: float
 
 def _own_drafts(arm: Arm, exact: bool) -> dict[str, Any] | None:
     company = arm.observed["mixed"].counts
-    if arm.alone is None or company is None:
-        return None
-    return verdict.own_drafts(arm.alone, company, exact)
+    return None if arm.alone is None or company is None else verdict.own_drafts(arm.alone, company, exact)
 
 
 def _plain_samples(engine: Engine, wanted: Wanted, arm: Arm, number: int) -> list[Drawn]:

@@ -110,11 +110,9 @@ def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
 
 
 def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
-    """Write the speculative_config of `made` and the config `cfg` into its results folder; the two files.
-
-    The first holds the JSON alone, so that `--speculative-config "$(cat FILE)"` uses it; `selfspec serve --config`
-    reads the second. command: which command of selfspec chose it.
-    """
+    """Write the speculative_config of `made` and the config `cfg` into its results folder; the two files. The first
+    holds the JSON alone, so that `--speculative-config "$(cat FILE)"` uses it; `selfspec serve --config` reads the
+    second. command: which command of selfspec chose it."""
     name = Path(cfg.results_dir) / FOLDER / f"{command}-{folder_name(cfg)}"
     spec, config = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.yaml")
     for file, text in ((spec, json.dumps(made.speculative_config, indent=2) + "\n"), (config, dump(cfg))):

@@ -82,10 +82,8 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
 
 def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
-    none of its own, or it is not wanted.
-
-    Windows are drawn as for prompts; every token but a window's first is predicted from all of its window before it.
-    """
+    none of its own, or it is not wanted. Windows are drawn as for prompts; every token but a window's first is
+    predicted from all of its window before it."""
     tokens = cfg.perplexity_tokens
     if not tokens or cfg.method not in OWN_DISTRIBUTION:
         return None

@@ -62,12 +62,9 @@ def run(
     progress: Progress = ignore,
     **more: Any,
 ) -> FitResult:
-    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`.
-
-    Raises:
-        ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had.
-        SettingsError, FitError: a head that there is not, or data that no fit can use.
-    """
+    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`. Raises
+    ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had; SettingsError, FitError: a
+    head that there is not, or data that no fit can use."""
     request = Request(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), pairs, **more)
     check(cfg, request)
     corpus = corpora.load(request.corpus)

@@ -118,12 +118,8 @@ class Loader:
         decided: Callable[[Sequence[Run]], bool] = lambda runs: False,
     ) -> Measurement:
         """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that an interrupt
-        cuts short is kept as far as it came.
-
-        Raises:
-            ConfigError: the prompts cannot be had. ClientsError: no request ended well. ServerError: the server ended.
-            KeyboardInterrupt: before any request had ended.
-        """
+        cuts short is kept as far as it came. Raises ConfigError: the prompts cannot be had; ClientsError: no request
+        ended well; ServerError: the server ended; KeyboardInterrupt: before any request had ended."""
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"

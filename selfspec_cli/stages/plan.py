@@ -26,10 +26,8 @@ NOT_SHOWN = ("workload", "seed", "repeats")
 
 @dataclass(frozen=True)
 class Planned:
-    """A config with its keys, worked out once: what a file holds when the plan is made is what is measured.
-
-    baseline: key of what it is compared with; its own for a baseline. arm: key of the arm, whatever the workload.
-    """
+    """A config with its keys, worked out once: what a file holds when the plan is made is what is measured. baseline:
+    key of what it is compared with; its own for a baseline. arm: key of the arm, whatever the workload."""
 
     cfg: RunConfig
     key: str

@@ -71,10 +71,8 @@ class Request:
 
 def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
-    Raises ConfigError: a corpus that cannot be had, a results folder that cannot be written or is in use.
-
-    The plain model is started again to score what arms generated, which is lost if the command ends before that.
-    """
+    Raises ConfigError: a corpus that cannot be had, a results folder that cannot be written or is in use. The plain
+    model is started again to score what arms generated, which is lost if the command ends before that."""
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)

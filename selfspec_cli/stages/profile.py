@@ -117,13 +117,8 @@ class Breakdown:
 
 
 def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
-    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one.
-
-    trace: events in Chrome's format, times in microseconds.
-
-    Raises:
-        ValueError: the trace has no range of a full pass.
-    """
+    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one. Raises
+    ValueError: there is no range of a full pass. trace: events in Chrome's format, times in microseconds."""
     events = [event for event in trace if event.get("ph") == "X"]
     ranges = [
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))

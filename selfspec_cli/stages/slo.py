@@ -135,10 +135,7 @@ def greatest(keeps: Callable[[float], bool], start: float, *, whole: bool) -> tu
 @dataclass
 class Search:
     """Finds the greatest load on a server where a config names limits; takes a `Loader`'s place as a sweep's bench.
-
-    served: requests a second that each server completed at its greatest number of clients, at which the search of its
-    rate begins.
-    """
+    served: requests a second of each server at its greatest number of clients, where the search of its rate begins."""
 
     loader: Loader
     served: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,5 @@
-"""A performance check: measure arms and their baselines, count what must not happen, judge, and keep the verdict.
-
-The points are ordinary points of the results folder, measured by the loop of a sweep; counting follows each
-measurement on the same engine. What stays between red and green is measured again, up to the file's `runs`.
-"""
+"""A performance check: measure arms and their baselines by the loop of a sweep, count what must not happen after each
+measurement, judge, and keep the verdict. What stays between red and green is measured again, up to `runs` times."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

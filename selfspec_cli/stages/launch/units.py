@@ -62,11 +62,9 @@ def description(unit: Unit, run_id: str) -> dict[str, Any]:
 
 
 def keys_of(document: Mapping[str, Any], cfgs: Sequence[RunConfig]) -> dict[str, str]:
-    """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point.
-
-    They differ by the device alone where a worker has fewer cores of the driver's processor, and where the driver has
-    no GPU, as on a cluster's login node. Under its own key the point would be measured again by the next command.
-    """
+    """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point. They differ
+    by the device alone where a worker has fewer cores of the driver's processor, and where the driver has no GPU, as on
+    a cluster's login node. Under its own key the point would be measured again by the next command."""
     keys, found = Keys(), {}
     same_versions = document["versions"] == _deciding(machine.versions())
     for cfg, planned in zip(cfgs, document["points"], strict=True):
@@ -82,11 +80,9 @@ def _deciding(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> list[Unit]:
-    """Units for `workers` workers, the largest first, so that the last ones to end are small.
-
-    A family gets as many units as it has a share of all engines, and at least one. Its groups of points are dealt out,
-    each to the unit that has the fewest points so far.
-    """
+    """Units for `workers` workers, the largest first, so that the last ones to end are small. A family gets as many
+    units as it has a share of all engines, and at least one. Its groups of points are dealt out, each to the unit that
+    has the fewest points so far."""
     engines = sum(max(len(family.groups), 1) for family in families)
     made: list[tuple[Planned, ...]] = []
     for family in families:

@@ -91,11 +91,9 @@ class Facts:
 
 
 def requests(facts: Facts, size: Size, seed: int = 0) -> list[Request]:
-    """The requests of the case `mixed`, from which others are made too.
-
-    Prompts have one token and more. Two in three begin like others do, so that the prefix cache is used, and every
-    sixth is longer than one step of the engine where the context allows it.
-    """
+    """The requests of the case `mixed`, from which others are made too. Prompts have one token and more. Two in three
+    begin like others do, so that the prefix cache is used, and every sixth is longer than one step of the engine where
+    the context allows it."""
     draw, longest = random.Random(seed), len(facts.windows[0])
     shared = facts.windows[0][: min(140, longest // 2)]
     made = []

@@ -139,11 +139,9 @@ def detectable(first: Sample, second: Sample) -> float | None:
 
 
 def exact_p(tokens: np.ndarray, probabilities: np.ndarray, tied: np.ndarray | None = None) -> float | None:
-    """P-value (chi-square) that texts [n, m] follow probabilities [V] * m; None for fewer than three cells.
-
-    Cells of fewer than five expected texts count together, and with them those that are tied ([V] * m, texts of which a
-    token is `at_the_cut`): only what all of these have together is known.
-    """
+    """P-value (chi-square) that texts [n, m] follow probabilities [V] * m; None for fewer than three cells. Cells of
+    fewer than five expected texts count together, and with them those that are tied ([V] * m, texts of which a token is
+    `at_the_cut`): only what all of these have together is known."""
     counts = np.zeros(probabilities.shape)
     np.add.at(counts, tuple(tokens[:, : probabilities.ndim].T), 1)
     tied = np.zeros(probabilities.shape, bool) if tied is None else tied

@@ -88,11 +88,9 @@ def judge(
 def judge_together(
     engine: Engine, cfg: RunConfig, wanted: Wanted, judged: Sequence[tuple[Arm, dict[str, Any], list[Unsure]]]
 ) -> None:
-    """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents.
-
-    In batch-invariant mode it must say what the other plain engine said, and where it does not, vLLM's kernels are not
-    batch-invariant for this model, and a difference is no fault of drafting.
-    """
+    """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents. In batch-invariant mode
+    it must say what the other plain engine said, and where it does not, vLLM's kernels are not batch-invariant for this
+    model, and a difference is no fault of drafting."""
     tolerance, k = tolerance_of(cfg, wanted), int(cfg.k or 0)
     for arm, document, unsure in judged:
         doubtful = [difference for case in unsure for difference in case.level[:4]][:16]

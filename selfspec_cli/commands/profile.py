@@ -27,6 +27,7 @@ def profile(
     out: Output,
     overrides: Overrides = None,
     config: Config = None,
+    # By default few: a trace of more is too big for a browser, and says nothing else.
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each request, at most.")] = 64,
 ) -> None:
     """Where the time of one arm goes: drafting, verifying, sampling, scheduling, idle; its slowest kernels; a trace."""

@@ -18,8 +18,6 @@ from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.texts.prompts import workload_prompts
 
-PROMPTS = 32  # answered while looking on
-
 
 @dataclass
 class Fitted:
@@ -63,7 +61,7 @@ def run(
     cfgs: Sequence[RunConfig],
     *,
     open_engine: OpenEngine,
-    prompts: int = PROMPTS,
+    prompts: int,
     out: Path | None = None,
     progress: Progress = ignore,
 ) -> list[Fitted]:

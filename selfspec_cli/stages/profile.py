@@ -28,8 +28,6 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.profiles import PARTS, Profile
 from selfspec_cli.texts.prompts import workload_prompts
 
-TOKENS = 64
-"""Tokens of each request that are profiled: a trace of more is too big for a browser, and says nothing else."""
 STEPS = 3  # that progress counts
 PREFIX = "selfspec."  # of the ranges (vllm_plugin/observe/profiler.py)
 PART_OF = {"logits": "verify", "sample": "sampler", "schedule": "scheduler"}
@@ -45,7 +43,7 @@ def run(
     cfg: RunConfig,
     *,
     open_engine: OpenEngine,
-    tokens: int = TOKENS,
+    tokens: int,
     progress: Progress = ignore,
 ) -> tuple[Profile, Path]:
     """Warm up, generate once without the profiler and once with it; the profile, and its file. The trace is beside it.

@@ -26,8 +26,6 @@ from selfspec_cli.stages.exits import Exit
 from selfspec_cli.whole import atomic_write
 
 COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
-LONGEST = 12  # tokens a draft while recording
-PROMPTS = 32  # requests recorded
 MOST = 150  # points of a curve
 LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at as well as the default
 
@@ -78,7 +76,7 @@ class RocResult:
         }
 
 
-def facts(cfgs: Sequence[RunConfig], longest: int = LONGEST, prompts: int = PROMPTS) -> dict[str, Any]:
+def facts(cfgs: Sequence[RunConfig], longest: int, prompts: int) -> dict[str, Any]:
     """What `run` would do with these, for --dry-run."""
     plan = exits.distinct(cfgs, longest)
     return {
@@ -95,8 +93,8 @@ def run(
     cfgs: Sequence[RunConfig],
     *,
     open_engine: OpenEngine,
-    longest: int = LONGEST,
-    prompts: int = PROMPTS,
+    longest: int,
+    prompts: int,
     progress: Progress = ignore,
 ) -> RocResult:
     """Record and judge every exit of `cfgs` (they differ in layer, head or vocabulary), one engine each; write files.

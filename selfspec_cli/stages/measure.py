@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from selfspec_cli import interrupts
@@ -59,9 +59,7 @@ class Arm:
         drafted = sum(part.drafted for part in parts)
         low, high = speedup_interval(self.tok_s, reference.tok_s, paired=True) or (None, None)
         return {
-            "gate": self.setting.gate,
-            "threshold": self.setting.threshold,
-            "k": self.setting.k,
+            **asdict(self.setting),
             "tok_s": self.tok_s,
             "tok_s_median": self.median,
             "speedup": self.median / reference.median,

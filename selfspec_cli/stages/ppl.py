@@ -2,9 +2,8 @@
 model's.
 
 The first is for the baseline and for `skip`. An arm that verifies its drafts has none of its own: an engine computes
-prompt log-probabilities in the target's full pass, no draft has a part in them, and the difference would be zero
-whatever the arm generates. What can go wrong there is in what comes out. So every arm continues the same held-out
-prompts, greedily and sampled, and the plain model scores the continuations of both sides.
+prompt log-probabilities in the target's full pass, without drafts. What can go wrong there is in what comes out. So
+every arm continues the same held-out prompts, greedily and sampled, and the plain model scores both sides.
 """
 
 import math

@@ -47,7 +47,6 @@ def run(
     progress: Progress = ignore,
 ) -> tuple[Profile, Path]:
     """Warm up, generate once without the profiler and once with it; the profile, and its file. The trace is beside it.
-
     The workload is that of `cfg`: its first `batch` prompts at once, and at most `tokens` output tokens of each.
 
     Raises:

@@ -1,8 +1,7 @@
 """Several independent servers of one model behind one address: started, watched and ended together.
 
-vLLM leaves its own table of lengths out under data parallelism, and draft loops of ranks would wait for each other, so
-replicas are servers that know nothing of each other. In front of them is vllm-router, or where that is not installed
-the gateway.
+Under vLLM's data parallelism draft loops of ranks would wait for each other, so replicas are servers that know nothing
+of each other. In front of them is vllm-router, or where that is not installed the gateway.
 """
 
 import argparse

@@ -1,11 +1,9 @@
 """Find exit layer, head, draft length, gate and threshold for a model and a workload, and write them down.
 
 First the cost model: each exit's real drafts are logged once, and replaying the log under every gate, threshold and
-length, with the step times measured there, says what each is worth. Then a race on live engines, one for each of the
-most promising exits: its best settings by the cost model take turns with plain decoding, because a log knows neither
-how rounds begin under another setting nor how a batch waits for its longest draft.
-
-Logs and costs are kept under results/tune/<key>/. The same command goes on from there.
+length, with the step times measured there, says what each is worth. Then a race on live engines: the best settings of
+the most promising exits take turns with plain decoding, because a log knows neither how rounds begin under another
+setting nor how a batch waits for its longest draft. The same command goes on from results/tune/<key>/.
 """
 
 import json

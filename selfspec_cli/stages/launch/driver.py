@@ -1,7 +1,7 @@
 """The one process that writes the record of a sweep on several workers.
 
-It cuts the plan into units, hands them to a launcher, saves each point as it arrives, and gives to another worker what
-one that died had not measured. A point on which workers die TRIES times is written down as failed.
+It hands units to a launcher, saves each point as it arrives, and gives to another worker what one that died had not
+measured. A point on which workers die TRIES times is written down as failed.
 """
 
 from __future__ import annotations

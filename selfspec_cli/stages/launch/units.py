@@ -1,8 +1,7 @@
 """A plan, cut into units that different workers can measure, and the worker process of a unit.
 
-A unit is some engines of one family with all their points, and the family's baselines. The baselines are measured again
-in each unit, because a candidate is only compared with a baseline that ran on the same GPU. So a family is cut into no
-more units than there are workers for it.
+A unit is some engines of one family with all their points, and the family's baselines, which are measured again in each
+unit: a candidate is only compared with a baseline of the same GPU.
 """
 
 import json

@@ -1,7 +1,6 @@
 """One unit of a sweep in a process of its own: `python -m selfspec_cli.stages.launch.worker UNIT.json SPOOL`.
 
-It measures as `selfspec sweep` does, and writes each point as a file into the spool folder instead of a results folder.
-Whoever started it moves the points on. A file appears under its name when it is whole.
+It writes each point as a file into the spool folder, whole; whoever started it moves the points on.
 """
 
 import json

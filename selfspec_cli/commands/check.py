@@ -49,7 +49,11 @@ def check(
     cfgs = _configs(asked, file, plant)
     folder = Path(plan.results_dir(cfgs))
     if out.dry_run:
-        return _show_plan(asked, cfgs, folder, out)
+        points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
+        limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
+        if not out.as_json:
+            screen.show_plan(points)
+        return out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
     preflight.check_device(cfgs[0])
     backend: Backend = load_command.servers(cfgs, []) if asked.served else ENGINES
     run_id = results_folder.new_run_id()
@@ -66,11 +70,8 @@ def check(
 
 
 def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]:
-    """The checked config of each case, as this machine can run it.
-
-    Raises:
-        ConfigError: a setting, or `plant`, that there is not or that does not go with this file.
-    """
+    """The checked config of each case, as this machine can run it. Raises ConfigError: a setting, or `plant`, that
+    there is not or that does not go with this file."""
     cfgs = [configs.one([*case.words], None) for case in asked.cases]
     cfgs = load_command.as_loads(cfgs) if asked.served else cfgs
     if plant is not None:
@@ -81,20 +82,9 @@ def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]
         if asked.served:
             raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
         cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]
-    preflight.check_all(cfgs)
-    found = preflight.for_this_machine(cfgs)
-    eager = [cfg.engine for cfg in cfgs] != [cfg.engine for cfg in found]
-    warn([*preflight.warnings(found), *([configs.NO_COMPILER] if eager else [])])
+    found = configs.runnable(cfgs)
+    warn(preflight.warnings(found))
     return found
-
-
-def _show_plan(asked: CheckFile, cfgs: list[RunConfig], folder: Path, out: Output) -> None:
-    """What would be measured, and what each case asks for."""
-    points = plan.plan(cfgs, results_folder.read(folder)[0], again=True)
-    limits = {case.name: [*map(str, case.reach), *case.invariants] for case in asked.cases}
-    if not out.as_json:
-        screen.show_plan(points)
-    out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
 
 
 def show(document: dict[str, Any]) -> None:

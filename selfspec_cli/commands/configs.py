@@ -14,7 +14,6 @@ from selfspec_cli.early_exit.view import DraftView, own_names
 from selfspec_cli.stages import preflight
 
 LONG = 8192  # tokens of a prompt, from which on drafts over a part of the context are tried too
-NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
 
 
 def results_dir(overrides: list[str] | None) -> Path:
@@ -57,12 +56,18 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
         ]
     else:
         each = [overrides]
-    cfgs = [cfg for words in each for cfg in several(words)]
-    preflight.check_all(cfgs)
-    preflight.check_folder(cfgs[0].head_dir, "head_dir")
-    found = preflight.for_this_machine(cfgs)
-    warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
+    found = runnable([cfg for words in each for cfg in several(words)])
+    preflight.check_folder(found[0].head_dir, "head_dir")
     return found
+
+
+def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Configs as this machine can run them; says where that is eagerly. Raises ConfigError where one could not run."""
+    preflight.check_all(cfgs)
+    runs = preflight.for_this_machine(cfgs)
+    eager = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
+    warn([eager] if runs != list(cfgs) else [])
+    return runs
 
 
 def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:

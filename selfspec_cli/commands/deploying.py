@@ -84,10 +84,8 @@ def _speedup(point: Point) -> float:
 
 
 def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
-    """What to deploy by the points of a folder: a document of `chosen` for each model, with "what" it is.
-
-    out: the folder that the files are written to.
-    """
+    """What to deploy by the points of a folder: a document of `chosen` for each model, with "what" it is. out: the
+    folder that the files are written to."""
     if archive.inside(results) is not None:
         return []  # what is published was measured elsewhere
     found = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,13 +14,15 @@ from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import Output, say, warn
 from selfspec_cli.commands.shared import Corpus, Overrides, Pairs, Ridge, command
-from selfspec_cli.stages import head_plan, preflight
+from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.stages import preflight
 from selfspec_cli.texts import corpora
 
 if TYPE_CHECKING:
     from selfspec_cli.stages.fit import FitResult
     from selfspec_cli.stages.fit_weights import Fitted
-    from selfspec_cli.stages.head_plan import HeadPlan
 
 
 class HeadFormat(StrEnum):
@@ -43,13 +46,13 @@ def fit_lsq(
 ) -> None:
     """Fit least-squares exit heads by running the model in vLLM; head=lsq finds them in head_dir."""
     words = [*(overrides or []), f"layer={','.join(map(str, layer))}", "head=lsq"]
-    plan = head_plan.to_fit(configs.several(words))
-    fitted = _fit(out, "fit-lsq", plan, pairs, ridge, corpus)
+    cfg, request = to_fit(configs.several(words))
+    fitted = _fit(out, "fit-lsq", cfg, request, pairs, ridge, corpus)
     if fitted is None:
         return
     from selfspec_cli.stages import fit
 
-    files = fit.save_as_pt(plan.cfg, fitted) if form is HeadFormat.pt else []
+    files = fit.save_as_pt(cfg, fitted) if form is HeadFormat.pt else []
     _show_fitted(out, fitted)
     for file in [] if out.as_json else files:
         say(f"also {file}")
@@ -68,22 +71,54 @@ def fit_heads(
 ) -> None:
     """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies; say how
     often each agrees with the full model on held-out text."""
-    fitted = _fit(out, "fit", head_plan.to_fit(configs.several(overrides)), pairs, ridge, corpus)
+    fitted = _fit(out, "fit", *to_fit(configs.several(overrides)), pairs, ridge, corpus)
     if fitted is not None:
         _show_fitted(out, fitted)
 
 
-def _fit(out: Output, name: str, plan: HeadPlan, pairs: int, ridge: float | None, corpus: str) -> FitResult | None:
-    """Fit the heads of a plan; None for a dry run."""
-    preflight.check_folder(plan.cfg.head_dir, "head_dir")
+def to_fit(points: Sequence[RunConfig]) -> tuple[RunConfig, dict[str, Any]]:
+    """The point of a grid whose model, engine and workload count, and the arguments of `fit.run` that the grid settles;
+    the lens is always among the heads, to be compared with.
+
+    Raises:
+        ConfigError: points of more than one model or engine, a point without a layer, a head given as a file, or
+            nothing but heads over the full vocabulary that need no fit.
+    """
+    for cfg in points:
+        preflight.check_model(cfg)
+        if cfg.head.path is not None:
+            raise ConfigError(f"head.path={cfg.head.path}: heads are fitted here, not read")
+        if (cfg.model, cfg.engine, cfg.workload) != (points[0].model, points[0].engine, points[0].workload):
+            raise ConfigError("one model, engine and workload at a time here; `selfspec sweep` runs several")
+        if cfg.layer is None:
+            raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
+    heads = dict.fromkeys(head_spec(cfg.head).name for cfg in points)
+    vocabularies = tuple(dict.fromkeys(cfg.vocab for cfg in points))
+    if not any(HeadSpec.from_name(name).target for name in heads) and set(vocabularies) == {"full"}:
+        raise ConfigError(
+            f"head={','.join(heads)}: is not fitted; name what is, such as head=lsq or head=translator_r15"
+        )
+    request = {
+        "layers": tuple(dict.fromkeys(cfg.layer for cfg in points)),
+        "heads": tuple(dict.fromkeys(["lens", *heads])),
+        "vocabularies": vocabularies,
+    }
+    return preflight.for_this_machine(points[:1])[0], request
+
+
+def _fit(
+    out: Output, name: str, cfg: RunConfig, request: dict[str, Any], pairs: int, ridge: float | None, corpus: str
+) -> FitResult | None:
+    """Fit the heads that `to_fit` names; None for a dry run."""
+    preflight.check_folder(cfg.head_dir, "head_dir")
     corpora.check(corpus)
     if out.dry_run:
-        out.plan(plan.facts())
+        out.plan({"model": cfg.model.path, **request, "folder": str(head_folder(cfg))})
         return None
     from selfspec_cli.stages import fit
 
-    with on_engines(out, name, plan.cfg, is_tracked=False) as stage:
-        fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, **stage)
+    with on_engines(out, name, cfg, is_tracked=False) as stage:
+        fitted = fit.run(cfg, **request, pairs=pairs, ridge=ridge, corpus=corpus, **stage)
     warn(fitted.warnings)
     return fitted
 

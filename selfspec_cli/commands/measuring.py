@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from selfspec_cli.commands import screen
-from selfspec_cli.commands.configs import NO_COMPILER
+from selfspec_cli.commands.configs import runnable
 from selfspec_cli.commands.screen import ROWS_KEPT, SWEEP_GOES_ON, Output, emit, note, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
@@ -102,18 +102,6 @@ def unless_nothing_typed(
     return replace(out, dry_run=True)
 
 
-def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Configs that were checked, as this machine can run them; says where that is eagerly.
-
-    Raises:
-        ConfigError: one could not run.
-    """
-    preflight.check_all(cfgs)
-    runs = preflight.for_this_machine(cfgs)
-    warn([NO_COMPILER] if runs != list(cfgs) else [])
-    return runs
-
-
 def measure(
     command: str, runs: list[RunConfig], options: SweepOptions, out: Output, backend: Backend = ENGINES
 ) -> None:
@@ -139,15 +127,14 @@ def measure(
         warn([options.why_left(result.left)])
     summary = folder / results_folder.SUMMARY
     if out.as_json:
-        drafting = {
-            point.key: summed for point in result.points if (summed := tables.drafting_summary(point)) is not None
-        }
-        more: dict[str, Any] = {"drafting": drafting, "warnings": [*before, *result.warnings]}
-        more |= {} if page is None else {"page": page}
-        more |= {"found": said} if (said := backend.found(result.points)) else {}
-        emit(
-            {"run_id": result.run_id, **counts, "summary": summary, "rows": [plain(row) for row in result.rows], **more}
-        )
+        drafting = [(point.key, tables.drafting_summary(point)) for point in result.points]
+        document: dict[str, Any] = {"run_id": result.run_id, **counts, "summary": summary}
+        document["rows"] = [plain(row) for row in result.rows]
+        document["drafting"] = {key: summed for key, summed in drafting if summed is not None}
+        document["warnings"] = [*before, *result.warnings]
+        document |= {} if page is None else {"page": page}
+        document |= {"found": said} if (said := backend.found(result.points)) else {}
+        emit(document)
     else:
         from selfspec_cli.report import table
 
@@ -197,10 +184,8 @@ def _sweep(
 def on_engines(
     out: Output, command: str, cfg: RunConfig, *, is_tracked: bool = True, forked: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """While a command works on real engines: `open_engine` and `progress`, as the stages take them.
-
-    is_tracked: the tracker of `cfg` gets the table and the figures of the results folder. forked: see `shown_starting`.
-    """
+    """While a command works on real engines: `open_engine` and `progress`, as the stages take them. is_tracked: the
+    tracker of `cfg` gets the table and the figures of the results folder. forked: see `shown_starting`."""
     with ExitStack() as stack:
         if is_tracked:
             stack.enter_context(tracked(command, cfg))
@@ -209,10 +194,8 @@ def on_engines(
 
 
 def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:
-    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does.
-
-    forked: see `engine.live.fork_engines`.
-    """
+    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does. forked: see
+    `engine.live.fork_engines`."""
 
     @contextmanager
     def open_engine(cfg: RunConfig, **more: Any) -> Iterator[Any]:
@@ -240,14 +223,9 @@ def begun(progress: Progress, opening: AbstractContextManager[T]) -> Iterator[T]
 
 @contextmanager
 def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator[Tracker]:
-    """The tracker of `cfg` for as long as a command measures. In the end its messages are shown.
-
-    If the command has not sent a report of its own, the tracker gets the table and the figures of the results folder. A
-    failure of the tracker is one of the messages.
-
-    Raises:
-        ConfigError: the tracker that is asked for is not installed.
-    """
+    """The tracker of `cfg` for as long as a command measures. In the end its messages are shown, and it gets the table
+    and the figures of the results folder unless the command has sent a report of its own. Raises ConfigError: the
+    tracker that is asked for is not installed."""
     with open_tracker(cfg, run_id or results_folder.new_run_id()) as tracker:
         yield tracker
         if cfg.tracker.kind != "none" and not tracker.reported:

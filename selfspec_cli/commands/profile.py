@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec_cli.commands import configs, screen
-from selfspec_cli.commands.measuring import on_engines, runnable
+from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import Output, say
 from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.record import profiles, tables
@@ -27,12 +27,13 @@ def profile(
     out: Output,
     overrides: Overrides = None,
     config: Config = None,
+    # By default few: a trace of more is too big for a browser, and says nothing else.
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each request, at most.")] = 64,
 ) -> None:
     """Where the time of one arm goes: drafting, verifying, sampling, scheduling, idle; its slowest kernels; a trace."""
     from selfspec_cli.stages import profile as stage
 
-    (cfg,) = runnable([configs.one(overrides, config)])
+    (cfg,) = configs.runnable([configs.one(overrides, config)])
     if out.dry_run:
         return out.plan(
             {

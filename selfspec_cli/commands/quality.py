@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec_cli.commands import configs, screen
-from selfspec_cli.commands.measuring import on_engines, runnable
+from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import FINDINGS_KEPT, Output, emit, say, warn
 from selfspec_cli.commands.shared import Corpus, Overrides, command
 from selfspec_cli.config.schema import RunConfig
@@ -118,7 +118,7 @@ def _run(
     note: str,
     out: Output,
 ) -> None:
-    runs = runnable(cfgs)
+    runs = configs.runnable(cfgs)
     if out.dry_run:
         names = [arms.label(one) for family in arms.families(runs) for one in family]
         return out.answer(

@@ -122,34 +122,27 @@ def export(
     ] = None,
 ) -> None:
     """Make the tables of a results folder again from its points, or pack the folder into one file."""
-    facts = _export(configs.results_dir(overrides), place, packed)
+    folder = configs.results_dir(overrides)
+    facts: dict[str, Any]
+    if packed is not None:
+        if place is not None:
+            raise ConfigError("--archive writes one file, and --out tables; ask for one of them")
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; name the one to pack: results_dir=FOLDER")
+        facts = {"files": archive.pack(folder, packed), "archive": packed}
+    else:
+        _expect_points(folder)
+        if place is not None:
+            preflight.check_folder(str(place), "--out")
+        count, warnings = results.export(folder, place)
+        warn(warnings)
+        made = [(place or folder) / name for name in results.TABLES]
+        facts = {"points": count, "tables": [str(file) for file in made if file.is_file()]}
     out.answer(facts, lambda: show_facts(facts))
 
 
 for one in (list_points, show, delete, export):
     app.command(**one.typer)(one)
-
-
-def _export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, Any]:
-    """Make the tables of a folder or an archive, in `out` if that is named, or pack the folder; what was made.
-
-    Raises:
-        ConfigError: nothing was measured there, or it cannot be written to where it would be.
-        RecordError: a table could not be written.
-    """
-    if packed is not None:
-        if out is not None:
-            raise ConfigError("--archive writes one file, and --out tables; ask for one of them")
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; name the one to pack: results_dir=FOLDER")
-        return {"files": archive.pack(folder, packed), "archive": packed}
-    _expect_points(folder)
-    if out is not None:
-        preflight.check_folder(str(out), "--out")
-    count, warnings = results.export(folder, out)
-    warn(warnings)
-    place = out or folder
-    return {"points": count, "tables": [str(place / name) for name in results.TABLES if (place / name).is_file()]}
 
 
 def _ask(rows: list[Record], as_json: bool) -> None:
@@ -207,15 +200,10 @@ def _meant(points: list[Point], words: list[str]) -> list[Record]:
 
 
 def _document(point: Point) -> dict[str, Any]:
+    names = ("command", "config", "digests", "versions", "hardware", "git", "engine")
     return {
         "row": plain(tables.row(point)),
-        "command": point.command,
-        "config": point.config,
-        "digests": point.digests,
-        "versions": point.versions,
-        "hardware": point.hardware,
-        "git": point.git,
-        "engine": point.engine,
+        **{name: getattr(point, name) for name in names},
         "compared_with": point.compared_with and asdict(point.compared_with),
         "repeats": [{"seconds": repeat.seconds, "tok_s": repeat.tok_s} for repeat in point.repeats],
     }

@@ -57,10 +57,8 @@ ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 @contextmanager
 def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None]:
-    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted.
-
-    then: GOES_ON, or whatever else is true after an interrupt.
-    """
+    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted. then:
+    GOES_ON, or whatever else is true after an interrupt."""
     try:
         yield
     except typer.Exit:
@@ -123,10 +121,8 @@ def _fail(error: BaseException, message: str, code: int, as_json: bool, debug: b
 
 @dataclass(frozen=True)
 class Output:
-    """How a command answers.
-
-    as_json: stdout ends with one document. dry_run: no engine starts. debug: tracebacks and all that vLLM prints show.
-    """
+    """How a command answers. as_json: stdout ends with one document. dry_run: no engine starts. debug: tracebacks and
+    all that vLLM prints show."""
 
     as_json: bool = False
     dry_run: bool = False

@@ -79,12 +79,8 @@ def _without_effect(words: Sequence[str]) -> list[str]:
 
 def check_port(options: Sequence[str]) -> None:
     """See that the address is free on which vLLM's server would answer: it looks only after it has loaded the model.
-
-    options: of vLLM's server; without --host and --port it answers at port 8000 of every address.
-
-    Raises:
-        ConfigError: another program answers there, or there is no such port.
-    """
+    Raises ConfigError: another program answers there, or there is no such port. options: of vLLM's server; without
+    --host and --port it answers at port 8000 of every address."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=8000)

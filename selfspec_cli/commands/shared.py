@@ -14,11 +14,9 @@ from selfspec_cli.commands.screen import BEGINS_AGAIN, Output, guard
 
 
 def complete(incomplete: str) -> list[tuple[str, str]]:
-    """How a KEY=VALUE word on the shell's line can go on.
-
-    bash takes `=` for a word of its own, so that only what follows it is completed there. A key that is alone has its
-    placeholder beside it in bash and zsh, which would put a space after the only candidate.
-    """
+    """How a KEY=VALUE word on the shell's line can go on. bash takes `=` for a word of its own, so that only what
+    follows it is completed there. A key that is alone has its placeholder beside it in bash and zsh, which would put a
+    space after the only candidate."""
     from selfspec_cli.config.options import candidates
 
     text, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.measuring import on_engines, runnable
+from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import RUN_FAILED, Output, say, show_facts
 from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.config.schema import ConfigError
@@ -52,7 +52,7 @@ def verify(
     size = cases.THOROUGH if thorough else cases.QUICK
     wanted = Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
     run.check(cfg, wanted)
-    (cfg,) = runnable([cfg])
+    (cfg,) = configs.runnable([cfg])
     if out.dry_run:
         return out.answer(document := run.plan(cfg, wanted), lambda: show_facts(document))
     preflight.check_device(cfg)

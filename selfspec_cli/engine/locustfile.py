@@ -1,13 +1,10 @@
 """The clients of a load test, run by locust in a process of its own; `engine.clients` starts it.
 
-locust replaces Python's sockets by gevent's, so nothing of vLLM may live in this process, and this file imports nothing
-of selfspec. SELFSPEC_LOAD names the file of samples, and which requests of job.json beside it are asked here: every
-`step`th from `first` on. A sample is a line of JSON for a request: its number, when it was sent and when each output
-arrived (microseconds of the machine's monotonic clock), how many tokens the server counted, and a digest of the text.
-locust's own statistics are not used: they are in milliseconds.
-
-Each request has a connection of its own: a server closes one that was idle for some seconds, and may do so just when it
-is used again.
+locust replaces Python's sockets by gevent's, so this file imports nothing of selfspec or vLLM. SELFSPEC_LOAD names the
+file of samples, and which requests of job.json beside it are asked here: every `step`th from `first` on. A sample is a
+line of JSON for a request: its number, when it was sent and when each output arrived (microseconds of the machine's
+monotonic clock; locust's own statistics are in milliseconds), how many tokens the server counted, and a digest of the
+text. Each request has a connection of its own, because a server may close an idle one just when it is used again.
 """
 
 from __future__ import annotations

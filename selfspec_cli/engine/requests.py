@@ -78,10 +78,8 @@ def answers(
 
 
 def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Sequence[int] = ()) -> float:
-    """Log-probability (nats) of a token after `prefix`, by the engine alone in its batch.
-
-    after: tokens behind it, which change nothing but how many come in one step with it.
-    """
+    """Log-probability (nats) of a token after `prefix`, by the engine alone in its batch. after: tokens behind it,
+    which change nothing but how many come in one step with it."""
     return float(_prompt_logprobs(engine, [*prefix, token, *after], 0)[len(prefix)][token].logprob)
 
 
@@ -107,10 +105,8 @@ def _prompt_logprobs(engine: Engine, ids: list[int], count: int) -> list[Any]:
 
 
 def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probabilities (nats) of every token of the vocabulary after each prefix; for small vocabularies.
-
-    The engine must have been started with max_logprobs of at least the vocabulary's size.
-    """
+    """Log-probabilities (nats) of every token of the vocabulary after each prefix; for small vocabularies. The engine
+    must have been started with max_logprobs of at least the vocabulary's size."""
     from vllm import SamplingParams
 
     size = engine.vocab_size

@@ -35,12 +35,9 @@ class Score:
 
 
 def score(engine: Engine, passages: Sequence[Passage], progress: Progress = ignore) -> list[Score]:
-    """The log-likelihood of each passage under this engine's own predictive distribution.
-
-    Raises:
-        ValueError: a passage without context, without a token to score, or too long: the engine is asked for one token
-            more, so that a passage may have `max_model_len - 1`.
-    """
+    """The log-likelihood of each passage under this engine's own predictive distribution. Raises ValueError: a passage
+    without context, without a token to score, or too long: the engine is asked for one token more, so that a passage
+    may have `max_model_len - 1`."""
     for passage in passages:
         if not 1 <= passage.context < len(passage.ids) < engine.max_model_len:
             raise ValueError(
@@ -70,10 +67,8 @@ def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
 def complete(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], progress: Progress = ignore
 ) -> list[str]:
-    """The text that each prompt is continued with, without the stop string; the engine drafts as the arm does.
-
-    params: vLLM's SamplingParams of each request.
-    """
+    """The text that each prompt is continued with, without the stop string; the engine drafts as the arm does. params:
+    vLLM's SamplingParams of each request."""
     return [str(output.outputs[0].text) for output in _outputs(engine, prompts, params, "completed", progress)]
 
 

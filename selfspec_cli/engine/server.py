@@ -61,11 +61,15 @@ class Server:
         return document["results"][0]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The server's Prometheus metrics: name -> labels -> value; empty for a server without them."""
+        """The server's Prometheus metrics: name -> labels as they stand -> value; empty for a server without them."""
+        metrics: dict[str, dict[str, float]] = {}
         try:
-            return read_metrics(ask(f"{self.url}/metrics"))
+            text = ask(f"{self.url}/metrics")
+            for name, labels, value in re.findall(r"^([\w:]+)(\{.*\})? (\S+)$", text, re.MULTILINE):
+                metrics.setdefault(name, {})[labels] = float(value)
         except (OSError, ValueError):
             return {}
+        return metrics
 
     def verify_counts(self) -> VerifyCounts | None:
         """vLLM's counters of speculative decoding since the server started; None for one that does not draft."""
@@ -113,13 +117,10 @@ class Server:
 def open_server(
     cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Start a server for `cfg`, give it when it answers, and end it.
+    """Start a server for `cfg`, give it when it answers, and end it. It listens on this machine alone.
 
-    Its prefix cache is as `cfg` says, and it answers `call`: it listens on this machine alone.
-
-    Args:
-        more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
-            variables beside those of this process.
+    more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
+    variables beside those of this process.
 
     Raises:
         ConfigError, HeadError: what `cfg` asks for cannot be had.
@@ -170,14 +171,6 @@ def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as answer:
         return str(answer.read().decode())
-
-
-def read_metrics(text: str) -> dict[str, dict[str, float]]:
-    """Prometheus's text format: name -> labels as they stand -> value."""
-    metrics: dict[str, dict[str, float]] = {}
-    for name, labels, value in re.findall(r"^([\w:]+)(\{.*\})? (\S+)$", text, re.MULTILINE):
-        metrics.setdefault(name, {})[labels] = float(value)
-    return metrics
 
 
 def wait_for(url: str, check: Callable[[], None], log: Path, name: str = "the server") -> None:

@@ -34,10 +34,7 @@ class LoadPattern:
 
     def arrivals(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Sequence[float] | None:
         """Return the times of an open loop (seconds from the beginning, rising), equal for equal seeds; None for a
-        closed loop of `load.clients`.
-
-        Exactly one of `requests` and `seconds`, which limit the run, is given.
-        """
+        closed loop of `load.clients`. Exactly one of `requests` and `seconds`, which limit the run, is given."""
         return None
 
     def values(self, load: Any) -> dict[str, Any]:

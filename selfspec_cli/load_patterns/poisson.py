@@ -40,11 +40,8 @@ class PoissonSettings:
 
 
 def poisson(rate: float, seed: int, *, burst: int = 1) -> Iterator[float]:
-    """Yield arrival times of requests (seconds from the beginning, rising, without end).
-
-    Bursts of `burst` requests arrive as a Poisson process of `rate / burst` bursts a second, so the mean rate is `rate`
-    requests a second for every burst size. The first burst arrives after a random time, too.
-    """
+    """Yield arrival times of requests (seconds from the beginning, rising, without end): bursts of `burst` requests as
+    a Poisson process of `rate / burst` bursts a second, the first after a random time, too."""
     draw = random.Random(f"arrivals {seed}")
     moment = 0.0
     while True:

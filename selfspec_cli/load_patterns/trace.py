@@ -54,14 +54,8 @@ def is_trace(name: str) -> bool:
 
 def asked_requests(load: Any) -> list[Request]:
     """Return the requests of one run, at least one: the first `load.requests` of the file, or those of its first
-    `load.seconds`.
-
-    With `load.rate` one factor changes all gaps, so that this is the mean rate. A run of `load.seconds` then has the
-    first requests that fit in at this rate.
-
-    Raises:
-        SettingsError: the file cannot be read, or its times do not rise.
-    """
+    `load.seconds`. With `load.rate` one factor changes all gaps, so that this is the mean rate, and a run of
+    `load.seconds` has as many as fit in. Raises SettingsError: the file cannot be read, or its times do not rise."""
     rows = _requests(Path(load.trace).expanduser())
     if load.requests is not None or load.rate is not None:
         requests = list(islice(rows, load.requests or max(1, round(load.rate * load.seconds))))

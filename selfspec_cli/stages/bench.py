@@ -1,10 +1,9 @@
-"""Measure one arm on a live engine: speed, drafting, latencies, perplexity.
+"""Measure one arm on a live engine, baseline or candidate: speed, drafting, latencies, perplexity.
 
-Baseline and candidate go through this same function. Every repeat generates the same tokens from the same prompts, so
-the repeats differ in time only; the outputs that are kept, as digests, are those of the last one. Where several
-requests run at once, plain decoding answers once more in another batch order, untimed: how many of its outputs stay the
-same is the control for how many of an arm's are the baseline's. (Random weights hold all tokens equally likely, and
-their outputs tell nothing.)
+Every repeat generates the same tokens from the same prompts; the outputs that are kept, as digests, are those of the
+last one. Where several requests run at once, plain decoding answers once more in another batch order, untimed: how many
+of its outputs stay the same is the control for how many of an arm's are the baseline's. (Random weights hold all tokens
+equally likely, and their outputs tell nothing.)
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ target's, drafts or none, so that its figure would be the baseline's whatever it
 def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
     """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
     began = time.perf_counter()
-    reset_peak_memory()
+    with suppress(OSError):  # let the peak of memory begin anew; some containers forbid it
+        Path("/proc/self/clear_refs").write_text("5")
     start = [cores.now()]
 
     def timed() -> None:
@@ -82,10 +82,8 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
 
 def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
-    none of its own, or it is not wanted.
-
-    Windows are drawn as for prompts; every token but a window's first is predicted from all of its window before it.
-    """
+    none of its own, or it is not wanted. Windows are drawn as for prompts; every token but a window's first is
+    predicted from all of its window before it."""
     tokens = cfg.perplexity_tokens
     if not tokens or cfg.method not in OWN_DISTRIBUTION:
         return None
@@ -108,14 +106,9 @@ def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs:
     return sum(outputs[place] == digest for place, digest in zip(order, digests, strict=True))
 
 
-def reset_peak_memory() -> None:
-    """Let the peak begin anew. Linux; elsewhere, and in containers that forbid it, it stays the whole process's."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def peak_memory_mib() -> float | None:
-    """Peak resident memory (MiB) of this process since the last reset; None where /proc does not say."""
+    """Peak resident memory (MiB) of this process since the last reset, or of all its time where it cannot be reset;
+    None where /proc does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

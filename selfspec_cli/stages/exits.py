@@ -1,7 +1,7 @@
 """What `roc` and `tune` look at first: the exits that are asked for, what is drafted there and what its steps cost.
 
-An exit is a layer with its head, its draft vocabulary and whatever else decides what is drafted. The gate and the
-draft length are no part of it: a log of long ungated drafts tells what every gate and every shorter draft would do.
+An exit is a layer with its head, its draft vocabulary and whatever else decides what is drafted, without gate and draft
+length: a log of long ungated drafts tells what every gate and every shorter draft would do.
 """
 
 from __future__ import annotations
@@ -35,31 +35,13 @@ TIMED_PROMPTS, TIMED_REPEATS = 4, 2
 
 @dataclass(frozen=True)
 class Exit:
-    """One exit, the log of what it drafts, and the costs of its steps.
-
-    cfg: without a gate, k the longest draft of the log. outcomes: what settings are worth here; empty until somebody
-    has asked.
-    """
+    """One exit, the log of what it drafts, and the costs of its steps. cfg: without a gate, k the longest draft of the
+    log. outcomes: what settings are worth here; empty until somebody has asked."""
 
     cfg: RunConfig
     log: DraftLog
     costs: Costs
     outcomes: tuple[Outcome, ...] = ()
-
-    @property
-    def layer(self) -> int:
-        """E: layers 0..E-1 draft."""
-        return int(self.cfg.layer or 0)
-
-    @property
-    def head(self) -> str:
-        """The head and whatever else of the drafts is not the default, as file names say it."""
-        return exit_name(self.cfg)
-
-    @property
-    def name(self) -> str:
-        """For people, and for files."""
-        return name_of(self.cfg)
 
     @property
     def best(self) -> Outcome:
@@ -68,16 +50,13 @@ class Exit:
 
 
 def name_of(cfg: RunConfig) -> str:
-    """What an exit is called: its layer and what drafts there."""
+    """What an exit is called, for people and in files: its layer and what drafts there."""
     return f"E{cfg.layer}-{exit_name(cfg)}"
 
 
 def exit_name(cfg: RunConfig) -> str:
     """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
-
-    A path is a digest of itself, and a vocabulary list a digest of its contents: `a/v.txt` and `b/v.txt` are two
-    vocabularies.
-    """
+    A path is a digest of itself, and a vocabulary list a digest of its contents."""
     parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
         parts.append(_digest_of_path(cfg.head.path))
@@ -109,9 +88,7 @@ def _digest(content: bytes) -> str:
 
 def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
     """The exits that `cfgs` name, each once: configs that differ in gate, threshold or draft length name one exit.
-
-    longest: tokens a draft, at most, in every one of them.
-    """
+    longest: tokens a draft, at most, in every one of them."""
     exits: dict[str, RunConfig] = {}
     for cfg in cfgs:
         bare = replace(cfg, k=longest, gate=GateConfig(), threshold=None, method=Method.layer_skip)
@@ -120,12 +97,9 @@ def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
 
 
 def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
-    """Exit layers where the user names none: the model's own choice, the default, and the layers divided by `parts`.
-    Of copies all layers come first, and with layers to skip they come alone.
-
-    Raises:
-        ConfigError: nothing here says how many layers the model has, nor which exit it has measured best.
-    """
+    """Exit layers where the user names none: the model's own choice, the default, and the layers divided by `parts`. Of
+    copies all layers come first, and with layers to skip they come alone. Raises ConfigError: nothing here says how
+    many layers the model has, nor which exit it has measured best."""
     layers, wanted = model_facts(cfg).layers, {own_drafts(cfg.model)[0]}
     if layers:
         wanted |= {DraftView().default_layer(layers), *(max(layers // part, 1) for part in parts)}
@@ -173,11 +147,8 @@ def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int, progress: Prog
 
 
 def record(engine: Engine, cfg: RunConfig, progress: Progress = ignore) -> DraftLog:
-    """Draft without a gate and log it, a batch of the workload's requests after the other.
-
-    Raises:
-        ConfigError: nothing was drafted.
-    """
+    """Draft without a gate and log it, a batch of the workload's requests after the other. Raises ConfigError: nothing
+    was drafted."""
     work, prompts = cfg.workload, workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
@@ -202,10 +173,8 @@ def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
 
 
 def level(exits: Sequence[Exit]) -> list[Exit]:
-    """The exits as if plain decoding had taken the same time on every engine, the median.
-
-    Plain decoding knows nothing of exits; where the machine stalled under it, that exit would look fast.
-    """
+    """The exits as if plain decoding had taken the same time on every engine, the median. Plain decoding knows nothing
+    of exits; where the machine stalled under it, that exit would look fast."""
     plain = statistics.median(found.costs.plain for found in exits)
     return [
         replace(

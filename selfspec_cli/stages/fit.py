@@ -62,12 +62,9 @@ def run(
     progress: Progress = ignore,
     **more: Any,
 ) -> FitResult:
-    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`.
-
-    Raises:
-        ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had.
-        SettingsError, FitError: a head that there is not, or data that no fit can use.
-    """
+    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`. Raises
+    ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had; SettingsError, FitError: a
+    head that there is not, or data that no fit can use."""
     request = Request(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), pairs, **more)
     check(cfg, request)
     corpus = corpora.load(request.corpus)
@@ -82,7 +79,7 @@ def run(
 
 
 def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
-    """Write the least-squares heads of a fit into head_dir as ee_layer{E}_lsq.pt too, for other programs; the files."""
+    """Write the least-squares heads of a fit into head_dir as ee_layer{E}_lsq.pt too; the files."""
     from selfspec_cli.early_exit.artifact import load_head, save_pt
 
     made = []

@@ -18,8 +18,6 @@ from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.texts.prompts import workload_prompts
 
-PROMPTS = 32  # answered while looking on
-
 
 @dataclass
 class Fitted:
@@ -63,16 +61,13 @@ def run(
     cfgs: Sequence[RunConfig],
     *,
     open_engine: OpenEngine,
-    prompts: int = PROMPTS,
+    prompts: int,
     out: Path | None = None,
     progress: Progress = ignore,
 ) -> list[Fitted]:
     """Fit copies of the kind of each of `cfgs` on `prompts` answers of the model; one engine and one look at what its
-    layers see. out: the file, where one is made.
-
-    Raises:
-        ConfigError, SettingsError: there can be no such copies, or the prompts cannot be had.
-    """
+    layers see. out: the file, where one is made. Raises ConfigError, SettingsError: there can be no such copies, or the
+    prompts cannot be had."""
     check(cfgs, out)
     cfg, start = cfgs[0], time.perf_counter()
     work = cfg.workload
@@ -92,11 +87,11 @@ def run(
         batch = min(prompts, cfg.engine.max_num_seqs)
         progress("answers, then files", 0, 1 + len(cfgs))
         engine.generate(asked, work.output_len, batch=batch, temperature=work.temperature, seed=plain.seed)
-        for number, one in enumerate(cfgs):
-            progress("answers, then files", 1 + number, 1 + len(cfgs))
+        progress("answers, then files", 1, 1 + len(cfgs))
+        for number, one in enumerate(cfgs, start=2):
             kind, path = one.draft_weights, path_for(one) if out is None else out
             report = engine.call("early_exit_fit_weights", str(path), kind, about)
             seconds = time.perf_counter() - start
             made.append(Fitted(str(path), kind, report["tokens"], report["layers"], seconds))
-        progress("answers, then files", 1 + len(cfgs), 1 + len(cfgs))
+            progress("answers, then files", number, 1 + len(cfgs))
     return made

@@ -1,12 +1,11 @@
-"""Measure a server under load: one arm at one load.
+"""Measure a server under load: one arm at one load, as the bench of `sweep.run`.
 
-`selfspec load` runs as a sweep does (`sweep.run`): the baseline's server first, with every load, then the servers of
-the arms; here is what takes the place of an engine's bench. Prompts, their order and the moments at which requests
-arrive are the same for all of them.
+Prompts, their order and the moments at which requests arrive are the same for all arms.
 """
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections import Counter
@@ -19,20 +18,23 @@ from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
 from selfspec_cli.engine import cores
+from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, check_installed, processes_for
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
-from selfspec_cli.load_patterns.trace import PATTERN, is_trace
+from selfspec_cli.load_patterns.trace import PATTERN, Request, asked_requests, is_trace
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import categories, latency
 from selfspec_cli.record.point import Measurement, Repeat, median
-from selfspec_cli.stages.load_prompts import Prompts, of_model
+from selfspec_cli.texts import library, prompt_files
+from selfspec_cli.texts.prompts import check_length, file_prompts, workload_prompts
 
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
 ERRORS = 5  # kinds of failure that a point keeps
 IDLE = 0.01  # share of a core below which a process of a server is not listed
 LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it is said
+BLOCK = 512  # tokens of a block of Mooncake's traces
 
 
 def asked(cfg: RunConfig) -> RunConfig:
@@ -43,13 +45,63 @@ def asked(cfg: RunConfig) -> RunConfig:
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none. cut:
+    requests of a trace that are longer than `workload.input_len` or `workload.output_len`."""
+
+    bodies: list[dict[str, Any]]
+    categories: list[str]
+    cut: int = 0
+
+
+def of_model(cfg: RunConfig) -> Prompts:
+    """The prompts that every other command would give to the model of `cfg`, as token ids; raises ConfigError."""
+    engine, work = ModelTokens(cfg), cfg.workload
+    categories: list[str] = []
+    requests: list[Request] = []
+    if cfg.load.trace is None:
+        bodies: list[dict[str, Any]] = [{"prompt": ids} for ids in workload_prompts(cfg, engine)]
+        if prompt_files.is_prompt_file(work.prompts):
+            categories = [prompt.category for prompt in file_prompts(cfg)]
+    else:
+        check_length(cfg, engine)
+        requests = asked_requests(cfg.load)
+        prompts = of_requests(requests, engine.encode, cfg.seed, work.input_len)
+        bodies = [
+            {"prompt": ids, "max_tokens": min(request.output_len, work.output_len)}
+            for ids, request in zip(prompts, requests, strict=True)
+        ]
+    if work.temperature != 0:  # a seed each, so that both sides and every repeat draw alike
+        bodies = [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
+    cut = sum(request.input_len > work.input_len or request.output_len > work.output_len for request in requests)
+    return Prompts(bodies, categories if any(categories) else [], cut)
+
+
+def of_requests(
+    requests: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int
+) -> list[list[int]]:
+    """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens. Blocks with
+    equal ids are equal in all prompts; what a request has no ids for is its own."""
+    pool = [token for _, text in library.held_out_text() for token in encode(text)]
+
+    def block(name: str) -> list[int]:
+        start = random.Random(f"{seed} {name}").randrange(max(1, len(pool) - BLOCK))
+        return pool[start : start + BLOCK]
+
+    prompts = []
+    for number, request in enumerate(requests):
+        length = min(request.input_len, most)
+        names = [f"block {name}" for name in request.blocks[: -(-length // BLOCK)]]
+        names += [f"request {number}, {place}" for place in range(len(names), -(-length // BLOCK))]
+        prompts.append([token for name in names for token in block(name)][:length])
+    return prompts
+
+
 @dataclass
 class Loader:
-    """Measures arms on servers; given to `sweep.run` as its bench.
-
-    folder: of the raw samples of this command. saturation: requests a second that a baseline completed in a closed
-    loop, by what was asked of it.
-    """
+    """Measures arms on servers; given to `sweep.run` as its bench. folder: of the raw samples of this command.
+    saturation: requests a second that a baseline completed in a closed loop, by what was asked of it."""
 
     folder: Path
     saturation: dict[str, float] = field(default_factory=dict)
@@ -66,12 +118,8 @@ class Loader:
         decided: Callable[[Sequence[Run]], bool] = lambda runs: False,
     ) -> Measurement:
         """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that an interrupt
-        cuts short is kept as far as it came.
-
-        Raises:
-            ConfigError: the prompts cannot be had. ClientsError: no request ended well. ServerError: the server ended.
-            KeyboardInterrupt: before any request had ended.
-        """
+        cuts short is kept as far as it came. Raises ConfigError: the prompts cannot be had; ClientsError: no request
+        ended well; ServerError: the server ended; KeyboardInterrupt: before any request had ended."""
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"
@@ -91,7 +139,9 @@ class Loader:
             run = _run(server, job, place / f"repeat-{number + 1}", progress)
             facts |= {"interrupted": True} if run.interrupted else {}
             if run.good:
-                facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
+                # Of one core, what each of its processes used on average.
+                shares = {name: (now - used.get(name, 0.0)) / run.seconds for name, now in server.cpu_seconds().items()}
+                facts["server_cpu"] = {name: round(share, 3) for name, share in shares.items() if share > IDLE}
                 after = server.verify_counts()
                 verified = None if counts is None or after is None else after.since(counts)
                 repeats.append(Repeat(run.seconds, run.times(), verified, counters.since(server.drafting(), own)))
@@ -194,12 +244,6 @@ def answers(run: Run, prompts: int) -> tuple[str, ...]:
 def unlike(runs: Sequence[Run], prompts: int) -> int:
     """Prompts that did not get one and the same answer each time that they were asked."""
     return sum(len(set(digests)) > 1 for digests in _answers(runs, prompts))
-
-
-def _shares(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:
-    """Of one core, what each process of a server used on average in a run; those that used next to nothing left out."""
-    shares = {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
-    return {name: round(share, 3) for name, share in shares.items() if share > IDLE}
 
 
 def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: Server, place: Path) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""The measuring loop: one arm, or several settings of one live engine, alternating.
+"""The measuring loop: one arm, or several settings of one live engine, plain decoding among them.
 
-The arms alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all of
-them, and their ratios stay true. Plain decoding is an arm like the others: the same engine, drafting nothing.
+Several alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all of them,
+and their ratios stay true.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from selfspec_cli import interrupts
@@ -22,12 +22,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.texts.prompts import Turn
 
-PLAIN = Setting("none", None, 0)
-"""No drafts at all."""
-
-AS_FOUND = Setting("as found", None, 0)
-"""Leaves the engine as it was set up."""
-
+PLAIN = Setting("none", None, 0)  # no drafts at all
+AS_FOUND = Setting("as found", None, 0)  # leaves the engine as it was set up
 Repeat = list[Generation]
 """What one arm generated in one repeat: a generation for each prompt chunk."""
 
@@ -46,10 +42,8 @@ class Arm:
 
     @property
     def median(self) -> float:
-        """Tokens a second of a median repeat: each prompt chunk takes the median of its times.
-
-        A machine that stalls spoils one chunk of one arm, and with it that arm's whole repeat; not its median chunk.
-        """
+        """Tokens a second of a median repeat: each prompt chunk takes the median of its times. A machine that stalls
+        spoils one chunk of one arm, and with it that arm's whole repeat; not its median chunk."""
         seconds = (statistics.median(part.seconds for part in chunk) for chunk in zip(*self.repeats, strict=True))
         return _tokens(self.repeats[0]) / sum(seconds)
 
@@ -65,9 +59,7 @@ class Arm:
         drafted = sum(part.drafted for part in parts)
         low, high = speedup_interval(self.tok_s, reference.tok_s, paired=True) or (None, None)
         return {
-            "gate": self.setting.gate,
-            "threshold": self.setting.threshold,
-            "k": self.setting.k,
+            **asdict(self.setting),
             "tok_s": self.tok_s,
             "tok_s_median": self.median,
             "speedup": self.median / reference.median,

@@ -26,11 +26,8 @@ NOT_SHOWN = ("workload", "seed", "repeats")
 
 @dataclass(frozen=True)
 class Planned:
-    """A config with its keys, worked out once: what a file holds when the plan is made is what is measured.
-
-    baseline: key of the baseline that it is compared with; its own where it is one. arm: key of the arm, whatever the
-    workload.
-    """
+    """A config with its keys, worked out once: what a file holds when the plan is made is what is measured. baseline:
+    key of what it is compared with; its own for a baseline. arm: key of the arm, whatever the workload."""
 
     cfg: RunConfig
     key: str
@@ -41,7 +38,6 @@ class Planned:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is what others are compared with."""
         return self.key == self.baseline
 
 
@@ -73,7 +69,7 @@ class Plan:
 
     @property
     def engines(self) -> list[list[Planned]]:
-        """Points by the engine that they share, in the order in which the engines start."""
+        """As of a family, of all of them."""
         return [group for family in self.families for group in family.engines]
 
     @property
@@ -175,11 +171,7 @@ def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
 
 
 def results_dir(cfgs: Sequence[RunConfig]) -> str:
-    """The one folder that all points write to.
-
-    Raises:
-        ConfigError: they name more than one.
-    """
+    """The one folder that all points write to. Raises ConfigError: they name more than one."""
     folders = sorted({cfg.results_dir for cfg in cfgs})
     if len(folders) != 1:
         raise ConfigError(f"results_dir={','.join(folders)}: one command writes to one folder")

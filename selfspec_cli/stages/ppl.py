@@ -2,9 +2,8 @@
 model's.
 
 The first is for the baseline and for `skip`. An arm that verifies its drafts has none of its own: an engine computes
-prompt log-probabilities in the target's full pass, no draft has a part in them, and the difference would be zero
-whatever the arm generates. What can go wrong there is in what comes out. So every arm continues the same held-out
-prompts, greedily and sampled, and the plain model scores the continuations of both sides.
+prompt log-probabilities in the target's full pass, without drafts. What can go wrong there is in what comes out. So
+every arm continues the same held-out prompts, greedily and sampled, and the plain model scores both sides.
 """
 
 import math
@@ -28,8 +27,6 @@ from selfspec_cli.stages.arms import Found
 from selfspec_cli.stages.bench import OWN_DISTRIBUTION
 from selfspec_cli.stages.plan import Planned, results_dir
 from selfspec_cli.texts import corpora, library
-
-Documents = list[tuple[str, str]]  # names and texts
 
 
 @dataclass(frozen=True)
@@ -62,35 +59,19 @@ class Request:
 
     def of_text(self, documents: int) -> dict[str, Any]:
         """The protocol of the text's perplexity."""
-        return {
-            "corpus": self.corpus,
-            "part": "held-out" if self.held_out else None,
-            "documents": documents,
-            "document_tokens": self.document_tokens,
-            "window": self.window,
-            "stride": self.stride,
-        }
+        chosen = {"corpus": self.corpus, "part": "held-out" if self.held_out else None, "documents": documents}
+        return chosen | {name: getattr(self, name) for name in ("document_tokens", "window", "stride")}
 
     def of_generated(self) -> dict[str, Any]:
         """The protocol of the generated continuations."""
-        return {
-            "corpus": self.corpus,
-            "prompts": self.prompts,
-            "prompt_tokens": self.prompt_tokens,
-            "length": self.length,
-            "temperature": self.temperature,
-        }
+        names = ("corpus", "prompts", "prompt_tokens", "length", "temperature")
+        return {name: getattr(self, name) for name in names}
 
 
 def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
-
-    The plain model is started twice where arms generate something: at first for the text and its own continuations, at
-    the end to score those of the arms, which are lost if the command ends before that.
-
-    Raises:
-        ConfigError: a corpus that cannot be had, a results folder that cannot be written or is in use.
-    """
+    Raises ConfigError: a corpus that cannot be had, a results folder that cannot be written or is in use. The plain
+    model is started again to score what arms generated, which is lost if the command ends before that."""
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
@@ -113,11 +94,8 @@ def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
 
 @dataclass
 class _Family:
-    """One model and engine: its baseline, and what arms are compared with.
-
-    names, ids: of the documents, the latter as token ids. prompts: drawn from them. plain: by way to sample, what the
-    baseline generated and its scores.
-    """
+    """One model and engine: its baseline, and what arms are compared with. names, ids: of the documents, the latter as
+    token ids. prompts: drawn from them. plain: by way to sample, what the baseline generated and its scores."""
 
     base: Planned
     request: Request
@@ -130,7 +108,7 @@ class _Family:
     prompts: list[list[int]] = field(default_factory=list)
     plain: dict[str, tuple[Generation, Scores]] = field(default_factory=dict)
 
-    def run(self, others: list[Planned], documents: Documents) -> None:
+    def run(self, others: list[Planned], documents: list[tuple[str, str]]) -> None:
         """The baseline, the arms engine by engine, and the baseline again for what they generated."""
         try:
             with self.open_engine(self.base.cfg) as engine:
@@ -167,7 +145,7 @@ class _Family:
         except Exception as error:
             self.found.failed += [arms.failure(planned, error) for planned, _ in waiting]
 
-    def _read(self, engine: Engine, documents: Documents) -> None:
+    def _read(self, engine: Engine, documents: list[tuple[str, str]]) -> None:
         request = self.request
         if request.window >= engine.max_model_len:
             raise ConfigError(
@@ -236,7 +214,8 @@ class _Family:
             )
             return
         document = {"documents": self.names, "scores": vars(scores), "baseline": baseline and vars(baseline)}
-        self._save(planned, quality.TEXT, self.request.of_text(len(self.names)), document)
+        protocol = self.request.of_text(len(self.names))
+        arms.keep(self.found, planned, self.base, quality.TEXT, self.run_id, protocol, document)
 
     def _save_generated(self, planned: Planned, scored: dict[str, tuple[Generation, Scores]]) -> None:
         if not scored:
@@ -256,7 +235,5 @@ class _Family:
                         f"{arms.label(planned)}: no draft was accepted in the {name} continuations; "
                         "that they are the baseline's says nothing about drafting"
                     )
-        self._save(planned, quality.GENERATED, self.request.of_generated(), document)
-
-    def _save(self, planned: Planned, kind: str, protocol: dict[str, Any], document: dict[str, Any]) -> None:
-        arms.keep(self.found, planned, self.base, kind, self.run_id, protocol, document)
+        protocol = self.request.of_generated()
+        arms.keep(self.found, planned, self.base, quality.GENERATED, self.run_id, protocol, document)

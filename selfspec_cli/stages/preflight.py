@@ -53,16 +53,8 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
 
 
 def check(cfg: RunConfig, *, served: bool = False) -> None:
-    """Refuse a point that could not run. Of a model on the Hub only what is in the cache is looked at; the engine
-    checks the rest.
-
-    Args:
-        served: for a server, to which clients send requests of their own: the workload does not matter.
-
-    Raises:
-        ConfigError, HeadError: the model path or its files, the exit layer, the lengths, the head or its draft
-            vocabulary, the results folder.
-    """
+    """Refuse a point that could not run; raises ConfigError, HeadError. Of a model on the Hub only what is in the cache
+    is looked at; the engine checks the rest. served: for a server, to which the workload does not matter."""
     check_model(cfg)
     check_prompts(cfg)
     check_files(cfg)
@@ -263,10 +255,8 @@ def nothing_drawn(cfgs: Iterable[RunConfig]) -> list[str]:
 
 
 def for_this_machine(cfgs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Points as this machine can run them: eager on the CPU where torch.compile would find no C++ compiler.
-
-    A point's key and its config are those of the eager run, so it is never taken for a compiled one.
-    """
+    """Points as this machine can run them: eager on the CPU where torch.compile would find no C++ compiler. A point's
+    key and its config are those of the eager run, so it is never taken for a compiled one."""
     eager = cpp_compiler() is None
     return [
         replace(cfg, engine=replace(cfg.engine, enforce_eager=True)) if eager and device_of(cfg) == "cpu" else cfg

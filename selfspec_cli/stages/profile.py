@@ -28,8 +28,6 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.profiles import PARTS, Profile
 from selfspec_cli.texts.prompts import workload_prompts
 
-TOKENS = 64
-"""Tokens of each request that are profiled: a trace of more is too big for a browser, and says nothing else."""
 STEPS = 3  # that progress counts
 PREFIX = "selfspec."  # of the ranges (vllm_plugin/observe/profiler.py)
 PART_OF = {"logits": "verify", "sample": "sampler", "schedule": "scheduler"}
@@ -45,11 +43,10 @@ def run(
     cfg: RunConfig,
     *,
     open_engine: OpenEngine,
-    tokens: int = TOKENS,
+    tokens: int,
     progress: Progress = ignore,
 ) -> tuple[Profile, Path]:
     """Warm up, generate once without the profiler and once with it; the profile, and its file. The trace is beside it.
-
     The workload is that of `cfg`: its first `batch` prompts at once, and at most `tokens` output tokens of each.
 
     Raises:
@@ -91,16 +88,13 @@ def run(
             time=results.now(),
             device=keys.device(cfg),
             arm=identity,
-            seconds=found.seconds,
-            wall=found.wall,
-            rounds=found.rounds,
             tokens=sum(map(len, profiled.outputs)),
             tok_s=plain.tokens_per_second,
             tok_s_profiled=profiled.tokens_per_second,
             kernels=kernels,
-            gpu=found.gpu,
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
             config=to_plain(cfg),
+            **vars(found),
             **machine.provenance(),
         )
         path = results.save_profile(folder, profile, trace)
@@ -120,13 +114,8 @@ class Breakdown:
 
 
 def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
-    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one.
-
-    trace: events in Chrome's format, times in microseconds.
-
-    Raises:
-        ValueError: the trace has no range of a full pass.
-    """
+    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one. Raises
+    ValueError: there is no range of a full pass. trace: events in Chrome's format, times in microseconds."""
     events = [event for event in trace if event.get("ph") == "X"]
     ranges = [
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))

@@ -1,8 +1,7 @@
 """Several independent servers of one model behind one address: started, watched and ended together.
 
-vLLM leaves its own table of lengths out under data parallelism, and draft loops of ranks would wait for each other, so
-replicas are servers that know nothing of each other. In front of them is vllm-router, or where that is not installed
-the gateway.
+Under vLLM's data parallelism draft loops of ranks would wait for each other, so replicas are servers that know nothing
+of each other. In front of them is vllm-router, or where that is not installed the gateway.
 """
 
 import argparse
@@ -82,14 +81,11 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
 def plan(
     made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None
 ) -> tuple[list[Program], Program]:
-    """The replicas, and what stands in front of them.
+    """The replicas, and what stands in front of them. Raises ConfigError: more replicas than GPUs, no such router, or
+    an option that replicas cannot have.
 
-    Args:
-        made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's.
-        router: vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
-
-    Raises:
-        ConfigError: more replicas than GPUs, no such router, or an option that replicas cannot have.
+    made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's. router:
+    vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
     """
     for name in (word.partition("=")[0] for word in more):
         if name.replace("_", "-") in OF_ONE_SERVER:
@@ -180,10 +176,7 @@ def _front(
 
 def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
     """Start all, say when they answer, start again what dies, and end all at an interrupt. folder: for their logs.
-
-    Raises:
-        ServerError: a replica ended before it ever answered, none is left, or the router ended.
-    """
+    Raises ServerError: a replica ended before it ever answered, none is left, or the router ended."""
     folder.mkdir(parents=True, exist_ok=True)
     with interrupts.by_sigterm():
         try:

@@ -26,19 +26,14 @@ from selfspec_cli.stages.exits import Exit
 from selfspec_cli.whole import atomic_write
 
 COMPARED = tuple(gate for gate in GATES if gate != AUTO)  # logged drafts have no times for `auto` to decide by
-LONGEST = 12  # tokens a draft while recording
-PROMPTS = 32  # requests recorded
 MOST = 150  # points of a curve
 LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at as well as the default
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of the gates at one exit.
-
-    exit: its outcomes are the best setting of each gate, chosen on one half of the requests, with what it does on the
-    other. judged: that other half. oracle: what no gate can exceed.
-    """
+    """What is said of the gates at one exit. exit: its outcomes are the best setting of each gate, chosen on one half
+    of the requests, with what it does on the other. judged: that other half. oracle: what no gate can exceed."""
 
     exit: Exit
     judged: DraftLog
@@ -81,7 +76,7 @@ class RocResult:
         }
 
 
-def facts(cfgs: Sequence[RunConfig], longest: int = LONGEST, prompts: int = PROMPTS) -> dict[str, Any]:
+def facts(cfgs: Sequence[RunConfig], longest: int, prompts: int) -> dict[str, Any]:
     """What `run` would do with these, for --dry-run."""
     plan = exits.distinct(cfgs, longest)
     return {
@@ -98,17 +93,14 @@ def run(
     cfgs: Sequence[RunConfig],
     *,
     open_engine: OpenEngine,
-    longest: int = LONGEST,
-    prompts: int = PROMPTS,
+    longest: int,
+    prompts: int,
     progress: Progress = ignore,
 ) -> RocResult:
     """Record and judge every exit of `cfgs` (they differ in layer, head or vocabulary), one engine each; write files.
+    Raises ConfigError: fewer than two prompts, or nothing was drafted.
 
-    Args:
-        longest: tokens a draft. prompts: requests recorded; half of them choose, half of them judge.
-
-    Raises:
-        ConfigError: fewer than two prompts, or nothing was drafted.
+    longest: tokens a draft. prompts: requests recorded; half of them choose, half of them judge.
     """
     if prompts < 2:
         raise ConfigError(f"prompts={prompts}: must be at least 2, one half chooses and the other judges")
@@ -143,8 +135,8 @@ def table(judgement: Judgement) -> list[curves.AucRow]:
     return [
         curves.AucRow(
             model=judgement.exit.cfg.model.name,
-            E=judgement.exit.layer,
-            head=judgement.exit.head,
+            E=int(judgement.exit.cfg.layer or 0),
+            head=exits.exit_name(judgement.exit.cfg),
             k=log.k,
             gate=gate,
             drafted=int(log.drafted.sum()),
@@ -180,7 +172,7 @@ def drawn(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
         log, exit_ = judgement.judged, judgement.exit
         drafted = int(log.drafted.sum())
         taken = int(log.accepted.sum()) / max(drafted, 1)
-        title = f"{exit_.cfg.model.name} {exit_.name}, {drafted:,} drafted, {taken:.0%} accepted"
+        title = f"{exit_.cfg.model.name} {exits.name_of(exit_.cfg)}, {drafted:,} drafted, {taken:.0%} accepted"
         for at_stake, asked in ASKED.items():
             areas = {name: curves.auc(log, name, at_stake=at_stake) for name in GATES if name in log.features}
             lines = []

@@ -1,9 +1,8 @@
 """The greatest load at which a server keeps limits of latency (an SLO), found by bisection.
 
-A limit such as "99 % of requests have a TTFT of 200 ms at most" is kept at a load if the share of requests within it is
-at least 99 %. Each load is asked until the 95 % interval of that share (Clopper and Pearson, requests taken as
-independent) lies on one side of it, or for `load.repeats` runs; then the share itself decides, and the verdict is
-marked as not sure. A request that failed is within no limit.
+Each load is asked until the 95 % interval of the share of requests within the limit (Clopper and Pearson, requests
+taken as independent) lies on one side of the share asked for, or for `load.repeats` runs; then the share itself
+decides, and the verdict is marked as not sure. A request that failed is within no limit.
 """
 
 from __future__ import annotations
@@ -66,11 +65,8 @@ def parse(words: Sequence[str]) -> list[Limit]:
 
 def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
     """Two searches for each config, of a number of clients and of a rate; their goodput counts by the same limits of
-    TTFT and TPOT. words: the limits; without any, the configs themselves.
-
-    Raises:
-        ConfigError: a limit cannot be read, or a config says how much is asked.
-    """
+    TTFT and TPOT. words: the limits; without any, the configs themselves. Raises ConfigError: a limit cannot be read,
+    or a config says how much is asked."""
     if not words:
         return list(cfgs)
     limits, found = parse(words), []
@@ -139,10 +135,7 @@ def greatest(keeps: Callable[[float], bool], start: float, *, whole: bool) -> tu
 @dataclass
 class Search:
     """Finds the greatest load on a server where a config names limits; takes a `Loader`'s place as a sweep's bench.
-
-    served: requests a second that each server completed at its greatest number of clients, at which the search of its
-    rate begins.
-    """
+    served: requests a second of each server at its greatest number of clients, where the search of its rate begins."""
 
     loader: Loader
     served: dict[str, float] = field(default_factory=dict)

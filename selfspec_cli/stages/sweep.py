@@ -1,8 +1,4 @@
-"""All points of a plan, each on a live engine that it shares with as many others as it can.
-
-One after the other: on a machine whose speed drifts, `_family` is the one place to change (measure the baseline again
-between or after the candidates).
-"""
+"""All points of a plan, one after the other, each on a live engine that it shares with as many others as it can."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,9 +116,7 @@ def run(
     measures the rest.
 
     Args:
-        again: measure finished points too.
-        reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
-        retry_failed: only points that an earlier command could not measure.
+        again, reuse_baseline, retry_failed: as `plan` takes them.
         ends: no point is begun after this (seconds since 1970), and the result says how many are left.
 
     Raises:
@@ -132,8 +126,8 @@ def run(
     folder = Path(results_dir(cfgs))
     with interrupts.deferred(), results.writing(folder):
         warnings = submitit.collect(folder)
-        more = {"again": again, "reuse_baseline": reuse_baseline, "retry_failed": retry_failed}
-        todo = plan(cfgs, results.read(folder)[0], **more)
+        known = results.read(folder)[0]
+        todo = plan(cfgs, known, again=again, reuse_baseline=reuse_baseline, retry_failed=retry_failed)
         progress.planned(todo)
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
@@ -160,21 +154,17 @@ def run_unit(
     keep: Callable[[Point], Any],
     ends: float | None,
 ) -> None:
-    """Measure configs and their baselines, and give each point to `keep` in place of a results folder.
+    """Measure configs and their baselines, and give each point to `keep` in place of a results folder. keys: by the key
+    that this machine gives a point, the one that it is recorded under. ends: as `run` takes it."""
 
-    keys: by the key that this machine gives a point, the one that it is recorded under. ends: as `run` takes it.
-    """
-
-    def renamed(points: list[Planned]) -> list[Planned]:
-        return [
-            replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))
-            for one in points
-        ]
+    def renamed(one: Planned) -> Planned:
+        return replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))
 
     context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, ends, keep)
     with interrupts.deferred():
         for family in plan(cfgs).families:
-            _family(context, Family(renamed(family.baselines), [renamed(group) for group in family.groups]))
+            baselines, *groups = [[*map(renamed, group)] for group in (family.baselines, *family.groups)]
+            _family(context, Family(baselines, groups))
 
 
 def _family(context: _Run, family: Family) -> None:

@@ -1,11 +1,9 @@
 """Find exit layer, head, draft length, gate and threshold for a model and a workload, and write them down.
 
 First the cost model: each exit's real drafts are logged once, and replaying the log under every gate, threshold and
-length, with the step times measured there, says what each is worth. Then a race on live engines, one for each of the
-most promising exits: its best settings by the cost model take turns with plain decoding, because a log knows neither
-how rounds begin under another setting nor how a batch waits for its longest draft.
-
-Logs and costs are kept under results/tune/<key>/. The same command goes on from there.
+length, with the step times measured there, says what each is worth. Then a race on live engines: the best settings of
+the most promising exits take turns with plain decoding, because a log knows neither how rounds begin under another
+setting nor how a batch waits for its longest draft. The same command goes on from results/tune/<key>/.
 """
 
 import json
@@ -44,20 +42,18 @@ LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, these parts of the
 
 
 class Budget:
-    """The seconds after which tuning begins nothing new, from the moment this is made. clock: seconds, never going
-    back."""
+    """The seconds after which tuning begins nothing new, from the moment this is made. clock: monotonic seconds."""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock, self._began = 60 * minutes, clock, clock()
 
     @property
     def spent(self) -> float:
-        """Seconds so far."""
         return self._clock() - self._began
 
     @property
     def left(self) -> float:
-        """Seconds, may be negative."""
+        """May be negative."""
         return self.seconds - self.spent
 
 
@@ -87,17 +83,11 @@ def run(
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
 ) -> tuple[RunConfig, dict[str, Any]]:
-    """Choose among `cfgs`, which differ in exit layer or head; writes the file that `tuned=MODEL` reads.
+    """Choose among `cfgs`, which differ in exit layer or head, and write the file that `tuned=MODEL` reads; the choice,
+    and as JSON what it was chosen from. Raises ConfigError: nothing was drafted.
 
-    Args:
-        conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
-            they are fitted for a layer that looks promising.
-
-    Returns:
-        The choice, and as JSON what it was chosen from.
-
-    Raises:
-        ConfigError: nothing was drafted.
+    conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
+    they are fitted for a layer that looks promising.
     """
     first = cfgs[0]
     folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
@@ -127,7 +117,7 @@ def run(
         "speedup": measured["speedup"],
         "seconds": budget.spent,
         "finalists": [row for _, row in finalists],
-        "expected": [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)],
+        "expected": [{"exit": exits.name_of(one.cfg), **one.best.to_dict()} for one in exits.level(found)],
         "untried": untried,  # exits for which there was no time
         "warnings": failed,  # what makes the choice uncertain, for people
     }
@@ -149,12 +139,11 @@ def survey(
     progress: Progress = ignore,
     earlier: Sequence[Exit] = (),
 ) -> tuple[list[Exit], list[RunConfig], list[str]]:
-    """Log and time each exit once, in the order given, after those of `earlier`; also the exits for which there
-    was no time, and those that could not be had, each with the reason. No exit is begun after half of the time: the
-    other half belongs to the race.
+    """Log and time each exit once, in the order given, after those of `earlier`; also the exits for which there was no
+    time (half of it belongs to the race), and why others could not be had; the first of all must be.
 
     Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
-    than the best before. Where the first exit of all cannot be had, the others are not tried.
+    than the best before.
     """
     surveyed: list[Exit] = list(earlier)
     worse: Counter[tuple[DraftView, str]] = Counter()

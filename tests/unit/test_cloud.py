@@ -14,7 +14,7 @@ import pytest
 import yaml
 from commands import done, refused
 
-from selfspec_cli.commands import cloud
+from selfspec_cli.commands.sweep import SECRETS, sky_command
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.record import folder
 from selfspec_cli.stages import plan as planning
@@ -28,7 +28,7 @@ WIDE = ["layer=2,3,4,6", "k=3,5"]
 def test_the_command_hands_on_what_was_typed_and_nothing_of_the_launcher(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    command = cloud.command(compose_runs(overrides=WORDS)[0], WORDS)
+    command = sky_command(compose_runs(overrides=WORDS)[0], WORDS)
     assert command[:3] == ["sky", "jobs", "launch"]
     assert Path(command[3]).name == "selfspec.yaml"
     assert "SELFSPEC_BUCKET=mine" in command
@@ -64,7 +64,7 @@ def test_the_task_has_a_spot_machine_a_bucket_secrets_and_autostop():
     assert machine["use_spot"] is True
     assert machine["accelerators"] == "H100:1"
     assert machine["autostop"] == {"idle_minutes": 30, "down": True}
-    assert set(TASK["secrets"]) == set(cloud.SECRETS)
+    assert set(TASK["secrets"]) == set(SECRETS)
     (mount,) = TASK["file_mounts"]
     assert f"results_dir={mount}" in TASK["run"]
 

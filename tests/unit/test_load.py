@@ -21,8 +21,8 @@ from selfspec_cli.load_patterns.trace import Request, asked_requests, is_trace
 from selfspec_cli.record import tables
 from selfspec_cli.record.tables import asked as in_words
 from selfspec_cli.stages import load as stage
-from selfspec_cli.stages import load_prompts, preflight
-from selfspec_cli.stages.load_prompts import of_requests
+from selfspec_cli.stages import preflight
+from selfspec_cli.stages.load import of_requests
 
 
 def test_gaps_of_a_poisson_process_are_exponential_with_its_rate():
@@ -231,13 +231,13 @@ def test_prompts_are_token_ids_that_fit_the_model(mooncake, monkeypatch):
         def encode(self, text):
             return [*map(ord, text)]
 
-    monkeypatch.setattr(load_prompts, "ModelTokens", Tokens)
+    monkeypatch.setattr(stage, "ModelTokens", Tokens)
     words = [f"workload.path={mooncake}", "workload.output_len=100"]
-    found = load_prompts.of_model(load_of(*words, "workload.input_len=900"))
+    found = stage.of_model(load_of(*words, "workload.input_len=900"))
     assert [(len(body["prompt"]), body["max_tokens"]) for body in found.bodies] == [(700, 4), (900, 100), (20, 6)]
     assert found.cut == 1
     with pytest.raises(ConfigError, match="together they must fit the model's 1000 tokens"):
-        load_prompts.of_model(load_of(*words, "workload.input_len=901"))
+        stage.of_model(load_of(*words, "workload.input_len=901"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from selfspec_cli.config.schema import LoadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine import clients, server
 from selfspec_cli.engine.clients import ClientsError, Job, Run, Sample
 from selfspec_cli.record.point import median
-from selfspec_cli.stages import load, load_prompts, slo
+from selfspec_cli.stages import load, slo
 
 # Looked for and not imported: that would replace this process's sockets by gevent's.
 needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
@@ -153,7 +153,7 @@ def test_a_server_is_asked_for_its_counters(toy):
 @pytest.fixture
 def loader(tmp_path, monkeypatch):
     """Measures servers with four prompts of two categories."""
-    prompts = load_prompts.Prompts([{"prompt": [n]} for n in range(4)], [*"abab"])
+    prompts = load.Prompts([{"prompt": [n]} for n in range(4)], [*"abab"])
     monkeypatch.setattr(load, "of_model", lambda cfg: prompts)
     return load.Loader(tmp_path / "raw")
 

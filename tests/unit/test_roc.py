@@ -72,17 +72,17 @@ def test_a_log_fills_the_batch_that_its_steps_are_timed_at(opened):
     cfg = exits.distinct([RunConfig(layer=3, workload=replace(WORK, batch=16, num_prompts=16))], 5)[0]
     exits.survey(cfg, opened, prompts=4)
     assert opened.engines[0].largest == 16
-    assert roc.facts([cfg], prompts=4)["prompts"] == 16
+    assert roc.facts([cfg], longest=12, prompts=4)["prompts"] == 16
 
 
 @pytest.mark.slow
 def test_roc_does_not_choose_an_exit_because_plain_decoding_stalled_under_it(opened, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfgs = [RunConfig(layer=layer, workload=WORK, k=5) for layer in (3, 6, 12)]
-    right = roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.layer
+    right = roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.cfg.layer
     wrong = next(cfg.layer for cfg in cfgs if cfg.layer != right)
     opened.slow[wrong] = 5.0
-    assert roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.layer == right
+    assert roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.cfg.layer == right
 
 
 def test_levelled_exits_share_the_pace_of_plain_decoding():

@@ -63,11 +63,8 @@ class CheckFile:
 
 
 def read(path: Path) -> CheckFile:
-    """A file as a CheckFile.
-
-    Raises:
-        ConfigError: it cannot be read, or says something that is not understood; the message names the place.
-    """
+    """A file as a CheckFile. Raises ConfigError: it cannot be read, or says something that is not understood; the
+    message names the place."""
     given = read_yaml(path, ("title", "runs", "served", "settings", "cases"))
     settings = _words(given.get("settings", []), f"{path}: settings")
     if not isinstance(given.get("cases"), list) or not given["cases"]:

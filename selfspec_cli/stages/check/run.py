@@ -1,8 +1,5 @@
-"""A performance check: measure arms and their baselines, count what must not happen, judge, and keep the verdict.
-
-The points are ordinary points of the results folder, measured by the loop of a sweep; counting follows each
-measurement on the same engine. What stays between red and green is measured again, up to the file's `runs`.
-"""
+"""A performance check: measure arms and their baselines by the loop of a sweep, count what must not happen after each
+measurement, judge, and keep the verdict. What stays between red and green is measured again, up to `runs` times."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,11 +40,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure and judge; the verdict, which is also added to the folder's checks.jsonl.
 
-    Args:
-        cfgs: one for each case of the file, all of one results folder.
-        plant: a fault of `PLANTED` that every drafting engine gets. Such a run says nothing of the code, so its cfgs
-            should name a results folder of its own.
-        reuse_baseline: compare with baselines of earlier commands, where there are some.
+    cfgs: one for each case of the file, all of one results folder; with a fault to plant one of its own, for such a run
+    says nothing of the code. plant: a fault of `PLANTED` that every drafting engine gets. reuse_baseline: compare with
+    baselines of earlier commands, where there are some.
 
     Raises:
         ConfigError: what the cfgs ask for cannot be had.

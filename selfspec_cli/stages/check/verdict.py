@@ -164,11 +164,7 @@ def place(device: str) -> dict[str, Any]:
 
 
 def keep(results: str | os.PathLike[str], line: dict[str, Any]) -> Path:
-    """Add a line, whole or not at all.
-
-    Raises:
-        RecordError: it could not be written.
-    """
+    """Add a line, whole or not at all. Raises RecordError: it could not be written."""
     archive.refuse(results)
     path = Path(results) / HISTORY
     with explained(path):

@@ -1,7 +1,7 @@
 """The one process that writes the record of a sweep on several workers.
 
-It cuts the plan into units, hands them to a launcher, saves each point as it arrives, and gives to another worker what
-one that died had not measured. A point on which workers die TRIES times is written down as failed.
+It hands units to a launcher, saves each point as it arrives, and gives to another worker what one that died had not
+measured. A point on which workers die TRIES times is written down as failed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,12 @@ def run(
     progress: Progress,
     ends: float | None = None,
 ) -> int:
-    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun.
+    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun. Raises ConfigError: the
+    launcher cannot be used here, or the plan reuses baselines, which ran on one GPU.
 
-    Args:
-        run_id: of the command; a unit's is this and its name, so that points of two units never have one name.
-        folder: of results; workers write their logs into it.
-        save: writes a point. fail: writes down that one could not be measured.
-        ends: see `Unit`.
-
-    Raises:
-        ConfigError: the launcher cannot be used here, or the plan reuses baselines, which ran on one GPU.
+    run_id: of the command; a unit's is this and its name, so that points of two units never have one name. folder: of
+    results; logs of workers too. save: writes a point. fail: writes down that one could not be measured. ends: see
+    `Unit`.
     """
     launcher = _launcher(plan, cfg)
     units = cut(plan.families, launcher.workers(cfg), ends)

@@ -21,11 +21,7 @@ def running() -> str | None:
 
 
 def connected(cfg: RunConfig) -> Any:
-    """The module `ray`, connected.
-
-    Raises:
-        ConfigError: ray is not installed, or there is no cluster at that address.
-    """
+    """The module `ray`, connected. Raises ConfigError: ray is not installed, or there is no cluster at that address."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would measure an engine behind all else on the host
     try:
@@ -34,7 +30,10 @@ def connected(cfg: RunConfig) -> Any:
         raise ConfigError(f"launcher=ray: ray is not installed: {install('ray')}") from error
     if not ray.is_initialized():
         address = running()
-        local: dict[str, Any] = {} if address else {"num_cpus": _processors(cfg), "include_dashboard": False}
+        local: dict[str, Any] = {}
+        if not address:  # Ray starts a Python process for each processor, before any task
+            cores = max(len(devices.own_cores()), devices.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
+            local = {"num_cpus": cores, "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
         except (ConnectionError, ValueError) as error:
@@ -42,17 +41,9 @@ def connected(cfg: RunConfig) -> Any:
     return ray
 
 
-def _processors(cfg: RunConfig) -> int:
-    """Processors of this host that a local cluster is given: Ray starts a Python process for each, before any task."""
-    return max(len(devices.own_cores()), devices.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
-
-
 def workers(cfg: RunConfig) -> int:
-    """How many units the cluster can measure at once.
-
-    Raises:
-        ConfigError: no node of the cluster has what one worker takes; Ray would wait for such a node for ever.
-    """
+    """How many units the cluster can measure at once. Raises ConfigError: no node of the cluster has what one worker
+    takes; Ray would wait for such a node for ever."""
     if running() is None:
         return joblib.workers(cfg)
     on_cpu = device_of(cfg) == "cpu"

@@ -1,8 +1,7 @@
 """A plan, cut into units that different workers can measure, and the worker process of a unit.
 
-A unit is some engines of one family with all their points, and the family's baselines. The baselines are measured again
-in each unit, because a candidate is only compared with a baseline that ran on the same GPU. So a family is cut into no
-more units than there are workers for it.
+A unit is some engines of one family with all their points, and the family's baselines, which are measured again in each
+unit: a candidate is only compared with a baseline of the same GPU.
 """
 
 import json
@@ -34,11 +33,8 @@ SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order.
-
-    name: of its folder and log, unique in a command. ends: no point is begun later, in seconds since 1970, because a
-    worker on another machine has a monotonic clock of its own.
-    """
+    """What one worker measures, in this order. name: of its folder and log, unique in a command. ends: no point is
+    begun later (seconds since 1970)."""
 
     name: str
     points: tuple[Planned, ...]
@@ -65,11 +61,9 @@ def description(unit: Unit, run_id: str) -> dict[str, Any]:
 
 
 def keys_of(document: Mapping[str, Any], cfgs: Sequence[RunConfig]) -> dict[str, str]:
-    """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point.
-
-    They differ by the device alone where a worker has fewer cores of the driver's processor, and where the driver has
-    no GPU, as on a cluster's login node. Under its own key the point would be measured again by the next command.
-    """
+    """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point. They differ
+    by the device alone where a worker has fewer cores of the driver's processor, and where the driver has no GPU, as on
+    a cluster's login node. Under its own key the point would be measured again by the next command."""
     keys, found = Keys(), {}
     same_versions = document["versions"] == _deciding(machine.versions())
     for cfg, planned in zip(cfgs, document["points"], strict=True):
@@ -85,11 +79,9 @@ def _deciding(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> list[Unit]:
-    """Units for `workers` workers, the largest first, so that the last ones to end are small.
-
-    A family gets as many units as it has a share of all engines, and at least one. Its groups of points are dealt out,
-    each to the unit that has the fewest points so far.
-    """
+    """Units for `workers` workers, the largest first, so that the last ones to end are small. A family gets as many
+    units as it has a share of all engines, and at least one. Its groups of points are dealt out, each to the unit that
+    has the fewest points so far."""
     engines = sum(max(len(family.groups), 1) for family in families)
     made: list[tuple[Planned, ...]] = []
     for family in families:
@@ -104,9 +96,7 @@ def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> 
 
 def rest(unit: Unit, finished: set[str], name: str) -> Unit | None:
     """What is left of a unit; None if nothing is. finished: keys of points that are on disk, measured or failed.
-
-    Baselines stay as long as a candidate is left: the next worker may get another GPU.
-    """
+    Baselines stay as long as a candidate is left: the next worker may get another GPU."""
     candidates = [planned for planned in unit.points if not planned.is_baseline and planned.key not in finished]
     needed = {planned.baseline for planned in candidates}
     baselines = [planned for planned in unit.points if planned.is_baseline]
@@ -136,14 +126,11 @@ def points_of(
     log: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
-    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last.
+    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. It has a process
+    group of its own, which is killed when the iterator is closed or an exception ends it.
 
-    The worker has a process group of its own, which is killed when the iterator is closed or an exception ends it.
-
-    Args:
-        document: `description` of a unit. environment: variables on top of this process's own.
-        log: file to which the worker's output is appended; a temporary one if None.
-        stopped: asked while the worker runs; once it says yes, the worker is killed.
+    document: `description` of a unit. environment: variables on top of this process's own. log: file to which the
+    worker's output is appended; a temporary one if None. stopped: once it says yes, the worker is killed.
     """
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)

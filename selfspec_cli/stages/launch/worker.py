@@ -1,7 +1,6 @@
 """One unit of a sweep in a process of its own: `python -m selfspec_cli.stages.launch.worker UNIT.json SPOOL`.
 
-It measures as `selfspec sweep` does, and writes each point as a file into the spool folder instead of a results folder.
-Whoever started it moves the points on. A file appears under its name when it is whole.
+It writes each point as a file into the spool folder, whole; whoever started it moves the points on.
 """
 
 import json
@@ -15,9 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from selfspec_cli.config.schema import RunConfig
-from selfspec_cli.record import point as points
-from selfspec_cli.record.point import Point
+from selfspec_cli.record.point import to_json
 from selfspec_cli.stages.launch.devices import CORES
 from selfspec_cli.stages.launch.units import ENDS, keys_of
 from selfspec_cli.whole import atomic_write
@@ -31,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     with suppress(OSError):  # cores that this machine does not have
         if os.environ.get(CORES):
             os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
-    measure([_config(planned["config"], Path(spool)) for planned in document["points"]], document, Path(spool))
+    measure(document, Path(spool))
     return 0
 
 
@@ -42,14 +39,16 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) -> None:
-    """Measure every config of a unit, the baselines first, and spool each point."""
+def measure(document: dict[str, Any], spool: Path) -> None:
+    """Measure every point of a unit, the baselines first, and spool each."""
+    from selfspec_cli.config.dumped import load_config
     from selfspec_cli.engine.live import fork_engines, open_engine
     from selfspec_cli.stages import bench, sweep
 
-    def keep(point: Point) -> None:
-        atomic_write(spool / f"{point.number:04d}{ENDS}", points.to_json(point))
-
+    cfgs, file = [], spool / "config.json"
+    for planned in document["points"]:
+        file.write_text(json.dumps(planned), encoding="utf-8")
+        cfgs.append(load_config(file))
     fork_engines(cfgs[0])
     sweep.run_unit(
         cfgs,
@@ -57,17 +56,9 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
         keys_of(document, cfgs),
         open_engine=open_engine,
         bench=bench.run,
-        keep=keep,
+        keep=lambda point: atomic_write(spool / f"{point.number:04d}{ENDS}", to_json(point)),
         ends=document["ends"],
     )
-
-
-def _config(plain: dict[str, Any], spool: Path) -> RunConfig:
-    from selfspec_cli.config.dumped import load_config
-
-    file = spool / "config.json"
-    file.write_text(json.dumps({"config": plain}), encoding="utf-8")
-    return load_config(file)
 
 
 if __name__ == "__main__":

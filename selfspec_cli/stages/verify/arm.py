@@ -28,12 +28,9 @@ WINDOWS = 24  # stretches of text from which the prompts are cut
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run is to do.
-
-    only: groups of cases, empty for all. tolerance: None is that of the dtype. plant: a fault that stays in the arm's
-    engine for the whole run, or EVERY for runs without and with each of them. repeat: runs on one engine. brief:
-    nothing is planted for proof, and one way to sample is enough.
-    """
+    """What a run is to do. only: groups of cases, empty for all. tolerance: None is that of the dtype. plant: a fault
+    that stays in the arm's engine for the whole run, or EVERY for runs without and with each of them. repeat: runs on
+    one engine. brief: nothing is planted for proof, and one way to sample is enough."""
 
     size: Size = cases.QUICK
     thorough: bool = False
@@ -47,9 +44,8 @@ class Wanted:
     @property
     def settings(self) -> list[str]:
         """The ways to sample."""
-        if not self.size.samples:
-            return []
-        return list(sampling.SETTINGS if self.thorough else sampling.QUICK)[: 1 if self.brief else None]
+        names = list(sampling.SETTINGS if self.thorough else sampling.QUICK) if self.size.samples else []
+        return names[:1] if self.brief else names
 
 
 @dataclass
@@ -69,7 +65,6 @@ class Arm:
 
     @property
     def mixed(self) -> Case:
-        """The case that is always run."""
         return self.cases[0]
 
     @property
@@ -188,10 +183,8 @@ def draw(engine: Engine, arm: Arm, wanted: Wanted, name: str, stream: int) -> Dr
 
 
 def _probe_cache(engine: Engine, arm: Arm) -> None:
-    """Go on, without drafts, from the keys and values that drafting has left in the prefix cache.
-
-    What a draft has spoilt shows here even where the output so far is right.
-    """
+    """Go on, without drafts, from the keys and values that drafting has left in the prefix cache. What a draft has
+    spoilt shows here even where the output so far is right."""
     before = arm.mixed
     greedy.perform(engine, before, drafting=True)
     written_by_drafting = [

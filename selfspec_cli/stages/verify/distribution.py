@@ -16,8 +16,7 @@ import numpy as np
 from scipy import stats
 
 ALPHA = 1e-4
-"""A p-value below it is a fault. A run makes a handful of tests, so twenty runs of a right engine give a false alarm in
-one or two of a hundred times."""
+"""A p-value below it is a fault: twenty runs of a right engine give a false alarm one or two times in a hundred."""
 
 DRAWS, MORE_DRAWS = 999, 24_000  # permutations at first, and where the first p-value is small; enough for ALPHA
 LEAST = 5  # a cell of the table is one of its own if so many texts have it
@@ -140,11 +139,9 @@ def detectable(first: Sample, second: Sample) -> float | None:
 
 
 def exact_p(tokens: np.ndarray, probabilities: np.ndarray, tied: np.ndarray | None = None) -> float | None:
-    """P-value (chi-square) that texts [n, m] follow probabilities [V] * m; None for fewer than three cells.
-
-    Cells of fewer than five expected texts count together, and with them those that are tied ([V] * m, texts of which a
-    token is `at_the_cut`): only what all of these have together is known.
-    """
+    """P-value (chi-square) that texts [n, m] follow probabilities [V] * m; None for fewer than three cells. Cells of
+    fewer than five expected texts count together, and with them those that are tied ([V] * m, texts of which a token is
+    `at_the_cut`): only what all of these have together is known."""
     counts = np.zeros(probabilities.shape)
     np.add.at(counts, tuple(tokens[:, : probabilities.ndim].T), 1)
     tied = np.zeros(probabilities.shape, bool) if tied is None else tied

@@ -39,11 +39,9 @@ class Observed:
 
 @dataclass
 class Difference:
-    """The first place where a request's output is not the plain engine's.
-
-    gap: by how much (nats) the plain engine, asked for this prefix alone, prefers its own token; gap_together: the same
-    when tokens come k + 1 at a time. None: not asked.
-    """
+    """The first place where a request's output is not the plain engine's. gap: by how much (nats) the plain engine,
+    asked for this prefix alone, prefers its own token; gap_together: the same when tokens come k + 1 at a time. None:
+    not asked."""
 
     request: int
     place: int

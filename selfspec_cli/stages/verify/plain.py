@@ -30,9 +30,7 @@ def tolerance_of(cfg: RunConfig, wanted: Wanted) -> float:
 @dataclass(frozen=True)
 class Unsure:
     """A case some of whose outputs differ: what another plain engine, that takes k + 1 tokens a step, is asked about.
-
-    row: of the document. level: near-ties, and in batch-invariant mode all differences. answers: the plain engine's.
-    """
+    row: of the document. level: near-ties, and in batch-invariant mode all differences. answers: the plain engine's."""
 
     row: dict[str, Any]
     compared: int
@@ -90,11 +88,9 @@ def judge(
 def judge_together(
     engine: Engine, cfg: RunConfig, wanted: Wanted, judged: Sequence[tuple[Arm, dict[str, Any], list[Unsure]]]
 ) -> None:
-    """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents.
-
-    In batch-invariant mode it must say what the other plain engine said, and where it does not, vLLM's kernels are not
-    batch-invariant for this model, and a difference is no fault of drafting.
-    """
+    """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents. In batch-invariant mode
+    it must say what the other plain engine said, and where it does not, vLLM's kernels are not batch-invariant for this
+    model, and a difference is no fault of drafting."""
     tolerance, k = tolerance_of(cfg, wanted), int(cfg.k or 0)
     for arm, document, unsure in judged:
         doubtful = [difference for case in unsure for difference in case.level[:4]][:16]
@@ -171,9 +167,7 @@ def _repeat_plain(engine: Engine, mixed: Case, first: Observed, tolerance: float
 
 def _own_drafts(arm: Arm, exact: bool) -> dict[str, Any] | None:
     company = arm.observed["mixed"].counts
-    if arm.alone is None or company is None:
-        return None
-    return verdict.own_drafts(arm.alone, company, exact)
+    return None if arm.alone is None or company is None else verdict.own_drafts(arm.alone, company, exact)
 
 
 def _plain_samples(engine: Engine, wanted: Wanted, arm: Arm, number: int) -> list[Drawn]:

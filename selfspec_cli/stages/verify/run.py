@@ -72,8 +72,8 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
 
 
 def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
-    """`cfg` with an engine on which the cases can happen: prefix caching, a small token budget (so that prompts are
-    cut), and a context that is soon full unless the user has named one."""
+    """`cfg` with an engine on which the cases can happen: prefix caching, a token budget by which prompts are cut, and
+    a context that is soon full unless the user has named one."""
     engine, model = cfg.engine, cfg.model
     most = THOROUGH_CONTEXT if wanted.thorough else CONTEXT
     budget = max(BUDGET, engine.max_num_seqs * (int(cfg.k or 0) + 1))
@@ -114,11 +114,8 @@ def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
 
 
 def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Progress = ignore) -> dict[str, Any]:
-    """Verify one arm; the document, also written to results_dir (see `save`).
-
-    Raises:
-        ConfigError: what `check` refuses.
-    """
+    """Verify one arm; the document, also written to results_dir (see `save`). Raises ConfigError: what `check`
+    refuses."""
     check(cfg, wanted)
     start = time.perf_counter()
     settings = engine_config(cfg, wanted)
@@ -203,10 +200,8 @@ def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) ->
 
 
 def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, Any]:
-    """The document of the worst of several runs, with the verdicts of all.
-
-    A difference may have been judged again since its case was: what is a near-tie when tokens come together is one.
-    """
+    """The document of the worst of several runs, with the verdicts of all. A difference may have been judged again
+    since its case was: what is a near-tie when tokens come together is one."""
     for document in found:
         for row in document["cases"]:
             kinds = [one.kind for one in row["differences"]]

@@ -30,8 +30,7 @@ KINDS = {
 PLAIN_DIFFERS = "plain vLLM does not repeat its own outputs"
 
 PLANTED_FOR_PROOF = ("accept_one_more", "biased_sampler")
-"""What every run plants in its engine first, one for greedy cases and one for sampled ones: faults of the verify pass,
-which is the same whatever drafts."""
+"""What every run plants in its engine first: faults of the verify pass, which is the same whatever drafts."""
 
 Row = Mapping[str, Any]
 

@@ -23,6 +23,7 @@
 #define THREADS (WARPS * 32)
 #define RECORD 544
 #define CHUNK (RECORD * RECORDS)
+#define STRIP 4  // tiles of gate and up that are multiplied together: layout.TOGETHER
 #define GROUPS_H (HIDDEN / 64)
 #define GROUPS_O (HEADS_OUT / 64)
 #define GROUPS_I (INTER / 64)

@@ -19,7 +19,7 @@ PARTS = ("ptx.cu", "exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "keys.c
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
-RECORDS = (6, 4, 3, 2)  # of a copy into shared memory; the most of which that many copies have room
+RECORDS = (4, 2)  # of a copy into shared memory; the most of which that many copies have room
 SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
 DIRECT = (8, 4, 2)  # most of them that readers add up themselves, with one token, two, ...
 
@@ -108,13 +108,13 @@ class Build:
 def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
     """Most chunks of a warp in a layer."""
 
-    def of(tiles: int, groups: int) -> int:
-        shares = {len(share(groups, warp, plan.warps)) for warp in range(plan.warps)}
-        return max(-(-tiles // (at_once // n)) if n <= at_once else tiles * -(-n // at_once) for n in shares)
+    most = {name: -(-groups // plan.warps) for name, groups in shape.groups.items()}  # groups of a warp
 
-    groups = shape.groups
+    def of(tiles: int, name: str) -> int:
+        return tiles * -(-most[name] // at_once)
+
     return max(
-        of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
+        of(q, "qkv") + of(rows, "o") + of(rows, "down") + g // at_once * most["gate_up"]
         for _, q, _, rows, _, g in plan.blocks
     )
 

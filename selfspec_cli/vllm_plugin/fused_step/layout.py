@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
 ROWS = 16  # of a tile
 RECORD = 544  # bytes: 16 * 64 / 2 of integers, and 16 scales of two bytes
-TOGETHER = 4  # tiles of gate and up, whose 32 results are rounded to bytes by one block
+TOGETHER = 4  # tiles of gate and up, whose 32 results are rounded to bytes by one block; a warp multiplies them together
 PHASES = ("qkv", "o", "gate_up", "down")
 
 
@@ -159,8 +159,10 @@ class Stream:
                 own = []
                 for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
                     columns = share(groups[name], warp, plan.warps)
-                    tile = torch.arange(start, start + count)[:, None] * groups[name]
-                    own.append((first[name] + tile + torch.arange(columns.start, columns.stop)[None, :]).flatten())
+                    together = TOGETHER if name == "gate_up" else 1
+                    tile = torch.arange(start, start + count).view(-1, 1, together) * groups[name]
+                    group = torch.arange(columns.start, columns.stop).view(1, -1, 1)
+                    own.append((first[name] + tile + group).flatten())
                 source += own
                 counts.append(sum(map(len, own)))
         each = torch.tensor(counts)

@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     u16* sizes = (u16*)(shared + AT_SIZES) + lane.warp * CHUNKS;
     const int groups_o = share_of(GROUPS_O, lane.warp).groups, groups_i = share_of(GROUPS_I, lane.warp).groups;
     u16* end = sizes_of(sizes_of(sizes, plan[0].y, hidden.groups), plan[1].y, groups_o);
-    end = sizes_of(sizes_of(end, plan[2].y, hidden.groups), plan[1].y, groups_i);
+    end = sizes_of(sizes_of_strips(end, plan[2].y, hidden.groups), plan[1].y, groups_i);
     __syncthreads();
     Ring ring;
     ring.begin(stream, sizes, end - sizes, shared + lane.warp * SLOTS * CHUNK,
@@ -147,7 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                 }
             }
             char* const sums = areas + (phase == 1 ? SUMS_AT_O : phase == 3 ? SUMS_AT_DOWN : SUMS_AT_EVEN);  // of the first warp
-            product(ring, lane, tiles, share.groups, (float*)(sums + lane.warp * AREA_WARP));
+            float* const mine = (float*)(sums + lane.warp * AREA_WARP);
+            if (phase == 2) product_of_strips(ring, lane, tiles, share.groups, mine);
+            else product(ring, lane, tiles, share.groups, mine);
             __syncthreads();
             // ---- what becomes of it
             if (phase == 0) {  // queries, keys, values

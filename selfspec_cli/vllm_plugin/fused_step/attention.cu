@@ -99,6 +99,9 @@ __device__ __forceinline__ void attend(
     int tile = tiles.tile;
     Keys keys;
     if (tile < tiles.all) read_keys(keys, lane, a, cache, first, length - 1 - tile * 8);
+#if PIPELINED
+    const long long* seconds = (const long long*)(shared + AT_SECONDS) + lane.warp * 8 + lane.row;
+#endif
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
     for (int n = lane.warp; n < GROUP_HEADS + 2; n += WARPS) {
@@ -119,6 +122,9 @@ __device__ __forceinline__ void attend(
     found.best = -INFINITY;
     // The warp that most likely has no other key takes the newest, too.
     bool newest = (split + 1) * WARPS == tiles.step && lane.warp == WARPS - 1 && length > 0;
+#if PIPELINED
+    long long place = *seconds;  // of the tile after the one in registers
+#endif
 #pragma unroll 1
     while (newest || tile < tiles.all) {
         const bool cached = tile < tiles.all;
@@ -134,9 +140,24 @@ __device__ __forceinline__ void attend(
             }
             keys.valid = 1;
         }
+#if PIPELINED
+        // The next tile's keys are asked for while this one's scores become shares, its values after this one's; where the
+        // tile after that lies is looked up a tile ahead, too.
+        const bool more = cached && tile + tiles.step < tiles.all;
+        attend_to(found, keys, query, lane, a.scale, [&] {
+            if (more) read_key(keys, lane, cache, place);
+        });
+        if (cached) tile += tiles.step;
+        if (more) {
+            read_values(keys, lane, a, cache, place);
+            keys.valid = min(8, length - 1 - tile * 8);
+            if (tile + tiles.step < tiles.all) place = offset_of(lane, a, item, tile + tiles.step);
+        }
+#else
         attend_to(found, keys, query, lane, a.scale, [] {});
         if (cached) tile += tiles.step;
         if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, item, tile), length - 1 - tile * 8);
+#endif
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
     store_attended(found, lane, sums + lane.warp * GROUP_HEADS * DIM);

@@ -13,7 +13,7 @@
 // Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks) RECORDS
 // (of a chunk of a ring, at most) SLOTS (chunks of a ring) CHUNKS (of a layer, at most) TILES (most tiles of a block in a
 // phase) ROWS (most tiles of the residual in a block) SHARED_AREA (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most
-// splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
+// splits that readers add up themselves) COPIES (of the residual's words), and SHARED and WORDS, which launch.py counted, too.
 //
 // The parts, in order: ptx.cu, exchange.cu, weights.cu, tokens.cu, parts.cu, keys.cu, attention.cu, trunk.cu.
 
@@ -38,7 +38,8 @@
 #define LANE_TOKENS (NT <= 4 ? 1 : 2)
 #define TOKEN_GROUPS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
 #define EVEN_NT (NT == 1 ? 1 : (NT + 1) / 2 * 2)      // tokens that shared memory has room for
-#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16)          // sums of a tile, of one warp
+// Sums of a tile, of one warp, and so many more that those who round four tiles together read from different banks.
+#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16 + (PADDED ? 8 * LANE_TOKENS : 0))
 
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
 // Every warp has an area of its own: its tokens as bytes, and its sums of a phase. SHARED_AREA: sums of a phase lie
@@ -59,7 +60,8 @@
 #define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
 #define AT_ROPE (AT_NEW + 2 * DIM * 2)
-#define AT_BARRIERS (AT_ROPE + NT * DIM * 4)
+#define AT_SECONDS (AT_ROPE + NT * DIM * 4)
+#define AT_BARRIERS (AT_SECONDS + WARPS * 64)
 #define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
 #define AT_ITEM (AT_PLAN + 24)
 #define AT_SPLITS (AT_ITEM + 24)
@@ -67,13 +69,16 @@
 #define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
 
 // ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
-#define PK_X 0                                      // [NT][HIDDEN / 2] the residual before a layer
-#define PK_QKV (PK_X + NT * HIDDEN / 2)             // [NT][QKV / 2]
+// The residual is there COPIES times, and a block reads one of them: all blocks ask for all of its few lines until they
+// have changed, which a slice of L2 answers one after the other, and what changes them waits behind.
+#define RESIDUAL_WORDS (NT * HIDDEN / 2)
+#define PK_X 0                                      // [COPIES][NT][HIDDEN / 2] the residual before a layer
+#define PK_QKV (PK_X + COPIES * RESIDUAL_WORDS)     // [NT][QKV / 2]
 #define PK_PART (PK_QKV + NT * QKV / 2)             // [NT][SPLITS][HEADS_OUT / 2] attention of some keys
 #define PK_LSE (PK_PART + NT * SPLITS * HEADS_OUT / 2)  // [NT][SPLITS][QH] log2 of the sum of their shares
 #define PK_ATT (PK_LSE + (NT * SPLITS * QH + 1) / 2 * 2)  // [NT][HEADS_OUT / 2] attention
-#define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [NT][HIDDEN / 2] the residual after attention
-#define PK_GATED (PK_MID + NT * HIDDEN / 2)         // [NT][INTER / 4] what comes before down, as bytes
+#define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [COPIES][NT][HIDDEN / 2] the residual after attention
+#define PK_GATED (PK_MID + COPIES * RESIDUAL_WORDS)         // [NT][INTER / 4] what comes before down, as bytes
 #define PK_FACTOR (PK_GATED + NT * INTER / 4)       // [NT][INTER / 32] and their factors
 #define PK_WORDS (PK_FACTOR + NT * INTER / 32)
 
@@ -101,6 +106,7 @@ struct Arguments {
     long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
     long long table_row;
     float scale;               // of the scores, times log2(e)
+    u64* stamps;               // with -DSTAMPS: [NB][WARPS][LAYERS][POINTS]
 };
 
 // ---- words with a flag ------------------------------------------------------------------------------------------
@@ -134,3 +140,22 @@ __device__ __forceinline__ void wait_words(const u64* place, const u64* other, u
 __device__ __forceinline__ void store_flagged(u64* place, u32 value, u32 flag) {
     store_relaxed(place, u64(flag) << 32 | value);
 }
+
+// All copies of two columns of the residual.
+__device__ __forceinline__ void store_residual(u64* place, u32 pair, u32 flag) {
+#pragma unroll
+    for (int n = 0; n < COPIES; n++) store_flagged(place + n * RESIDUAL_WORDS, pair, flag);
+}
+
+// With -DSTAMPS every warp writes when it reaches each point, in nanoseconds of the card and in clocks of its multiprocessor.
+#define POINTS 20
+#ifdef STAMPS
+#define STAMP(point) if (lane.id == 0) stamp(a.stamps + ((blockIdx.x * WARPS + lane.warp) * LAYERS + layer) * POINTS + (point))
+__device__ __forceinline__ void stamp(u64* to) {
+    u32 clocks, nanoseconds;
+    asm volatile("mov.u32 %0, %%clock;\n\tmov.u32 %1, %%globaltimer_lo;" : "=r"(clocks), "=r"(nanoseconds) :: "memory");
+    *to = u64(nanoseconds) << 32 | clocks;
+}
+#else
+#define STAMP(point)
+#endif

@@ -21,6 +21,12 @@ SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
 RECORDS = (4, 2)  # of a copy into shared memory; the most of which that many copies have room
 SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
+COPIES = 1  # of the residual that blocks exchange
+LATE_SQUARES = 1
+PIPELINED = 1
+PADDED = 1
+KEY_TILES = (1, 1, 1)  # tiles of keys that a warp attends to before keys are split, with one token, two, ...
+DIRECT_WANTED = (32, 16, 8)
 DIRECT = (8, 4, 2)  # most of them that readers add up themselves, with one token, two, ...
 
 
@@ -64,13 +70,14 @@ class Build:
         attended = shape.query_heads * shape.dim
         parts = n * self.splits * attended // 2 + -(-n * self.splits * shape.query_heads // 2) * 2
         gated = n * (shape.intermediate // 4 + shape.intermediate // 32)
-        return n * (2 * shape.hidden + shape.qkv + attended) // 2 + gated + parts
+        return n * (2 * COPIES * shape.hidden + shape.qkv + attended) // 2 + gated + parts
 
     @property
     def options(self) -> list[str]:
         """What the kernel is compiled with."""
         shape, plan = self.shape, self.plan
-        direct = min(DIRECT[min(self.tokens, len(DIRECT)) - 1], self.splits)
+        few = min(self.tokens, len(DIRECT)) - 1
+        direct = min(DIRECT[few], self.splits)
         values = {
             "LAYERS": shape.layers,
             "HIDDEN": shape.hidden,
@@ -93,6 +100,12 @@ class Build:
             "SLOTS": self.slots,
             "CHUNKS": chunks(shape, plan, self.at_once),
             "DIRECT": direct,
+            "DIRECT_WANTED": DIRECT_WANTED[few],
+            "KEY_TILES": KEY_TILES[few],
+            "PIPELINED": PIPELINED,
+            "PADDED": PADDED,
+            "COPIES": COPIES,
+            "LATE_SQUARES": LATE_SQUARES,
             "SHARED": self.shared_bytes,
             "WORDS": self.words,
         }
@@ -128,7 +141,7 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     """Shared memory of a block beside the warps' rings; exchange.cu lays it out."""
     groups, even = shape.groups, tokens if tokens == 1 else -(-tokens // 2) * 2
     most, short = (-(-max(groups[name] for name in names) // plan.warps) for names in (PHASES, ("qkv", "o")))
-    tile = (tokens if tokens <= 4 else even) * 64  # bytes of the sums of a tile
+    tile = (tokens if tokens <= 4 else even) * 64 + PADDED * (32 if tokens <= 4 else 64)  # bytes of the sums of a tile
     rows = plan.most_rows * tile
     if shares_area(tokens):
         area = max(even * 64 * short + plan.most_tiles * tile, even * 64 * most + rows)
@@ -137,7 +150,7 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
     areas, factors = _round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
     residual = _round_up(plan.most_rows * 16 * tokens * 4, 16)
-    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48
+    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48 + plan.warps * 64
     per_token = plan.warps * 4 + shape.dim * 4 + 4
     sizes = plan.warps * chunks(shape, plan, at_once) * 2
     return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + planned + sizes
@@ -194,6 +207,7 @@ class Arguments(ctypes.Structure):
             for name in ("cache_block", "cache_head", "cache_token", "cache_value", "table_row")
         ),
         ("scale", ctypes.c_float),
+        ("stamps", ctypes.c_void_p),
     ]
 
 

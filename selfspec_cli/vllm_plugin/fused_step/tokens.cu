@@ -72,12 +72,11 @@ __device__ __forceinline__ void add_over_lanes(const Lane& lane, const float (&p
 // sums of squares to squares [NT][WARPS].
 template <int COLUMNS, bool NORM>
 __device__ __forceinline__ void load_and_quantize(
-    const Lane& lane, const u64* words, u32 flag, const NormWeights& norm_weights, Share share, float* squares
+    const Lane& lane, const u64* words, u32 flag, const NormWeights& norm_weights, Share share, float* squares, float (&square)[NT]
 ) {
     constexpr int MOST = ITEMS_OF<COLUMNS>, ITEMS = MOST * NT;
     constexpr int BATCH = ITEMS < 12 ? ITEMS : 12;
     const int begin = share.begin, groups = share.groups;
-    float square[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++) square[n] = 0.f;
     __syncwarp();  // the bytes of the phase before have been read
@@ -120,7 +119,9 @@ __device__ __forceinline__ void load_and_quantize(
         }
         quantize_items<MOST, BATCH>(lane, x, start, groups);
     }
+#if !LATE_SQUARES
     if (NORM) add_over_lanes(lane, square, squares);
+#endif
     __syncwarp();
 }
 

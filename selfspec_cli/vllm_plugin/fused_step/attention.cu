@@ -39,15 +39,23 @@ __device__ __forceinline__ Item item_of(const Arguments& a, int block) {
     return item;
 }
 
-// first: where key `row` of the warp's first tile is. Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
-__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Item& item, long long first, int layer) {
+// Where key `row` of the warp's first tile is, and of its second.
+struct Places {
+    long long first, second;
+};
+__device__ __forceinline__ Places* places_of(const Lane& lane, char* shared) {
+    return (Places*)(shared + AT_PLACES) + lane.warp * 8 + lane.row;
+}
+
+// Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
+__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Item& item, const Places& places, int layer) {
     const int lines = DIM / 64;  // of 128 bytes, of a key; as many are its value's
     int line = lane.id & 3;
     if (line >= 2 * lines) return;
     const u16* cache = (const u16*)a.caches[layer] + (line < lines ? 0 : a.cache_value) + line % lines * 64;
     const Tiles tiles = tiles_of(lane, item);
     for (int tile = tiles.tile; tile < tiles.all; tile += tiles.step) {
-        long long place = tile == tiles.tile ? first : offset_of(lane, a, item, tile);
+        long long place = tile == tiles.tile ? places.first : offset_of(lane, a, item, tile);
         prefetch(cache + place);
     }
 }
@@ -90,7 +98,7 @@ __device__ __forceinline__ void load_head(
 
 // An item, by all warps of the block.
 __device__ __forceinline__ void attend(
-    const Lane& lane, const Arguments& a, const Item& item, long long first, u32 flag, int layer, bool direct, char* shared,
+    const Lane& lane, const Arguments& a, const Item& item, u32 flag, int layer, bool direct, char* shared,
     float* sums
 ) {
     const int token = item.token, head = item.head, split = item.split, length = item.length;
@@ -98,10 +106,7 @@ __device__ __forceinline__ void attend(
     const Tiles tiles = tiles_of(lane, item);
     int tile = tiles.tile;
     Keys keys;
-    if (tile < tiles.all) read_keys(keys, lane, a, cache, first, length - 1 - tile * 8);
-#if PIPELINED
-    const long long* seconds = (const long long*)(shared + AT_SECONDS) + lane.warp * 8 + lane.row;
-#endif
+    if (tile < tiles.all) read_keys(keys, lane, a, cache, places_of(lane, shared)->first, length - 1 - tile * 8);
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
     for (int n = lane.warp; n < GROUP_HEADS + 2; n += WARPS) {
@@ -123,7 +128,7 @@ __device__ __forceinline__ void attend(
     // The warp that most likely has no other key takes the newest, too.
     bool newest = (split + 1) * WARPS == tiles.step && lane.warp == WARPS - 1 && length > 0;
 #if PIPELINED
-    long long place = *seconds;  // of the tile after the one in registers
+    long long place = places_of(lane, shared)->second;  // of the tile after the one in registers
 #endif
 #pragma unroll 1
     while (newest || tile < tiles.all) {

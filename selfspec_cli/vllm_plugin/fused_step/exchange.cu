@@ -60,8 +60,8 @@
 #define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
 #define AT_ROPE (AT_NEW + 2 * DIM * 2)
-#define AT_SECONDS (AT_ROPE + NT * DIM * 4)
-#define AT_BARRIERS (AT_SECONDS + WARPS * 64)
+#define AT_PLACES (AT_ROPE + NT * DIM * 4)  // [WARPS][8][2] where the keys of a warp's first two tiles are
+#define AT_BARRIERS (AT_PLACES + WARPS * 8 * 16)
 #define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
 #define AT_ITEM (AT_PLAN + 24)
 #define AT_SPLITS (AT_ITEM + 24)

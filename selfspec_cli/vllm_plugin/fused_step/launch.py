@@ -150,7 +150,7 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
     areas, factors = _round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
     residual = _round_up(plan.most_rows * 16 * tokens * 4, 16)
-    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48 + plan.warps * 64
+    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48 + plan.warps * 128
     per_token = plan.warps * 4 + shape.dim * 4 + 4
     sizes = plan.warps * chunks(shape, plan, at_once) * 2
     return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + planned + sizes

@@ -85,15 +85,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     Item* const item = (Item*)(shared + AT_ITEM);
     if (thread == 0) *item = item_of(a, block);
     __syncthreads();
-    long long first_keys = 0;  // where key `row` of the warp's first tile is, in elements of a layer's cache
     if (item->token >= 0) {
         const Tiles keys = tiles_of(lane, *item);
-        if (keys.tile < keys.all) first_keys = offset_of(lane, a, *item, keys.tile);
-#if PIPELINED
         const int second = keys.tile + keys.step;
-        ((long long*)(shared + AT_SECONDS))[lane.warp * 8 + lane.row] = second < keys.all ? offset_of(lane, a, *item, second) : 0;
-#endif
-        prefetch_keys(lane, a, *item, first_keys, 0);
+        Places places = {0, 0};
+        if (keys.tile < keys.all) places.first = offset_of(lane, a, *item, keys.tile);
+        if (second < keys.all) places.second = offset_of(lane, a, *item, second);
+        *places_of(lane, shared) = places;
+        prefetch_keys(lane, a, *item, places, 0);
     }
 #pragma unroll 1
     for (int n = thread; n < NT * DIM; n += THREADS) {
@@ -143,9 +142,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
             } else {
                 if (item->token >= 0) {
                     const Item mine = *item;
-                    attend(lane, a, mine, first_keys, flag, layer, direct, shared, (float*)areas);
+                    attend(lane, a, mine, flag, layer, direct, shared, (float*)areas);
 #if !PIPELINED
-                    if (!ends) prefetch_keys(lane, a, mine, first_keys, layer + 1);
+                    if (!ends) prefetch_keys(lane, a, mine, *places_of(lane, shared), layer + 1);
 #endif
                 }
                 STAMP(phase * 5 + 1);
@@ -221,7 +220,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
             }
 #if PIPELINED
             // Later than the words that others wait for: where a request's tiles lie is looked up one after the other.
-            if (phase == 1 && !ends && item->token >= 0) prefetch_keys(lane, a, *item, first_keys, layer + 1);
+            if (phase == 1 && !ends && item->token >= 0) {
+                const Item mine = *item;
+                prefetch_keys(lane, a, mine, *places_of(lane, shared), layer + 1);
+            }
 #endif
             if (SHARED_AREA) __syncthreads();  // the next bytes lie where these sums are
         }

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin.fused_step import layout
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape, share
 from selfspec_cli.whole import written
 
@@ -104,6 +105,7 @@ class Build:
             "KEY_TILES": KEY_TILES[few],
             "PIPELINED": PIPELINED,
             "PADDED": PADDED,
+            "OFFSET": int(layout.OFFSET),
             "COPIES": COPIES,
             "LATE_SQUARES": LATE_SQUARES,
             "SHARED": self.shared_bytes,

@@ -143,6 +143,22 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+OFFSET = True
+
+
+def offset(records: Tensor) -> Tensor:
+    """Records with a group's first 32 columns in the low halves of bytes, with 8 added, and the others in the high halves.
+
+    So the first are multiplied as unsigned integers and need no shift. Words are of columns 8t to 8t + 3 and 32 more, then
+    of columns 8t + 4 to 8t + 7 and 32 more.
+    """
+    words = records[..., :512].unflatten(-1, (32, 2, 2, 4))  # lane, half, below, byte
+    first, second = words[..., 0, :, :], words[..., 1, :, :]
+    low = ((first & 15) ^ 8) | (second & 15) << 4
+    high = ((first >> 4) ^ 8) | (second & 0xF0)
+    return torch.cat([torch.stack([low, high], -3).flatten(-4), records[..., 512:]], -1)
+
+
 class Stream:
     """All warps' records. `put` layer after layer what `records` makes of the four weights."""
 
@@ -177,4 +193,6 @@ class Stream:
     def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
         """weights: records of each of PHASES, [tiles, groups, 544]."""
         all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
+        if OFFSET:
+            all_records = offset(all_records)
         self.records[self._places + layer * self._step] = all_records[self._source]

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_gated(
     pair = __byte_perm(pair, __shfl_xor_sync(lanes, pair, 1), 0x5410);
     if (!(thread & 1)) store_flagged(a.words + PK_GATED + (token * INTER + column) / 4, pair, flag);
     if (thread % 16 == 0)
-        store_flagged(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(most * (1.f / (127.f * 16.f))), flag);
+        store_flagged(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(factor_of(most, column)), flag);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __grid_constant__ Arguments a) {

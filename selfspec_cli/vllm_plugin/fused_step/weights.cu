@@ -87,13 +87,33 @@ __device__ __forceinline__ Record record_at(const Lane& lane, const char* at) {
     return {*(const uint4*)(at + lane.id * 16), *(const u32*)(at + 512 + lane.row * 4)};
 }
 
+// Weights of a group's first 32 columns are the low halves of bytes, with 8 added. So many are to be added to products.
+struct Offsets {
+    int of[4];
+};
+__device__ __forceinline__ Offsets offsets_of(uint4 tokens) {
+    Offsets offsets = {};
+#if OFFSET
+    const u32 minus_8 = 0xf8f8f8f8u;
+    multiply(offsets.of, minus_8, minus_8, minus_8, minus_8, tokens.x, tokens.y);
+#endif
+    return offsets;
+}
+
 // Adds a record's products to a tile's sums, if `here`.
-__device__ __forceinline__ void add_products(Sums& sums, const Record& record, uint4 tokens, const Factors& factors, bool here) {
+__device__ __forceinline__ void add_products(
+    Sums& sums, const Record& record, uint4 tokens, const Offsets& offsets, const Factors& factors, bool here
+) {
     const u32 M = 0xf0f0f0f0u;
     const uint4 w = record.words;
     int first[4], second[4];
+#if OFFSET
+    multiply_add(first, w.x & ~M, w.y & ~M, w.z & ~M, w.w & ~M, tokens.x, tokens.y, offsets.of);
+    multiply(second, w.x & M, w.y & M, w.z & M, w.w & M, tokens.z, tokens.w);
+#else
     multiply(first, (w.x << 4) & M, (w.y << 4) & M, w.x & M, w.y & M, tokens.x, tokens.y);
     multiply(second, (w.z << 4) & M, (w.w << 4) & M, w.z & M, w.w & M, tokens.z, tokens.w);
+#endif
 #pragma unroll
     for (int t = 0; t < LANE_TOKENS; t++) {
         float2 factor = factors.of[t];
@@ -142,7 +162,9 @@ __device__ __forceinline__ void add_groups(
         factor[n] = factors_at(factors + n * GROUP_FACTORS);
     }
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) add_products(sums, records[n], tokens[n], factor[n], n < SURE || n < left);
+    for (int n = 0; n < COUNT; n++) {
+        add_products(sums, records[n], tokens[n], offsets_of(tokens[n]), factor[n], n < SURE || n < left);
+    }
 }
 
 // The warp's share of the columns of tiles, one after the other, into sums [tiles][TILE_SUMS]: a chunk is up to RECORDS groups of a tile.
@@ -173,6 +195,7 @@ __device__ __forceinline__ void product_of_strips(Ring& ring, const Lane& lane, 
         for (int left = groups; left > 0; left--, bytes += GROUP_BYTES, factors += GROUP_FACTORS) {
             const uint4 tokens = *(const uint4*)bytes;
             const Factors factor = factors_at(factors);
+            const Offsets offsets = offsets_of(tokens);
 #pragma unroll
             for (int part = 0; part < STRIP; part += RECORDS) {
                 const char* chunk = ring.chunk();
@@ -180,7 +203,7 @@ __device__ __forceinline__ void product_of_strips(Ring& ring, const Lane& lane, 
 #pragma unroll
                 for (int n = 0; n < RECORDS; n++) records[n] = record_at(lane, chunk + n * RECORD);
 #pragma unroll
-                for (int n = 0; n < RECORDS; n++) add_products(sums[part + n], records[n], tokens, factor, true);
+                for (int n = 0; n < RECORDS; n++) add_products(sums[part + n], records[n], tokens, offsets, factor, true);
                 ring.used(lane.id);
             }
         }

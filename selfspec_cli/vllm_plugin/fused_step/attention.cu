@@ -173,6 +173,25 @@ __device__ __forceinline__ void attend(
     __syncthreads();
     for (int n = lane.warp * 32 + lane.id; n < GROUP_HEADS * DIM / 2; n += THREADS) {
         int which = n / (DIM / 2), d = n % (DIM / 2) * 2;
+#if ADD_BY_LANES
+        // A warp has columns of one head: a lane has the statistics of one of the block's warps, and all others ask it.
+        static_assert(WARPS <= 16, "two lanes for each warp");
+        const float* mine = stats + (lane.id % 16 * GROUP_HEADS + which) * 2;
+        const float its_best = lane.id % 16 < WARPS ? mine[0] : -INFINITY, its_weight = lane.id % 16 < WARPS ? mine[1] : 0.f;
+        float best = its_best;
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, step));
+        const float its_share = its_best == -INFINITY ? 0.f : exp2_fast(its_best - best);
+        float weight = its_weight * its_share, x = 0.f, y = 0.f;
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) weight += __shfl_xor_sync(FULL, weight, step);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float share = __shfl_sync(FULL, its_share, w);
+            const float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
+            x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
+        }
+#else
         float best = -INFINITY, weight = 0.f, x = 0.f, y = 0.f;
 #pragma unroll 4
         for (int w = 0; w < WARPS; w++) best = fmaxf(best, stats[(w * GROUP_HEADS + which) * 2]);
@@ -183,6 +202,7 @@ __device__ __forceinline__ void attend(
             weight = fmaf(stats[(w * GROUP_HEADS + which) * 2 + 1], share, weight);
             x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
         }
+#endif
         float inverse = weight > 0.f ? __fdividef(1.f, weight) : 0.f;
         int column = (head * GROUP_HEADS + which) * DIM + d, part = token * SPLITS + split;
         const u32 pair = pack(x * inverse, y * inverse);

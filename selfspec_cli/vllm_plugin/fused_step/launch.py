@@ -24,6 +24,8 @@ RECORDS = (4, 2)  # of a copy into shared memory; the most of which that many co
 SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
 COPIES = 1  # of the residual that blocks exchange
 LATE_SQUARES = 1
+AHEAD = 0  # chunks of a warp's stream between what is copied into shared memory and what is asked for in L2
+ADD_BY_LANES = 1
 PIPELINED = 1
 PADDED = 1
 KEY_TILES = (1, 1, 1)  # tiles of keys that a warp attends to before keys are split, with one token, two, ...
@@ -106,6 +108,8 @@ class Build:
             "PIPELINED": PIPELINED,
             "PADDED": PADDED,
             "OFFSET": int(layout.OFFSET),
+            "AHEAD": AHEAD,
+            "ADD_BY_LANES": ADD_BY_LANES,
             "COPIES": COPIES,
             "LATE_SQUARES": LATE_SQUARES,
             "SHARED": self.shared_bytes,

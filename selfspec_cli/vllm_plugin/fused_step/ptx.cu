@@ -136,6 +136,10 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes, 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// Asks for bytes in L2, that copies into shared memory find there.
+__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes, u64 policy) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy) : "memory");
+}
 // Loads and stores that this thread knows to be done come before the asynchronous copies that it begins next. One fence for
 // both memories would wait for all of the thread's stores, too.
 __device__ __forceinline__ void fence_copies() {

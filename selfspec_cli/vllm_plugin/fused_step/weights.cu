@@ -4,7 +4,8 @@ struct Ring {
     const char* next;
     const u16* sizes;
     char* slots;
-    u32 barriers, slot, parity, coming, chunks, left;  // coming: chunk of a layer that is requested next
+    u32 barriers, slot, parity, coming, chunks;  // coming: chunk of a layer that is requested next
+    u32 left;                                    // bytes that are not requested yet
     u64 policy;
 
     __device__ __forceinline__ void request(u32 to, u32 id) {
@@ -14,13 +15,18 @@ struct Ring {
                 u32 barrier = barriers + to * 8;
                 barrier_arrive_and_expect(barrier, bytes);
                 copy_async(address(slots + to * CHUNK), next, bytes, barrier, policy);
+                // The ring is a few microseconds of the memory's rate. What comes after it waits in L2, so that the memory is
+                // read on while blocks wait for each other.
+                if (AHEAD > 0 && left >= bytes + AHEAD * CHUNK) prefetch_bytes(next + AHEAD * CHUNK, bytes, policy);
             }
-            next += bytes, left--;
+            next += bytes, left -= bytes;
             if (++coming == chunks) coming = 0;
         }
     }
     __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 id) {
-        next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
+        next = from, sizes = layer, chunks = count, left = 0, slots = where, barriers = barrier;
+#pragma unroll 1
+        for (u32 n = 0; n < count; n++) left += layer[n] * LAYERS;
         slot = parity = coming = 0, policy = read_once();
         if (id == 0) {
 #pragma unroll 1

@@ -45,7 +45,7 @@ def test_every_tile_is_one_blocks_and_the_blocks_read_about_as_much(shape, evenl
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "records", "slots"),
-    [(QWEN, 4, 6, 4), (QWEN, 8, 6, 3), (LLAMA, 1, 6, 5), (LLAMA, 8, 3, 3)],
+    [(QWEN, 4, 4, 6), (QWEN, 8, 4, 4), (LLAMA, 1, 4, 7), (LLAMA, 8, 2, 5)],
 )
 def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, slots):
     build = built(shape, planned(shape, 132, 12, 0.5), tokens, wide.SHARED)

@@ -39,7 +39,7 @@
 #define TOKEN_GROUPS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
 #define EVEN_NT (NT == 1 ? 1 : (NT + 1) / 2 * 2)      // tokens that shared memory has room for
 // Sums of a tile, of one warp, and so many more that those who round four tiles together read from different banks.
-#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16 + (PADDED ? 8 * LANE_TOKENS : 0))
+#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16 + (PADDED ? 8 : 0))
 
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
 // Every warp has an area of its own: its tokens as bytes, and its sums of a phase. SHARED_AREA: sums of a phase lie

@@ -106,7 +106,7 @@ class Build:
             "DIRECT_WANTED": DIRECT_WANTED[few],
             "KEY_TILES": KEY_TILES[few],
             "PIPELINED": PIPELINED,
-            "PADDED": PADDED,
+            "PADDED": int(pads_sums(self.tokens)),
             "OFFSET": int(layout.OFFSET),
             "AHEAD": AHEAD,
             "ADD_BY_LANES": ADD_BY_LANES,
@@ -143,11 +143,16 @@ def shares_area(tokens: int) -> bool:
     return tokens >= SHARED_AREA
 
 
+def pads_sums(tokens: int) -> bool:
+    """Whether the sums of tiles lie apart, for readers of four of them. More tokens need the room for weights."""
+    return bool(PADDED) and tokens <= 4
+
+
 def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     """Shared memory of a block beside the warps' rings; exchange.cu lays it out."""
     groups, even = shape.groups, tokens if tokens == 1 else -(-tokens // 2) * 2
     most, short = (-(-max(groups[name] for name in names) // plan.warps) for names in (PHASES, ("qkv", "o")))
-    tile = (tokens if tokens <= 4 else even) * 64 + PADDED * (32 if tokens <= 4 else 64)  # bytes of the sums of a tile
+    tile = (tokens if tokens <= 4 else even) * 64 + pads_sums(tokens) * 32  # bytes of the sums of a tile
     rows = plan.most_rows * tile
     if shares_area(tokens):
         area = max(even * 64 * short + plan.most_tiles * tile, even * 64 * most + rows)

@@ -26,9 +26,9 @@ __device__ __forceinline__ float norm_factor(const float* squares) {
 #pragma unroll
     for (int w = 0; w < WARPS; w += 4) {
         float4 some = *(const float4*)(squares + w);
-        all += some.x + some.y + some.z + some.w;
+        all += (some.x + some.y) + (some.z + some.w);
     }
-    return rsqrtf(all / HIDDEN + EPSILON);
+    return rsqrtf(fmaf(all, 1.f / HIDDEN, EPSILON));
 }
 
 // Two columns of what comes before down, one of 16 lanes that round theirs together to bytes.

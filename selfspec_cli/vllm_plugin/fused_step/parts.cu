@@ -26,7 +26,7 @@ struct Parts {
     }
     // Asks again if it was not there; whether it was.
     __device__ __forceinline__ bool ask_again(const Arguments& a, u32 flag, int n, int token, int column, int split) {
-        const bool ready = values[n].ready(flag) && u32(logs[n] >> 32) == flag;
+        const bool ready = values[n].ready(flag) && READY(u32(logs[n] >> 32) == flag);
         if (!ready) read(a, n, token, column, split);
         return ready;
     }

@@ -171,7 +171,7 @@ __device__ __forceinline__ void load_quantized(const Lane& lane, const Arguments
                     if (!bytes[t][n].ready(flag)) bytes[t][n] = load_pair(words + t * (INTER / 4) + n * 64), all = false;
 #pragma unroll
                 for (int n = 0; n < FACTORS; n++)
-                    if (u32(factor[t][n] >> 32) != flag)
+                    if (!READY(u32(factor[t][n] >> 32) == flag))
                         factor[t][n] = load_relaxed(factors + t * (INTER / 32) + n * 32), all = false;
             }
         }

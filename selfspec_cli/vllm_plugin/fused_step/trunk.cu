@@ -5,9 +5,10 @@ struct Rows {
 // Sums of all warps. area: of the first warp's.
 __device__ __forceinline__ Rows add_warps(const char* area, int tile, int token_group, int row) {
     const float* from = (const float*)area + tile * TILE_SUMS + place_of_sums(token_group, row);
-    Rows all = {};
+    Rows chains[2] = {};  // each addition waits for the one before it in its chain
 #pragma unroll
     for (int w = 0; w < WARPS; w++, from += AREA_WARP / 4) {
+        Rows& all = chains[w % 2];
         if (LANE_TOKENS == 1) {
             float2 some = *(const float2*)from;
             all.of[0].x += some.x, all.of[0].y += some.y;
@@ -17,7 +18,11 @@ __device__ __forceinline__ Rows add_warps(const char* area, int tile, int token_
             all.of[0].y += some.z, all.of[LANE_TOKENS - 1].y += some.w;
         }
     }
-    return all;
+#pragma unroll
+    for (int t = 0; t < LANE_TOKENS; t++) {
+        chains[0].of[t].x += chains[1].of[t].x, chains[0].of[t].y += chains[1].of[t].y;
+    }
+    return chains[0];
 }
 
 // Of a token whose sum of squares is in [WARPS] parts.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin.fused_step import layout
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape, share
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"

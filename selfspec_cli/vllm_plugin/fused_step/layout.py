@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
 ROWS = 16  # of a tile
 RECORD = 544  # bytes: 16 * 64 / 2 of integers, and 16 scales of two bytes
-TOGETHER = 4  # tiles of gate and up, whose 32 results are rounded to bytes by one block; a warp multiplies them together
+TOGETHER = 4  # tiles of gate and up that a warp multiplies together, and whose 32 results are rounded together
 PHASES = ("qkv", "o", "gate_up", "down")
 
 
@@ -147,10 +147,10 @@ OFFSET = True
 
 
 def offset(records: Tensor) -> Tensor:
-    """Records with a group's first 32 columns in the low halves of bytes, with 8 added, and the others in the high halves.
+    """Records with the first 32 columns of a group in the low halves of bytes, the others in the high halves.
 
-    So the first are multiplied as unsigned integers and need no shift. Words are of columns 8t to 8t + 3 and 32 more, then
-    of columns 8t + 4 to 8t + 7 and 32 more.
+    8 is added to the low halves, so that they are multiplied without a shift. A lane's words: of rows `row`
+    and `row + 8`, of columns 8t to 8t + 3 and of 32 columns further, then of columns 8t + 4 to 8t + 7 likewise.
     """
     words = records[..., :512].unflatten(-1, (32, 2, 2, 4))  # lane, half, below, byte
     first, second = words[..., 0, :, :], words[..., 1, :, :]

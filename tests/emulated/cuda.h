@@ -373,10 +373,6 @@ inline void copy_async(unsigned to, const void* from, unsigned bytes, unsigned b
 inline void copy_async(unsigned to, const void* from, unsigned bytes, unsigned barrier, unsigned long long) {
     copy_async(to, from, bytes, barrier);
 }
-inline void prefetch_bytes(const void* from, unsigned bytes, unsigned long long) {
-    if (bytes == 0 || bytes % 16 || uintptr_t(from) % 16) emulated::fail("a prefetch that is not of 16 bytes each");
-    for (unsigned n = 0; n < bytes; n++) (void)((const volatile char*)from)[n];
-}
 inline void fence_copies() {}
 inline void fence_barriers() {}
 inline emulated::Barrier& barrier_at(unsigned barrier) {

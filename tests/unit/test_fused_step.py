@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.draft_weights.integers import integers
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
 from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, offset, planned, records
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned, records, unshifted
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
@@ -59,7 +59,7 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
 
 def test_records_have_two_columns_in_a_byte_as_lanes_multiply_them():
     copy = WEIGHTS.quantise(torch.randn(32, 128))
-    words = offset(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
+    words = unshifted(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
     integers_ = integers(copy, 4)
     for tile, group, row, t, part, below, byte in torch.cartesian_prod(*map(torch.arange, words.shape)).tolist():
         found = int(words[tile, group, row, t, part, below, byte])

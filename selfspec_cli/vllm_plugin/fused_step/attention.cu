@@ -39,23 +39,22 @@ __device__ __forceinline__ Item item_of(const Arguments& a, int block) {
     return item;
 }
 
-// Where key `row` of the warp's first tile is, and of its second.
-struct Places {
-    long long first, second;
-};
-__device__ __forceinline__ Places* places_of(const Lane& lane, char* shared) {
-    return (Places*)(shared + AT_PLACES) + lane.warp * 8 + lane.row;
+// Where key `row` of the warp's first tile is: the same in every layer, so it is looked up once.
+__device__ __forceinline__ long long* first_place(const Lane& lane, char* shared) {
+    return (long long*)(shared + AT_PLACES) + lane.warp * 8 + lane.row;
 }
 
 // Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
-__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Item& item, const Places& places, int layer) {
+__device__ __forceinline__ void prefetch_keys(
+    const Lane& lane, const Arguments& a, const Item& item, long long first, int layer
+) {
     const int lines = DIM / 64;  // of 128 bytes, of a key; as many are its value's
     int line = lane.id & 3;
     if (line >= 2 * lines) return;
     const u16* cache = (const u16*)a.caches[layer] + (line < lines ? 0 : a.cache_value) + line % lines * 64;
     const Tiles tiles = tiles_of(lane, item);
     for (int tile = tiles.tile; tile < tiles.all; tile += tiles.step) {
-        long long place = tile == tiles.tile ? places.first : offset_of(lane, a, item, tile);
+        long long place = tile == tiles.tile ? first : offset_of(lane, a, item, tile);
         prefetch(cache + place);
     }
 }
@@ -98,15 +97,14 @@ __device__ __forceinline__ void load_head(
 
 // An item, by all warps of the block.
 __device__ __forceinline__ void attend(
-    const Lane& lane, const Arguments& a, const Item& item, u32 flag, int layer, bool direct, char* shared,
-    float* sums
+    const Lane& lane, const Arguments& a, const Item& item, u32 flag, int layer, bool direct, char* shared, float* sums
 ) {
     const int token = item.token, head = item.head, split = item.split, length = item.length;
     const u16* cache = (const u16*)a.caches[layer];
     const Tiles tiles = tiles_of(lane, item);
     int tile = tiles.tile;
     Keys keys;
-    if (tile < tiles.all) read_keys(keys, lane, a, cache, places_of(lane, shared)->first, length - 1 - tile * 8);
+    if (tile < tiles.all) read_keys(keys, lane, a, cache, *first_place(lane, shared), length - 1 - tile * 8);
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
     for (int n = lane.warp; n < GROUP_HEADS + 2; n += WARPS) {
@@ -127,9 +125,6 @@ __device__ __forceinline__ void attend(
     found.best = -INFINITY;
     // The warp that most likely has no other key takes the newest, too.
     bool newest = (split + 1) * WARPS == tiles.step && lane.warp == WARPS - 1 && length > 0;
-#if PIPELINED
-    long long place = places_of(lane, shared)->second;  // of the tile after the one in registers
-#endif
 #pragma unroll 1
     while (newest || tile < tiles.all) {
         const bool cached = tile < tiles.all;
@@ -145,24 +140,9 @@ __device__ __forceinline__ void attend(
             }
             keys.valid = 1;
         }
-#if PIPELINED
-        // The next tile's keys are asked for while this one's scores become shares, its values after this one's; where the
-        // tile after that lies is looked up a tile ahead, too.
-        const bool more = cached && tile + tiles.step < tiles.all;
-        attend_to(found, keys, query, lane, a.scale, [&] {
-            if (more) read_key(keys, lane, cache, place);
-        });
-        if (cached) tile += tiles.step;
-        if (more) {
-            read_values(keys, lane, a, cache, place);
-            keys.valid = min(8, length - 1 - tile * 8);
-            if (tile + tiles.step < tiles.all) place = offset_of(lane, a, item, tile + tiles.step);
-        }
-#else
         attend_to(found, keys, query, lane, a.scale, [] {});
         if (cached) tile += tiles.step;
         if (tile < tiles.all) read_keys(keys, lane, a, cache, offset_of(lane, a, item, tile), length - 1 - tile * 8);
-#endif
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
     store_attended(found, lane, sums + lane.warp * GROUP_HEADS * DIM);
@@ -173,8 +153,7 @@ __device__ __forceinline__ void attend(
     __syncthreads();
     for (int n = lane.warp * 32 + lane.id; n < GROUP_HEADS * DIM / 2; n += THREADS) {
         int which = n / (DIM / 2), d = n % (DIM / 2) * 2;
-#if ADD_BY_LANES
-        // A warp has columns of one head: a lane has the statistics of one of the block's warps, and all others ask it.
+        // A warp has columns of one head. Each lane reads the statistics of one of the block's warps, for all others.
         static_assert(WARPS <= 16, "two lanes for each warp");
         const float* mine = stats + (lane.id % 16 * GROUP_HEADS + which) * 2;
         const float its_best = lane.id % 16 < WARPS ? mine[0] : -INFINITY, its_weight = lane.id % 16 < WARPS ? mine[1] : 0.f;
@@ -191,18 +170,6 @@ __device__ __forceinline__ void attend(
             const float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
             x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
         }
-#else
-        float best = -INFINITY, weight = 0.f, x = 0.f, y = 0.f;
-#pragma unroll 4
-        for (int w = 0; w < WARPS; w++) best = fmaxf(best, stats[(w * GROUP_HEADS + which) * 2]);
-#pragma unroll 4
-        for (int w = 0; w < WARPS; w++) {
-            float its = stats[(w * GROUP_HEADS + which) * 2], share = its == -INFINITY ? 0.f : exp2_fast(its - best);
-            float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
-            weight = fmaf(stats[(w * GROUP_HEADS + which) * 2 + 1], share, weight);
-            x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
-        }
-#endif
         float inverse = weight > 0.f ? __fdividef(1.f, weight) : 0.f;
         int column = (head * GROUP_HEADS + which) * DIM + d, part = token * SPLITS + split;
         const u32 pair = pack(x * inverse, y * inverse);

@@ -7,13 +7,14 @@
 //
 // A weight tile is 16 rows. Of its columns a record holds one group of 64: 512 bytes of integers in the order in which
 // lanes multiply them, and 16 scales in half precision. Tokens are rounded to signed bytes by 32 columns and multiplied
-// on tensor cores, tokens as columns of a product with 16 rows of weights. A weight is the high half of a byte
-// there, so 16 times itself.
+// on tensor cores, tokens as columns of a product with 16 rows of weights. A byte has two weights, of columns 32 apart. The
+// first is its low half, with 8 added; the second its high half, which is multiplied as 16 times itself. So one `and`
+// makes bytes of four weights, with no shift, and 8 times the sum of a token's integers is subtracted once for all rows.
 //
 // Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks) RECORDS
 // (of a chunk of a ring, at most) SLOTS (chunks of a ring) CHUNKS (of a layer, at most) TILES (most tiles of a block in a
-// phase) ROWS (most tiles of the residual in a block) SHARED_AREA (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most
-// splits that readers add up themselves) COPIES (of the residual's words), and SHARED and WORDS, which launch.py counted, too.
+// phase) ROWS (most tiles of the residual in a block) SHARED_AREA PADDED (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT
+// (most splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
 //
 // The parts, in order: ptx.cu, exchange.cu, weights.cu, tokens.cu, parts.cu, keys.cu, attention.cu, trunk.cu.
 
@@ -23,7 +24,7 @@
 #define THREADS (WARPS * 32)
 #define RECORD 544
 #define CHUNK (RECORD * RECORDS)
-#define STRIP 4  // tiles of gate and up that are multiplied together: layout.TOGETHER
+#define STRIP 4  // tiles of gate and up that are multiplied together: TOGETHER of layout.py
 #define GROUPS_H (HIDDEN / 64)
 #define GROUPS_O (HEADS_OUT / 64)
 #define GROUPS_I (INTER / 64)
@@ -38,7 +39,7 @@
 #define LANE_TOKENS (NT <= 4 ? 1 : 2)
 #define TOKEN_GROUPS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
 #define EVEN_NT (NT == 1 ? 1 : (NT + 1) / 2 * 2)      // tokens that shared memory has room for
-// Sums of a tile, of one warp, and so many more that those who round four tiles together read from different banks.
+// Sums of a tile, of one warp. PADDED: with a gap, so that lanes that read four tiles together find different banks.
 #define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16 + (PADDED ? 8 : 0))
 
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
@@ -60,8 +61,8 @@
 #define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
 #define AT_ROPE (AT_NEW + 2 * DIM * 2)
-#define AT_PLACES (AT_ROPE + NT * DIM * 4)  // [WARPS][8][2] where the keys of a warp's first two tiles are
-#define AT_BARRIERS (AT_PLACES + WARPS * 8 * 16)
+#define AT_PLACES (AT_ROPE + NT * DIM * 4)  // [WARPS][8] where the keys of a warp's first tile are
+#define AT_BARRIERS (AT_PLACES + WARPS * 8 * 8)
 #define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
 #define AT_ITEM (AT_PLAN + 24)
 #define AT_SPLITS (AT_ITEM + 24)
@@ -69,20 +70,18 @@
 #define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
 
 // ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
-// The residual is there COPIES times, and a block reads one of them: all blocks ask for all of its few lines until they
-// have changed, which a slice of L2 answers one after the other, and what changes them waits behind.
-#define RESIDUAL_WORDS (NT * HIDDEN / 2)
-#define PK_X 0                                      // [COPIES][NT][HIDDEN / 2] the residual before a layer
-#define PK_QKV (PK_X + COPIES * RESIDUAL_WORDS)     // [NT][QKV / 2]
+#define PK_X 0                                      // [NT][HIDDEN / 2] the residual before a layer
+#define PK_QKV (PK_X + NT * HIDDEN / 2)             // [NT][QKV / 2]
 #define PK_PART (PK_QKV + NT * QKV / 2)             // [NT][SPLITS][HEADS_OUT / 2] attention of some keys
 #define PK_LSE (PK_PART + NT * SPLITS * HEADS_OUT / 2)  // [NT][SPLITS][QH] log2 of the sum of their shares
 #define PK_ATT (PK_LSE + (NT * SPLITS * QH + 1) / 2 * 2)  // [NT][HEADS_OUT / 2] attention
-#define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [COPIES][NT][HIDDEN / 2] the residual after attention
-#define PK_GATED (PK_MID + COPIES * RESIDUAL_WORDS)         // [NT][INTER / 4] what comes before down, as bytes
+#define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [NT][HIDDEN / 2] the residual after attention
+#define PK_GATED (PK_MID + NT * HIDDEN / 2)         // [NT][INTER / 4] what comes before down, as bytes
 #define PK_FACTOR (PK_GATED + NT * INTER / 4)       // [NT][INTER / 32] and their factors
 #define PK_WORDS (PK_FACTOR + NT * INTER / 32)
 
 static_assert(SHARED_BYTES == SHARED && PK_WORDS == WORDS, "launch.py counts otherwise");
+static_assert(RECORDS >= 2 && STRIP % RECORDS == 0, "products read two records or more of a chunk");
 
 struct Arguments {
     const char* stream;        // every warp's records
@@ -106,20 +105,12 @@ struct Arguments {
     long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
     long long table_row;
     float scale;               // of the scores, times log2(e)
-    u64* stamps;               // with -DSTAMPS: [NB][WARPS][LAYERS][POINTS]
 };
-
-// To measure by, with wrong results: with -DANSWERED nobody waits for another block.
-#ifdef ANSWERED
-#define READY(flags) true
-#else
-#define READY(flags) (flags)
-#endif
 
 // ---- words with a flag ------------------------------------------------------------------------------------------
 struct Pair {
     u32 a, flag_a, b, flag_b;
-    __device__ __forceinline__ bool ready(u32 flag) const { return READY(flag_a == flag && flag_b == flag); }
+    __device__ __forceinline__ bool ready(u32 flag) const { return flag_a == flag && flag_b == flag; }
 };
 __device__ __forceinline__ Pair load_pair(const u64* place) {
     u64 a, b;
@@ -129,7 +120,7 @@ __device__ __forceinline__ Pair load_pair(const u64* place) {
 __device__ __forceinline__ u32 wait_word(const u64* place, u32 flag) {
     u64 word = load_relaxed(place);
     [[maybe_unused]] u32 tries = 0;
-    while (!READY(u32(word >> 32) == flag)) {
+    while (u32(word >> 32) != flag) {
         TRY(tries);
         word = load_relaxed(place);
     }
@@ -138,7 +129,7 @@ __device__ __forceinline__ u32 wait_word(const u64* place, u32 flag) {
 __device__ __forceinline__ void wait_words(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
     u64 word = load_relaxed(place), another = load_relaxed(other);
     [[maybe_unused]] u32 tries = 0;
-    while (!READY(u32(word >> 32) == flag && u32(another >> 32) == flag)) {
+    while (u32(word >> 32) != flag || u32(another >> 32) != flag) {
         TRY(tries);
         word = load_relaxed(place), another = load_relaxed(other);
     }
@@ -147,22 +138,3 @@ __device__ __forceinline__ void wait_words(const u64* place, const u64* other, u
 __device__ __forceinline__ void store_flagged(u64* place, u32 value, u32 flag) {
     store_relaxed(place, u64(flag) << 32 | value);
 }
-
-// All copies of two columns of the residual.
-__device__ __forceinline__ void store_residual(u64* place, u32 pair, u32 flag) {
-#pragma unroll
-    for (int n = 0; n < COPIES; n++) store_flagged(place + n * RESIDUAL_WORDS, pair, flag);
-}
-
-// With -DSTAMPS every warp writes when it reaches each point, in nanoseconds of the card and in clocks of its multiprocessor.
-#define POINTS 20
-#ifdef STAMPS
-#define STAMP(point) if (lane.id == 0) stamp(a.stamps + ((blockIdx.x * WARPS + lane.warp) * LAYERS + layer) * POINTS + (point))
-__device__ __forceinline__ void stamp(u64* to) {
-    u32 clocks, nanoseconds;
-    asm volatile("mov.u32 %0, %%clock;\n\tmov.u32 %1, %%globaltimer_lo;" : "=r"(clocks), "=r"(nanoseconds) :: "memory");
-    *to = u64(nanoseconds) << 32 | clocks;
-}
-#else
-#define STAMP(point)
-#endif

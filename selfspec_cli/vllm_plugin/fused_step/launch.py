@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step import layout
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape
 from selfspec_cli.whole import written
 
@@ -20,16 +19,9 @@ PARTS = ("ptx.cu", "exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "keys.c
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
-RECORDS = (4, 2)  # of a copy into shared memory; the most of which that many copies have room
+RECORDS = (4, 2)  # of a copy into shared memory, tried in order; TOGETHER tiles of gate and up are a number of copies
 SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
-COPIES = 1  # of the residual that blocks exchange
-LATE_SQUARES = 1
-AHEAD = 0  # chunks of a warp's stream between what is copied into shared memory and what is asked for in L2
-ADD_BY_LANES = 1
-PIPELINED = 1
-PADDED = 1
-KEY_TILES = (1, 1, 1)  # tiles of keys that a warp attends to before keys are split, with one token, two, ...
-DIRECT_WANTED = (32, 16, 8)
+PADDED = 4  # most tokens whose sums have a gap from tile to tile; more need the room for weights
 DIRECT = (8, 4, 2)  # most of them that readers add up themselves, with one token, two, ...
 
 
@@ -73,14 +65,13 @@ class Build:
         attended = shape.query_heads * shape.dim
         parts = n * self.splits * attended // 2 + -(-n * self.splits * shape.query_heads // 2) * 2
         gated = n * (shape.intermediate // 4 + shape.intermediate // 32)
-        return n * (2 * COPIES * shape.hidden + shape.qkv + attended) // 2 + gated + parts
+        return n * (2 * shape.hidden + shape.qkv + attended) // 2 + gated + parts
 
     @property
     def options(self) -> list[str]:
         """What the kernel is compiled with."""
         shape, plan = self.shape, self.plan
-        few = min(self.tokens, len(DIRECT)) - 1
-        direct = min(DIRECT[few], self.splits)
+        direct = min(DIRECT[min(self.tokens, len(DIRECT)) - 1], self.splits)
         values = {
             "LAYERS": shape.layers,
             "HIDDEN": shape.hidden,
@@ -103,15 +94,7 @@ class Build:
             "SLOTS": self.slots,
             "CHUNKS": chunks(shape, plan, self.at_once),
             "DIRECT": direct,
-            "DIRECT_WANTED": DIRECT_WANTED[few],
-            "KEY_TILES": KEY_TILES[few],
-            "PIPELINED": PIPELINED,
             "PADDED": int(pads_sums(self.tokens)),
-            "OFFSET": int(layout.OFFSET),
-            "AHEAD": AHEAD,
-            "ADD_BY_LANES": ADD_BY_LANES,
-            "COPIES": COPIES,
-            "LATE_SQUARES": LATE_SQUARES,
             "SHARED": self.shared_bytes,
             "WORDS": self.words,
         }
@@ -126,7 +109,6 @@ class Build:
 
 def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
     """Most chunks of a warp in a layer."""
-
     most = {name: -(-groups // plan.warps) for name, groups in shape.groups.items()}  # groups of a warp
 
     def of(tiles: int, name: str) -> int:
@@ -144,8 +126,8 @@ def shares_area(tokens: int) -> bool:
 
 
 def pads_sums(tokens: int) -> bool:
-    """Whether the sums of tiles lie apart, for readers of four of them. More tokens need the room for weights."""
-    return bool(PADDED) and tokens <= 4
+    """Whether the sums of a tile are followed by a gap, so that lanes that read four tiles find different banks."""
+    return tokens <= PADDED
 
 
 def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
@@ -161,10 +143,10 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
     areas, factors = _round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
     residual = _round_up(plan.most_rows * 16 * tokens * 4, 16)
-    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48 + plan.warps * 128
+    queries, places, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, plan.warps * 8 * 8, 48
     per_token = plan.warps * 4 + shape.dim * 4 + 4
     sizes = plan.warps * chunks(shape, plan, at_once) * 2
-    return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + planned + sizes
+    return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + places + planned + sizes
 
 
 def _round_up(count: int, unit: int) -> int:
@@ -218,7 +200,6 @@ class Arguments(ctypes.Structure):
             for name in ("cache_block", "cache_head", "cache_token", "cache_value", "table_row")
         ),
         ("scale", ctypes.c_float),
-        ("stamps", ctypes.c_void_p),
     ]
 
 

@@ -143,14 +143,12 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-OFFSET = True
+def unshifted(records: Tensor) -> Tensor:
+    """Records whose bytes are multiplied without a shift: uint8 [..., 544].
 
-
-def offset(records: Tensor) -> Tensor:
-    """Records with the first 32 columns of a group in the low halves of bytes, the others in the high halves.
-
-    8 is added to the low halves, so that they are multiplied without a shift. A lane's words: of rows `row`
-    and `row + 8`, of columns 8t to 8t + 3 and of 32 columns further, then of columns 8t + 4 to 8t + 7 likewise.
+    The low half of a byte is the weight of a column of the group's first 32, plus 8; the high half is the weight of the
+    column 32 further on. Of a lane's four words the first two are columns 8t to 8t + 3 of rows `row` and `row + 8`, the
+    others columns 8t + 4 to 8t + 7.
     """
     words = records[..., :512].unflatten(-1, (32, 2, 2, 4))  # lane, half, below, byte
     first, second = words[..., 0, :, :], words[..., 1, :, :]
@@ -193,6 +191,4 @@ class Stream:
     def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
         """weights: records of each of PHASES, [tiles, groups, 544]."""
         all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
-        if OFFSET:
-            all_records = offset(all_records)
-        self.records[self._places + layer * self._step] = all_records[self._source]
+        self.records[self._places + layer * self._step] = unshifted(all_records)[self._source]

@@ -4,11 +4,8 @@ __device__ __forceinline__ int key_tiles(int length) { return (length + 6) / 8; 
 // Into how many parts the keys of a request are split. Up to DIRECT of them are added up by those who read them.
 __device__ __forceinline__ int splits_for(int length) {
     int wanted = (key_tiles(length) + WARPS - 1) / WARPS;
-    if (wanted <= KEY_TILES) return 1;
-    if (DIRECT > 1 && wanted <= DIRECT_WANTED) {
-        const int fewer = (wanted + KEY_TILES - 1) / KEY_TILES;
-        return fewer < DIRECT ? fewer : DIRECT;
-    }
+    if (wanted <= 1) return 1;
+    if (DIRECT > 1 && wanted <= DIRECT * 4) return wanted < DIRECT ? wanted : DIRECT;
     if (NT > 1) wanted = (wanted + 1) / 2;
     return wanted < SPLITS ? wanted : SPLITS;
 }
@@ -26,7 +23,7 @@ struct Parts {
     }
     // Asks again if it was not there; whether it was.
     __device__ __forceinline__ bool ask_again(const Arguments& a, u32 flag, int n, int token, int column, int split) {
-        const bool ready = values[n].ready(flag) && READY(u32(logs[n] >> 32) == flag);
+        const bool ready = values[n].ready(flag) && u32(logs[n] >> 32) == flag;
         if (!ready) read(a, n, token, column, split);
         return ready;
     }

@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3,
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
 }
-// d = c + a * b of signed bytes in the same way.
+// d = c + a * b, likewise of signed bytes.
 __device__ __forceinline__ void multiply_add(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const int* c) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -135,10 +135,6 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes, 
 __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// Asks for bytes in L2, that copies into shared memory find there.
-__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes, u64 policy) {
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy) : "memory");
 }
 // Loads and stores that this thread knows to be done come before the asynchronous copies that it begins next. One fence for
 // both memories would wait for all of the thread's stores, too.

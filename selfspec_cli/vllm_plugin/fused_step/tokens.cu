@@ -1,8 +1,8 @@
 // ---- tokens as bytes -------------------------------------------------------------------------------------------
-// What an integer of columns `column` to `column` + 31 is worth, where the largest of them, `most`, is 127. Weights of the
-// second half of a group are multiplied as 16 times themselves, with OFFSET those of the first half as themselves.
+// Factor of products of the 32 columns from `column` on, whose largest value `most` was rounded to 127. Weights of the
+// second half of a group are multiplied as 16 times themselves.
 __device__ __forceinline__ float factor_of(float most, int column) {
-    return most * (OFFSET && column % 64 < 32 ? 1.f / 127.f : 1.f / (127.f * 16.f));
+    return most * (column % 64 < 32 ? 1.f / 127.f : 1.f / (127.f * 16.f));
 }
 
 // Items `start` to start + N - 1: item n is 128 columns of token n / MOST, four in each lane, as far as they exist.
@@ -78,11 +78,12 @@ __device__ __forceinline__ void add_over_lanes(const Lane& lane, const float (&p
 // sums of squares to squares [NT][WARPS].
 template <int COLUMNS, bool NORM>
 __device__ __forceinline__ void load_and_quantize(
-    const Lane& lane, const u64* words, u32 flag, const NormWeights& norm_weights, Share share, float* squares, float (&square)[NT]
+    const Lane& lane, const u64* words, u32 flag, const NormWeights& norm_weights, Share share, float* squares
 ) {
     constexpr int MOST = ITEMS_OF<COLUMNS>, ITEMS = MOST * NT;
     constexpr int BATCH = ITEMS < 12 ? ITEMS : 12;
     const int begin = share.begin, groups = share.groups;
+    float square[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++) square[n] = 0.f;
     __syncwarp();  // the bytes of the phase before have been read
@@ -125,9 +126,7 @@ __device__ __forceinline__ void load_and_quantize(
         }
         quantize_items<MOST, BATCH>(lane, x, start, groups);
     }
-#if !LATE_SQUARES
     if (NORM) add_over_lanes(lane, square, squares);
-#endif
     __syncwarp();
 }
 
@@ -171,7 +170,7 @@ __device__ __forceinline__ void load_quantized(const Lane& lane, const Arguments
                     if (!bytes[t][n].ready(flag)) bytes[t][n] = load_pair(words + t * (INTER / 4) + n * 64), all = false;
 #pragma unroll
                 for (int n = 0; n < FACTORS; n++)
-                    if (!READY(u32(factor[t][n] >> 32) == flag))
+                    if (u32(factor[t][n] >> 32) != flag)
                         factor[t][n] = load_relaxed(factors + t * (INTER / 32) + n * 32), all = false;
             }
         }

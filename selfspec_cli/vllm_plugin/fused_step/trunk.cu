@@ -5,7 +5,7 @@ struct Rows {
 // Sums of all warps. area: of the first warp's.
 __device__ __forceinline__ Rows add_warps(const char* area, int tile, int token_group, int row) {
     const float* from = (const float*)area + tile * TILE_SUMS + place_of_sums(token_group, row);
-    Rows chains[2] = {};  // each addition waits for the one before it in its chain
+    Rows chains[2] = {};  // an addition waits for the one before it: two chains take half of the time
 #pragma unroll
     for (int w = 0; w < WARPS; w++, from += AREA_WARP / 4) {
         Rows& all = chains[w % 2];
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (plan[1].x + tile) * 16 + row;
         u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + out);
         residual[(tile * NT + token) * 16 + row] = low(pair), residual[(tile * NT + token) * 16 + row + 1] = high(pair);
-        store_residual(a.words + PK_X + (token * HIDDEN + out) / 2, pair, base);
+        store_flagged(a.words + PK_X + (token * HIDDEN + out) / 2, pair, base);
     }
     int most = 1, *const all_splits = (int*)(shared + AT_SPLITS);  // of tokens
 #pragma unroll
@@ -92,12 +92,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     __syncthreads();
     if (item->token >= 0) {
         const Tiles keys = tiles_of(lane, *item);
-        const int second = keys.tile + keys.step;
-        Places places = {0, 0};
-        if (keys.tile < keys.all) places.first = offset_of(lane, a, *item, keys.tile);
-        if (second < keys.all) places.second = offset_of(lane, a, *item, second);
-        *places_of(lane, shared) = places;
-        prefetch_keys(lane, a, *item, places, 0);
+        const long long first = keys.tile < keys.all ? offset_of(lane, a, *item, keys.tile) : 0;
+        *first_place(lane, shared) = first;
+        prefetch_keys(lane, a, *item, first, 0);
     }
 #pragma unroll 1
     for (int n = thread; n < NT * DIM; n += THREADS) {
@@ -130,17 +127,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         const bool ends = layer == LAYERS - 1;
 #pragma unroll 1
         for (int phase = 0; phase < 4; phase++) {
-            STAMP(phase * 5);
-            if (phase != 1) STAMP(phase * 5 + 1);
             // ---- what the product reads
             const int columns = phase == 1 ? GROUPS_O : phase == 3 ? GROUPS_I : GROUPS_H;
             const Share share = share_of(columns, hidden_from_compiler(lane.warp));
             const int2 planned = plan[phase & 1 ? 1 : phase];
             const int first = planned.x, tiles = planned.y;
-            float square[NT];  // of the lane's columns
             if (phase == 0 || phase == 2) {
-                const u64* words = a.words + (phase ? PK_MID : PK_X) + block % COPIES * RESIDUAL_WORDS;
-                load_and_quantize<HIDDEN, true>(lane, words, phase ? flag : flag - 1, norm_weights, share, squares, square);
+                const u64* words = a.words + (phase ? PK_MID : PK_X);
+                load_and_quantize<HIDDEN, true>(lane, words, phase ? flag : flag - 1, norm_weights, share, squares);
                 if (!(ends && phase)) norm_weights.read(lane, a.norms + (layer * 2 + phase / 2 + 1) * HIDDEN, share);
             } else if (phase == 3) {
                 if (tiles > 0) load_quantized(lane, a, flag, share);
@@ -148,30 +142,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                 if (item->token >= 0) {
                     const Item mine = *item;
                     attend(lane, a, mine, flag, layer, direct, shared, (float*)areas);
-#if !PIPELINED
-                    if (!ends) prefetch_keys(lane, a, mine, *places_of(lane, shared), layer + 1);
-#endif
                 }
-                STAMP(phase * 5 + 1);
                 if (direct) {
                     if (tiles > 0) load_parts_and_quantize(lane, a, all_splits, flag, share);
                 } else {
                     if (most > 1) add_up(lane, a, all_splits, flag, block);
-                    if (tiles > 0) load_and_quantize<HEADS_OUT, false>(lane, a.words + PK_ATT, flag, norm_weights, share, squares, square);
+                    if (tiles > 0) load_and_quantize<HEADS_OUT, false>(lane, a.words + PK_ATT, flag, norm_weights, share, squares);
                 }
             }
             char* const sums = areas + (phase == 1 ? SUMS_AT_O : phase == 3 ? SUMS_AT_DOWN : SUMS_AT_EVEN);  // of the first warp
             float* const mine = (float*)(sums + lane.warp * AREA_WARP);
-            STAMP(phase * 5 + 2);
             if (phase == 2) product_of_strips(ring, lane, tiles, share.groups, mine);
             else product(ring, lane, tiles, share.groups, mine);
-#if LATE_SQUARES
-            // The sums of squares are read after the barrier, so they are added up while others still multiply.
-            if (phase == 0 || phase == 2) add_over_lanes(lane, square, squares);
-#endif
-            STAMP(phase * 5 + 3);
             __syncthreads();
-            STAMP(phase * 5 + 4);
             // ---- what becomes of it
             if (phase == 0) {  // queries, keys, values
                 for (int n = thread; n < tiles * 8 * TOKEN_GROUPS; n += THREADS) {
@@ -219,17 +202,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                         if (token >= NT) break;
                         float2 x = rows.of[t], *left = (float2*)(residual + (tile * NT + token) * 16 + row);
                         x.x += left->x, x.y += left->y, *left = x;
-                        store_residual(to + (token * HIDDEN + (first + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+                        store_flagged(to + (token * HIDDEN + (first + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
                     }
                 }
             }
-#if PIPELINED
-            // Later than the words that others wait for: where a request's tiles lie is looked up one after the other.
+            // After the words that other blocks wait for: looking up where a request's tiles are takes microseconds.
             if (phase == 1 && !ends && item->token >= 0) {
                 const Item mine = *item;
-                prefetch_keys(lane, a, mine, *places_of(lane, shared), layer + 1);
+                prefetch_keys(lane, a, mine, *first_place(lane, shared), layer + 1);
             }
-#endif
             if (SHARED_AREA) __syncthreads();  // the next bytes lie where these sums are
         }
     }

@@ -4,8 +4,7 @@ struct Ring {
     const char* next;
     const u16* sizes;
     char* slots;
-    u32 barriers, slot, parity, coming, chunks;  // coming: chunk of a layer that is requested next
-    u32 left;                                    // bytes that are not requested yet
+    u32 barriers, slot, parity, coming, chunks, left;  // coming: chunk of a layer that is requested next
     u64 policy;
 
     __device__ __forceinline__ void request(u32 to, u32 id) {
@@ -15,18 +14,13 @@ struct Ring {
                 u32 barrier = barriers + to * 8;
                 barrier_arrive_and_expect(barrier, bytes);
                 copy_async(address(slots + to * CHUNK), next, bytes, barrier, policy);
-                // The ring is a few microseconds of the memory's rate. What comes after it waits in L2, so that the memory is
-                // read on while blocks wait for each other.
-                if (AHEAD > 0 && left >= bytes + AHEAD * CHUNK) prefetch_bytes(next + AHEAD * CHUNK, bytes, policy);
             }
-            next += bytes, left -= bytes;
+            next += bytes, left--;
             if (++coming == chunks) coming = 0;
         }
     }
     __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 id) {
-        next = from, sizes = layer, chunks = count, left = 0, slots = where, barriers = barrier;
-#pragma unroll 1
-        for (u32 n = 0; n < count; n++) left += layer[n] * LAYERS;
+        next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
         slot = parity = coming = 0, policy = read_once();
         if (id == 0) {
 #pragma unroll 1
@@ -72,7 +66,7 @@ struct Factors {
     float2 of[LANE_TOKENS];  // of the two halves of a group
 };
 
-// factors: of a group, those of the lane's tokens.
+// at: a group's factors, from the lane's first token on.
 __device__ __forceinline__ Factors factors_at(const char* at) {
     Factors factors;
     if (LANE_TOKENS == 1) {
@@ -93,16 +87,14 @@ __device__ __forceinline__ Record record_at(const Lane& lane, const char* at) {
     return {*(const uint4*)(at + lane.id * 16), *(const u32*)(at + 512 + lane.row * 4)};
 }
 
-// Weights of a group's first 32 columns are the low halves of bytes, with 8 added. So many are to be added to products.
+// -8 times the sum of a group's first 32 columns, for each of the lane's tokens: these weights are stored with 8 added.
 struct Offsets {
-    int of[4];
+    int of[4];  // where a product has its sums
 };
 __device__ __forceinline__ Offsets offsets_of(uint4 tokens) {
-    Offsets offsets = {};
-#if OFFSET
-    const u32 minus_8 = 0xf8f8f8f8u;
+    const u32 minus_8 = 0xf8f8f8f8u;  // in each byte
+    Offsets offsets;
     multiply(offsets.of, minus_8, minus_8, minus_8, minus_8, tokens.x, tokens.y);
-#endif
     return offsets;
 }
 
@@ -113,13 +105,8 @@ __device__ __forceinline__ void add_products(
     const u32 M = 0xf0f0f0f0u;
     const uint4 w = record.words;
     int first[4], second[4];
-#if OFFSET
     multiply_add(first, w.x & ~M, w.y & ~M, w.z & ~M, w.w & ~M, tokens.x, tokens.y, offsets.of);
     multiply(second, w.x & M, w.y & M, w.z & M, w.w & M, tokens.z, tokens.w);
-#else
-    multiply(first, (w.x << 4) & M, (w.y << 4) & M, w.x & M, w.y & M, tokens.x, tokens.y);
-    multiply(second, (w.z << 4) & M, (w.w << 4) & M, w.z & M, w.w & M, tokens.z, tokens.w);
-#endif
 #pragma unroll
     for (int t = 0; t < LANE_TOKENS; t++) {
         float2 factor = factors.of[t];
@@ -153,8 +140,8 @@ __device__ __forceinline__ void store_sums(const Lane& lane, float* tile, const 
 #define GROUP_BYTES (EVEN_NT * 64)
 #define GROUP_FACTORS (EVEN_NT * 8)
 
-// COUNT groups of one tile, of which `left` are there, and SURE of these in any case. What is not there is read, too, from
-// places that hold something else; only its products are left out.
+// COUNT groups of one tile. `left` of them exist, at least SURE. Reads the others as well, which are other data in shared
+// memory, but leaves their products out: that is faster than a branch for each group.
 template <int COUNT, int SURE>
 __device__ __forceinline__ void add_groups(
     Sums& sums, const Lane& lane, const char* chunk, const char* bytes, const char* factors, int left
@@ -173,7 +160,7 @@ __device__ __forceinline__ void add_groups(
     }
 }
 
-// The warp's share of the columns of tiles, one after the other, into sums [tiles][TILE_SUMS]: a chunk is up to RECORDS groups of a tile.
+// The warp's share of the columns of `tiles` tiles, into sums [tiles][TILE_SUMS]. A chunk is up to RECORDS groups of a tile.
 __device__ __forceinline__ void product(Ring& ring, const Lane& lane, int tiles, int groups, float* to) {
 #pragma unroll 1
     for (; tiles > 0; tiles--, to += TILE_SUMS) {
@@ -191,7 +178,7 @@ __device__ __forceinline__ void product(Ring& ring, const Lane& lane, int tiles,
     }
 }
 
-// The same for strips of STRIP tiles, group by group: the tiles of a strip share what is read of a group's tokens.
+// The same for strips of STRIP tiles, group by group, so that a group's tokens are read once for the tiles of a strip.
 __device__ __forceinline__ void product_of_strips(Ring& ring, const Lane& lane, int tiles, int groups, float* to) {
 #pragma unroll 1
     for (; tiles > 0; tiles -= STRIP, to += STRIP * TILE_SUMS) {

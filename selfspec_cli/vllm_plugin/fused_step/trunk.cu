@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                     }
                 }
             }
-            // After the words that other blocks wait for: looking up where a request's tiles are takes microseconds.
+            // Not before the words above, which other blocks wait for.
             if (phase == 1 && !ends && item->token >= 0) {
                 const Item mine = *item;
                 prefetch_keys(lane, a, mine, *first_place(lane, shared), layer + 1);

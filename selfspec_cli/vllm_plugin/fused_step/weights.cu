@@ -136,12 +136,12 @@ __device__ __forceinline__ void store_sums(const Lane& lane, float* tile, const 
     }
 }
 
-// The tokens' bytes of a group, and their factors, as a lane multiplies them.
+// From a group's tokens to the next group's, in bytes, and from its factors to the next ones.
 #define GROUP_BYTES (EVEN_NT * 64)
 #define GROUP_FACTORS (EVEN_NT * 8)
 
 // COUNT groups of one tile. `left` of them exist, at least SURE. Reads the others as well, which are other data in shared
-// memory, but leaves their products out: that is faster than a branch for each group.
+// memory, but leaves their products out, so there is no branch for each group.
 template <int COUNT, int SURE>
 __device__ __forceinline__ void add_groups(
     Sums& sums, const Lane& lane, const char* chunk, const char* bytes, const char* factors, int left

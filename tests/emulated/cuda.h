@@ -328,6 +328,12 @@ inline void multiply(int* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
     c[0] = c[1] = c[2] = c[3] = 0;
     on_tensor_cores<int, 32, 4>(c, {a0, a1, a2, a3, b0, b1}, byte_at);
 }
+inline void multiply_add(
+    int* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, const int* c
+) {
+    for (int n = 0; n < 4; n++) d[n] = c[n];
+    on_tensor_cores<int, 32, 4>(d, {a0, a1, a2, a3, b0, b1}, byte_at);
+}
 inline void multiply_add(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     on_tensor_cores<float, 16, 2>(c, {a0, a1, a2, a3, b0, b1}, bfloat_at);
 }

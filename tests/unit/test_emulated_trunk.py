@@ -141,7 +141,17 @@ def test_many_tokens_give_what_pytorch_gives_in_any_order_of_threads(shape, bloc
 
 @pytest.mark.parametrize(
     ("shape", "blocks", "lengths"),
-    [(QWEN, 4, [300, 7]), (BOTH, 6, [100, 0, 8]), (OWN_HEADS, 4, [17]), (QWEN, 16, [1, 5, 17, 0, 130, 40])],
+    [
+        (QWEN, 4, [300, 7]),
+        (BOTH, 6, [100, 0, 8]),
+        (OWN_HEADS, 4, [17]),
+        (QWEN, 16, [700]),  # keys are split, and each warp has several tiles of them
+        (OWN_HEADS, 16, [500, 3, 250, 40]),
+        (QWEN3, 20, [600, 1, 0, 50, 200]),
+        (QWEN, 16, [1, 5, 17, 0, 130, 40]),
+        (QWEN, 16, [1, 5, 17, 0, 130, 40, 300]),
+        (EIGHT_OF_ONE, 24, LENGTHS),
+    ],
 )
 def test_few_tokens_give_what_pytorch_gives(shape, blocks, lengths):
     one = few(shape, blocks, lengths)

@@ -15,10 +15,11 @@ from scripts import importable
 from torch import nn
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
+from selfspec_cli.early_exit.draft_weights.integers import integers
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
 from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned, records, unshifted
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
 from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
@@ -47,7 +48,7 @@ def test_every_tile_is_one_blocks_and_the_blocks_read_about_as_much(shape, evenl
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "records", "slots"),
-    [(QWEN, 4, 6, 4), (QWEN, 8, 6, 3), (LLAMA, 1, 6, 5), (LLAMA, 8, 3, 3)],
+    [(QWEN, 4, 4, 6), (QWEN, 8, 4, 4), (LLAMA, 1, 4, 7), (LLAMA, 8, 2, 5)],
 )
 def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, slots):
     build = built(shape, planned(shape, 132, 12, 0.5), tokens, wide.SHARED)
@@ -56,6 +57,17 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
     options = dict(option[2:].split("=") for option in build.options)
     assert options["SHARED"] == str(build.shared_bytes) and options["WORDS"] == str(build.words)
     assert int(options["CHUNKS"]) == chunks(shape, build.plan, records)
+
+
+def test_records_have_two_columns_in_a_byte_as_lanes_multiply_them():
+    copy = WEIGHTS.quantise(torch.randn(32, 128))
+    words = unshifted(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
+    integers_ = integers(copy, 4)
+    for tile, group, row, t, part, below, byte in torch.cartesian_prod(*map(torch.arange, words.shape)).tolist():
+        found = int(words[tile, group, row, t, part, below, byte])
+        row_of_weights, column = tile * 16 + below * 8 + row, 8 * t + 4 * part + byte
+        low, high = (int(integers_[row_of_weights, group, column + n]) for n in (0, 32))
+        assert found == low + 8 | (high & 15) << 4
 
 
 @pytest.mark.parametrize("shape", [QWEN, LLAMA])

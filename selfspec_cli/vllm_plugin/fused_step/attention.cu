@@ -39,8 +39,15 @@ __device__ __forceinline__ Item item_of(const Arguments& a, int block) {
     return item;
 }
 
-// first: where key `row` of the warp's first tile is. Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
-__device__ __forceinline__ void prefetch_keys(const Lane& lane, const Arguments& a, const Item& item, long long first, int layer) {
+// Where key `row` of the warp's first tile is: the same in every layer, so it is looked up once.
+__device__ __forceinline__ long long* first_place(const Lane& lane, char* shared) {
+    return (long long*)(shared + AT_PLACES) + lane.warp * 8 + lane.row;
+}
+
+// Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
+__device__ __forceinline__ void prefetch_keys(
+    const Lane& lane, const Arguments& a, const Item& item, long long first, int layer
+) {
     const int lines = DIM / 64;  // of 128 bytes, of a key; as many are its value's
     int line = lane.id & 3;
     if (line >= 2 * lines) return;
@@ -90,15 +97,14 @@ __device__ __forceinline__ void load_head(
 
 // An item, by all warps of the block.
 __device__ __forceinline__ void attend(
-    const Lane& lane, const Arguments& a, const Item& item, long long first, u32 flag, int layer, bool direct, char* shared,
-    float* sums
+    const Lane& lane, const Arguments& a, const Item& item, u32 flag, int layer, bool direct, char* shared, float* sums
 ) {
     const int token = item.token, head = item.head, split = item.split, length = item.length;
     const u16* cache = (const u16*)a.caches[layer];
     const Tiles tiles = tiles_of(lane, item);
     int tile = tiles.tile;
     Keys keys;
-    if (tile < tiles.all) read_keys(keys, lane, a, cache, first, length - 1 - tile * 8);
+    if (tile < tiles.all) read_keys(keys, lane, a, cache, *first_place(lane, shared), length - 1 - tile * 8);
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
     for (int n = lane.warp; n < GROUP_HEADS + 2; n += WARPS) {
@@ -147,14 +153,21 @@ __device__ __forceinline__ void attend(
     __syncthreads();
     for (int n = lane.warp * 32 + lane.id; n < GROUP_HEADS * DIM / 2; n += THREADS) {
         int which = n / (DIM / 2), d = n % (DIM / 2) * 2;
-        float best = -INFINITY, weight = 0.f, x = 0.f, y = 0.f;
-#pragma unroll 4
-        for (int w = 0; w < WARPS; w++) best = fmaxf(best, stats[(w * GROUP_HEADS + which) * 2]);
-#pragma unroll 4
+        // A warp has columns of one head. Each lane reads the statistics of one of the block's warps, for all others.
+        static_assert(WARPS <= 16, "two lanes for each warp");
+        const float* mine = stats + (lane.id % 16 * GROUP_HEADS + which) * 2;
+        const float its_best = lane.id % 16 < WARPS ? mine[0] : -INFINITY, its_weight = lane.id % 16 < WARPS ? mine[1] : 0.f;
+        float best = its_best;
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, step));
+        const float its_share = its_best == -INFINITY ? 0.f : exp2_fast(its_best - best);
+        float weight = its_weight * its_share, x = 0.f, y = 0.f;
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) weight += __shfl_xor_sync(FULL, weight, step);
+#pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            float its = stats[(w * GROUP_HEADS + which) * 2], share = its == -INFINITY ? 0.f : exp2_fast(its - best);
-            float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
-            weight = fmaf(stats[(w * GROUP_HEADS + which) * 2 + 1], share, weight);
+            const float share = __shfl_sync(FULL, its_share, w);
+            const float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
             x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
         }
         float inverse = weight > 0.f ? __fdividef(1.f, weight) : 0.f;

@@ -7,13 +7,14 @@
 //
 // A weight tile is 16 rows. Of its columns a record holds one group of 64: 512 bytes of integers in the order in which
 // lanes multiply them, and 16 scales in half precision. Tokens are rounded to signed bytes by 32 columns and multiplied
-// on tensor cores, tokens as columns of a product with 16 rows of weights. A weight is the high half of a byte
-// there, so 16 times itself.
+// on tensor cores, tokens as columns of a product with 16 rows of weights. A byte has two weights, of columns 32 apart. The
+// first is its low half, with 8 added; the second its high half, which is multiplied as 16 times itself. So one `and`
+// makes bytes of four weights, with no shift, and 8 times the sum of a token's integers is subtracted once for all rows.
 //
 // Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks) RECORDS
 // (of a chunk of a ring, at most) SLOTS (chunks of a ring) CHUNKS (of a layer, at most) TILES (most tiles of a block in a
-// phase) ROWS (most tiles of the residual in a block) SHARED_AREA (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most
-// splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
+// phase) ROWS (most tiles of the residual in a block) SHARED_AREA PADDED (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT
+// (most splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
 //
 // The parts, in order: ptx.cu, exchange.cu, weights.cu, tokens.cu, parts.cu, keys.cu, attention.cu, trunk.cu.
 
@@ -23,6 +24,7 @@
 #define THREADS (WARPS * 32)
 #define RECORD 544
 #define CHUNK (RECORD * RECORDS)
+#define STRIP 4  // tiles of gate and up that are multiplied together: TOGETHER of layout.py
 #define GROUPS_H (HIDDEN / 64)
 #define GROUPS_O (HEADS_OUT / 64)
 #define GROUPS_I (INTER / 64)
@@ -37,7 +39,8 @@
 #define LANE_TOKENS (NT <= 4 ? 1 : 2)
 #define TOKEN_GROUPS ((NT + LANE_TOKENS - 1) / LANE_TOKENS)  // of LANE_TOKENS tokens
 #define EVEN_NT (NT == 1 ? 1 : (NT + 1) / 2 * 2)      // tokens that shared memory has room for
-#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16)          // sums of a tile, of one warp
+// Sums of a tile, of one warp. PADDED: with a gap, so that lanes that read four tiles together find different banks.
+#define TILE_SUMS (TOKEN_GROUPS * LANE_TOKENS * 16 + (PADDED ? 8 : 0))
 
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
 // Every warp has an area of its own: its tokens as bytes, and its sums of a phase. SHARED_AREA: sums of a phase lie
@@ -58,7 +61,8 @@
 #define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
 #define AT_ROPE (AT_NEW + 2 * DIM * 2)
-#define AT_BARRIERS (AT_ROPE + NT * DIM * 4)
+#define AT_PLACES (AT_ROPE + NT * DIM * 4)  // [WARPS][8] where the keys of a warp's first tile are
+#define AT_BARRIERS (AT_PLACES + WARPS * 8 * 8)
 #define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
 #define AT_ITEM (AT_PLAN + 24)
 #define AT_SPLITS (AT_ITEM + 24)
@@ -77,6 +81,7 @@
 #define PK_WORDS (PK_FACTOR + NT * INTER / 32)
 
 static_assert(SHARED_BYTES == SHARED && PK_WORDS == WORDS, "launch.py counts otherwise");
+static_assert(RECORDS >= 2 && STRIP % RECORDS == 0, "products read two records or more of a chunk");
 
 struct Arguments {
     const char* stream;        // every warp's records

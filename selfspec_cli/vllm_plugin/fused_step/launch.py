@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape, share
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
@@ -19,8 +19,9 @@ PARTS = ("ptx.cu", "exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "keys.c
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
-RECORDS = (6, 4, 3, 2)  # of a copy into shared memory; the most of which that many copies have room
+RECORDS = (4, 2)  # of a copy into shared memory, tried in order; TOGETHER tiles of gate and up are a number of copies
 SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
+PADDED = 4  # most tokens whose sums have a gap from tile to tile; more need the room for weights
 DIRECT = (8, 4, 2)  # most of them that readers add up themselves, with one token, two, ...
 
 
@@ -93,6 +94,7 @@ class Build:
             "SLOTS": self.slots,
             "CHUNKS": chunks(shape, plan, self.at_once),
             "DIRECT": direct,
+            "PADDED": int(pads_sums(self.tokens)),
             "SHARED": self.shared_bytes,
             "WORDS": self.words,
         }
@@ -107,14 +109,13 @@ class Build:
 
 def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
     """Most chunks of a warp in a layer."""
+    most = {name: -(-groups // plan.warps) for name, groups in shape.groups.items()}  # groups of a warp
 
-    def of(tiles: int, groups: int) -> int:
-        shares = {len(share(groups, warp, plan.warps)) for warp in range(plan.warps)}
-        return max(-(-tiles // (at_once // n)) if n <= at_once else tiles * -(-n // at_once) for n in shares)
+    def of(tiles: int, name: str) -> int:
+        return tiles * -(-most[name] // at_once)
 
-    groups = shape.groups
     return max(
-        of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
+        of(q, "qkv") + of(rows, "o") + of(rows, "down") + g // at_once * most["gate_up"]
         for _, q, _, rows, _, g in plan.blocks
     )
 
@@ -124,11 +125,16 @@ def shares_area(tokens: int) -> bool:
     return tokens >= SHARED_AREA
 
 
+def pads_sums(tokens: int) -> bool:
+    """Whether the sums of a tile are followed by a gap, so that lanes that read four tiles find different banks."""
+    return tokens <= PADDED
+
+
 def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     """Shared memory of a block beside the warps' rings; exchange.cu lays it out."""
     groups, even = shape.groups, tokens if tokens == 1 else -(-tokens // 2) * 2
     most, short = (-(-max(groups[name] for name in names) // plan.warps) for names in (PHASES, ("qkv", "o")))
-    tile = (tokens if tokens <= 4 else even) * 64  # bytes of the sums of a tile
+    tile = (tokens if tokens <= 4 else even) * 64 + pads_sums(tokens) * 32  # bytes of the sums of a tile
     rows = plan.most_rows * tile
     if shares_area(tokens):
         area = max(even * 64 * short + plan.most_tiles * tile, even * 64 * most + rows)
@@ -137,10 +143,10 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
     areas, factors = _round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
     residual = _round_up(plan.most_rows * 16 * tokens * 4, 16)
-    queries, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, 48
+    queries, places, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, plan.warps * 8 * 8, 48
     per_token = plan.warps * 4 + shape.dim * 4 + 4
     sizes = plan.warps * chunks(shape, plan, at_once) * 2
-    return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + planned + sizes
+    return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + places + planned + sizes
 
 
 def _round_up(count: int, unit: int) -> int:

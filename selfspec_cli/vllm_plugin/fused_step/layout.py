@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
 ROWS = 16  # of a tile
 RECORD = 544  # bytes: 16 * 64 / 2 of integers, and 16 scales of two bytes
-TOGETHER = 4  # tiles of gate and up, whose 32 results are rounded to bytes by one block
+TOGETHER = 4  # tiles of gate and up that a warp multiplies together, and whose 32 results are rounded together
 PHASES = ("qkv", "o", "gate_up", "down")
 
 
@@ -143,6 +143,20 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def unshifted(records: Tensor) -> Tensor:
+    """Records whose bytes are multiplied without a shift: uint8 [..., 544].
+
+    The low half of a byte is the weight of a column of the group's first 32, plus 8; the high half is the weight of the
+    column 32 further on. Of a lane's four words the first two are columns 8t to 8t + 3 of rows `row` and `row + 8`, the
+    others columns 8t + 4 to 8t + 7.
+    """
+    words = records[..., :512].unflatten(-1, (32, 2, 2, 4))  # lane, half, below, byte
+    first, second = words[..., 0, :, :], words[..., 1, :, :]
+    low = ((first & 15) ^ 8) | (second & 15) << 4
+    high = ((first >> 4) ^ 8) | (second & 0xF0)
+    return torch.cat([torch.stack([low, high], -3).flatten(-4), records[..., 512:]], -1)
+
+
 class Stream:
     """All warps' records. `put` layer after layer what `records` makes of the four weights."""
 
@@ -159,8 +173,10 @@ class Stream:
                 own = []
                 for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
                     columns = share(groups[name], warp, plan.warps)
-                    tile = torch.arange(start, start + count)[:, None] * groups[name]
-                    own.append((first[name] + tile + torch.arange(columns.start, columns.stop)[None, :]).flatten())
+                    together = TOGETHER if name == "gate_up" else 1
+                    tile = torch.arange(start, start + count).view(-1, 1, together) * groups[name]
+                    group = torch.arange(columns.start, columns.stop).view(1, -1, 1)
+                    own.append((first[name] + tile + group).flatten())
                 source += own
                 counts.append(sum(map(len, own)))
         each = torch.tensor(counts)
@@ -175,4 +191,4 @@ class Stream:
     def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
         """weights: records of each of PHASES, [tiles, groups, 544]."""
         all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
-        self.records[self._places + layer * self._step] = all_records[self._source]
+        self.records[self._places + layer * self._step] = unshifted(all_records)[self._source]

@@ -1,4 +1,10 @@
 // ---- tokens as bytes -------------------------------------------------------------------------------------------
+// Factor of products of the 32 columns from `column` on, whose largest value `most` was rounded to 127. Weights of the
+// second half of a group are multiplied as 16 times themselves.
+__device__ __forceinline__ float factor_of(float most, int column) {
+    return most * (column % 64 < 32 ? 1.f / 127.f : 1.f / (127.f * 16.f));
+}
+
 // Items `start` to start + N - 1: item n is 128 columns of token n / MOST, four in each lane, as far as they exist.
 template <int MOST, int N>
 __device__ __forceinline__ void quantize_items(const Lane& lane, const float (&x)[N][4], int start, int groups) {
@@ -22,7 +28,7 @@ __device__ __forceinline__ void quantize_items(const Lane& lane, const float (&x
         if (token < NT && column < groups * 64) {
             int place = column / 64 * EVEN_NT + token, c = column % 64;
             *(u32*)(lane.bytes + place * 64 + (c % 32) / 8 * 16 + c / 32 * 8 + c % 8) = word;
-            if ((lane.id & 7) == 0) *(float*)(lane.factors + place * 8 + c / 32 * 4) = most[n] * (1.f / (127.f * 16.f));
+            if ((lane.id & 7) == 0) *(float*)(lane.factors + place * 8 + c / 32 * 4) = factor_of(most[n], c);
         }
     }
 }

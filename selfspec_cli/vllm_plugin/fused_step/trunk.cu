@@ -5,9 +5,10 @@ struct Rows {
 // Sums of all warps. area: of the first warp's.
 __device__ __forceinline__ Rows add_warps(const char* area, int tile, int token_group, int row) {
     const float* from = (const float*)area + tile * TILE_SUMS + place_of_sums(token_group, row);
-    Rows all = {};
+    Rows chains[2] = {};  // an addition waits for the one before it: two chains take half of the time
 #pragma unroll
     for (int w = 0; w < WARPS; w++, from += AREA_WARP / 4) {
+        Rows& all = chains[w % 2];
         if (LANE_TOKENS == 1) {
             float2 some = *(const float2*)from;
             all.of[0].x += some.x, all.of[0].y += some.y;
@@ -17,7 +18,11 @@ __device__ __forceinline__ Rows add_warps(const char* area, int tile, int token_
             all.of[0].y += some.z, all.of[LANE_TOKENS - 1].y += some.w;
         }
     }
-    return all;
+#pragma unroll
+    for (int t = 0; t < LANE_TOKENS; t++) {
+        chains[0].of[t].x += chains[1].of[t].x, chains[0].of[t].y += chains[1].of[t].y;
+    }
+    return chains[0];
 }
 
 // Of a token whose sum of squares is in [WARPS] parts.
@@ -26,9 +31,9 @@ __device__ __forceinline__ float norm_factor(const float* squares) {
 #pragma unroll
     for (int w = 0; w < WARPS; w += 4) {
         float4 some = *(const float4*)(squares + w);
-        all += some.x + some.y + some.z + some.w;
+        all += (some.x + some.y) + (some.z + some.w);
     }
-    return rsqrtf(all / HIDDEN + EPSILON);
+    return rsqrtf(fmaf(all, 1.f / HIDDEN, EPSILON));
 }
 
 // Two columns of what comes before down, one of 16 lanes that round theirs together to bytes.
@@ -47,7 +52,7 @@ __device__ __forceinline__ void store_gated(
     pair = __byte_perm(pair, __shfl_xor_sync(lanes, pair, 1), 0x5410);
     if (!(thread & 1)) store_flagged(a.words + PK_GATED + (token * INTER + column) / 4, pair, flag);
     if (thread % 16 == 0)
-        store_flagged(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(most * (1.f / (127.f * 16.f))), flag);
+        store_flagged(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(factor_of(most, column)), flag);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __grid_constant__ Arguments a) {
@@ -85,11 +90,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     Item* const item = (Item*)(shared + AT_ITEM);
     if (thread == 0) *item = item_of(a, block);
     __syncthreads();
-    long long first_keys = 0;  // where key `row` of the warp's first tile is, in elements of a layer's cache
     if (item->token >= 0) {
         const Tiles keys = tiles_of(lane, *item);
-        if (keys.tile < keys.all) first_keys = offset_of(lane, a, *item, keys.tile);
-        prefetch_keys(lane, a, *item, first_keys, 0);
+        const long long first = keys.tile < keys.all ? offset_of(lane, a, *item, keys.tile) : 0;
+        *first_place(lane, shared) = first;
+        prefetch_keys(lane, a, *item, first, 0);
     }
 #pragma unroll 1
     for (int n = thread; n < NT * DIM; n += THREADS) {
@@ -111,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     u16* sizes = (u16*)(shared + AT_SIZES) + lane.warp * CHUNKS;
     const int groups_o = share_of(GROUPS_O, lane.warp).groups, groups_i = share_of(GROUPS_I, lane.warp).groups;
     u16* end = sizes_of(sizes_of(sizes, plan[0].y, hidden.groups), plan[1].y, groups_o);
-    end = sizes_of(sizes_of(end, plan[2].y, hidden.groups), plan[1].y, groups_i);
+    end = sizes_of(sizes_of_strips(end, plan[2].y, hidden.groups), plan[1].y, groups_i);
     __syncthreads();
     Ring ring;
     ring.begin(stream, sizes, end - sizes, shared + lane.warp * SLOTS * CHUNK,
@@ -136,8 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
             } else {
                 if (item->token >= 0) {
                     const Item mine = *item;
-                    attend(lane, a, mine, first_keys, flag, layer, direct, shared, (float*)areas);
-                    if (!ends) prefetch_keys(lane, a, mine, first_keys, layer + 1);
+                    attend(lane, a, mine, flag, layer, direct, shared, (float*)areas);
                 }
                 if (direct) {
                     if (tiles > 0) load_parts_and_quantize(lane, a, all_splits, flag, share);
@@ -147,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                 }
             }
             char* const sums = areas + (phase == 1 ? SUMS_AT_O : phase == 3 ? SUMS_AT_DOWN : SUMS_AT_EVEN);  // of the first warp
-            product(ring, lane, tiles, share.groups, (float*)(sums + lane.warp * AREA_WARP));
+            float* const mine = (float*)(sums + lane.warp * AREA_WARP);
+            if (phase == 2) product_of_strips(ring, lane, tiles, share.groups, mine);
+            else product(ring, lane, tiles, share.groups, mine);
             __syncthreads();
             // ---- what becomes of it
             if (phase == 0) {  // queries, keys, values
@@ -199,6 +205,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                         store_flagged(to + (token * HIDDEN + (first + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
                     }
                 }
+            }
+            // Not before the words above, which other blocks wait for.
+            if (phase == 1 && !ends && item->token >= 0) {
+                const Item mine = *item;
+                prefetch_keys(lane, a, mine, *first_place(lane, shared), layer + 1);
             }
             if (SHARED_AREA) __syncthreads();  // the next bytes lie where these sums are
         }

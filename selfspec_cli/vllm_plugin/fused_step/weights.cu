@@ -66,8 +66,8 @@ struct Factors {
     float2 of[LANE_TOKENS];  // of the two halves of a group
 };
 
-__device__ __forceinline__ Factors factors_of(const Lane& lane, int group) {
-    const char* at = lane.factors + (group * EVEN_NT + lane.token_group * LANE_TOKENS) * 8;
+// at: a group's factors, from the lane's first token on.
+__device__ __forceinline__ Factors factors_at(const char* at) {
     Factors factors;
     if (LANE_TOKENS == 1) {
         factors.of[0] = *(const float2*)at;
@@ -78,20 +78,45 @@ __device__ __forceinline__ Factors factors_of(const Lane& lane, int group) {
     return factors;
 }
 
-__device__ __forceinline__ Sums multiply_record(uint4 w, u32 scales, uint4 tokens, const Factors& factors) {
+// What a lane multiplies of a record.
+struct Record {
+    uint4 words;
+    u32 scales;  // of rows `row` and `row + 8`, in half precision
+};
+__device__ __forceinline__ Record record_at(const Lane& lane, const char* at) {
+    return {*(const uint4*)(at + lane.id * 16), *(const u32*)(at + 512 + lane.row * 4)};
+}
+
+// -8 times the sum of a group's first 32 columns, for each of the lane's tokens: these weights are stored with 8 added.
+struct Offsets {
+    int of[4];  // where a product has its sums
+};
+__device__ __forceinline__ Offsets offsets_of(uint4 tokens) {
+    const u32 minus_8 = 0xf8f8f8f8u;  // in each byte
+    Offsets offsets;
+    multiply(offsets.of, minus_8, minus_8, minus_8, minus_8, tokens.x, tokens.y);
+    return offsets;
+}
+
+// Adds a record's products to a tile's sums, if `here`.
+__device__ __forceinline__ void add_products(
+    Sums& sums, const Record& record, uint4 tokens, const Offsets& offsets, const Factors& factors, bool here
+) {
     const u32 M = 0xf0f0f0f0u;
+    const uint4 w = record.words;
     int first[4], second[4];
-    multiply(first, (w.x << 4) & M, (w.y << 4) & M, w.x & M, w.y & M, tokens.x, tokens.y);
-    multiply(second, (w.z << 4) & M, (w.w << 4) & M, w.z & M, w.w & M, tokens.z, tokens.w);
-    Sums sums;
+    multiply_add(first, w.x & ~M, w.y & ~M, w.z & ~M, w.w & ~M, tokens.x, tokens.y, offsets.of);
+    multiply(second, w.x & M, w.y & M, w.z & M, w.w & M, tokens.z, tokens.w);
 #pragma unroll
     for (int t = 0; t < LANE_TOKENS; t++) {
         float2 factor = factors.of[t];
         float above = fmaf(float(first[t]), factor.x, float(second[t]) * factor.y);
         float below = fmaf(float(first[2 + t]), factor.x, float(second[2 + t]) * factor.y);
-        sums.above[t] = half_to_float(scales & 0xffff) * above, sums.below[t] = half_to_float(scales >> 16) * below;
+        if (here) {
+            sums.above[t] = fmaf(half_to_float(record.scales & 0xffff), above, sums.above[t]);
+            sums.below[t] = fmaf(half_to_float(record.scales >> 16), below, sums.below[t]);
+        }
     }
-    return sums;
 }
 
 // Where the sums of a tile's `row` are: [TOKEN_GROUPS][16 rows][LANE_TOKENS]. With two tokens the four groups of a warp
@@ -111,57 +136,86 @@ __device__ __forceinline__ void store_sums(const Lane& lane, float* tile, const 
     }
 }
 
-// Records of the next chunk: whole tiles, or a part of one.
-__device__ __forceinline__ int records_of_chunk(int left, int group, int groups) {
-    return groups <= RECORDS ? min(RECORDS / groups * groups, left) : min(RECORDS, groups - group);
+// From a group's tokens to the next group's, in bytes, and from its factors to the next ones.
+#define GROUP_BYTES (EVEN_NT * 64)
+#define GROUP_FACTORS (EVEN_NT * 8)
+
+// COUNT groups of one tile. `left` of them exist, at least SURE. Reads the others as well, which are other data in shared
+// memory, but leaves their products out, so there is no branch for each group.
+template <int COUNT, int SURE>
+__device__ __forceinline__ void add_groups(
+    Sums& sums, const Lane& lane, const char* chunk, const char* bytes, const char* factors, int left
+) {
+    Record records[COUNT];
+    uint4 tokens[COUNT];
+    Factors factor[COUNT];
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        records[n] = record_at(lane, chunk + n * RECORD), tokens[n] = *(const uint4*)(bytes + n * GROUP_BYTES);
+        factor[n] = factors_at(factors + n * GROUP_FACTORS);
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        add_products(sums, records[n], tokens[n], offsets_of(tokens[n]), factor[n], n < SURE || n < left);
+    }
 }
 
-// The warp's share of the columns of `tiles` tiles, into sums [tiles][TILE_SUMS]. One place in the kernel calls it, with
-// one loop for all phases: code that is run once a layer waits for its instructions longer than for anything else.
+// The warp's share of the columns of `tiles` tiles, into sums [tiles][TILE_SUMS]. A chunk is up to RECORDS groups of a tile.
 __device__ __forceinline__ void product(Ring& ring, const Lane& lane, int tiles, int groups, float* to) {
-    int left = tiles * groups, group = 0;
-    Sums sums = {};
 #pragma unroll 1
-    while (left > 0) {
-        const int count = records_of_chunk(left, group, groups);
-        left -= count;
-        const char* record = ring.chunk();
-        uint4 weights[RECORDS], tokens[RECORDS];
-        u32 scales[RECORDS];
-        Factors factors[RECORDS];
-        bool ends[RECORDS];
-#pragma unroll
-        for (int n = 0; n < RECORDS; n++) {
-            const bool here = n < count;  // what is not there is another with scales of 0
-            const char* at = record + (here ? n : 0) * RECORD;
-            weights[n] = *(const uint4*)(at + lane.id * 16);
-            scales[n] = here ? *(const u32*)(at + 512 + lane.row * 4) : 0;
-            tokens[n] = *(const uint4*)(lane.bytes + group * EVEN_NT * 64 + lane.column);
-            factors[n] = factors_of(lane, group);
-            ends[n] = here && group + 1 == groups;
-            group = !here ? group : ends[n] ? 0 : group + 1;
+    for (; tiles > 0; tiles--, to += TILE_SUMS) {
+        const char *bytes = lane.bytes + lane.column, *factors = lane.factors + lane.token_group * LANE_TOKENS * 8;
+        Sums sums = {};
+#pragma unroll 1
+        for (int left = groups; left > 0; left -= RECORDS) {
+            const char* chunk = ring.chunk();
+            if (RECORDS > 2 && left > 2) add_groups<RECORDS, 3>(sums, lane, chunk, bytes, factors, left);
+            else add_groups<2, 1>(sums, lane, chunk, bytes, factors, left);
+            ring.used(lane.id);
+            bytes += RECORDS * GROUP_BYTES, factors += RECORDS * GROUP_FACTORS;
         }
-        Sums each[RECORDS];
-#pragma unroll
-        for (int n = 0; n < RECORDS; n++) each[n] = multiply_record(weights[n], scales[n], tokens[n], factors[n]);
-#pragma unroll
-        for (int n = 0; n < RECORDS; n++) {
-#pragma unroll
-            for (int t = 0; t < LANE_TOKENS; t++) sums.above[t] += each[n].above[t], sums.below[t] += each[n].below[t];
-            if (ends[n]) store_sums(lane, to, sums), sums = Sums{}, to += TILE_SUMS;
-        }
-        ring.used(lane.id);
+        store_sums(lane, to, sums);
     }
 }
 
-// Bytes of the chunks of a phase, in the order in which `product` takes them; returns behind the last.
-__device__ __forceinline__ u16* sizes_of(u16* to, int tiles, int groups) {
-    int left = tiles * groups, group = 0;
+// The same for strips of STRIP tiles, group by group, so that a group's tokens are read once for the tiles of a strip.
+__device__ __forceinline__ void product_of_strips(Ring& ring, const Lane& lane, int tiles, int groups, float* to) {
 #pragma unroll 1
-    while (left > 0) {
-        const int count = records_of_chunk(left, group, groups);
-        left -= count, *to++ = count * RECORD;
-        group = groups <= RECORDS || group + count == groups ? 0 : group + count;
+    for (; tiles > 0; tiles -= STRIP, to += STRIP * TILE_SUMS) {
+        const char *bytes = lane.bytes + lane.column, *factors = lane.factors + lane.token_group * LANE_TOKENS * 8;
+        Sums sums[STRIP] = {};
+#pragma unroll 1
+        for (int left = groups; left > 0; left--, bytes += GROUP_BYTES, factors += GROUP_FACTORS) {
+            const uint4 tokens = *(const uint4*)bytes;
+            const Factors factor = factors_at(factors);
+            const Offsets offsets = offsets_of(tokens);
+#pragma unroll
+            for (int part = 0; part < STRIP; part += RECORDS) {
+                const char* chunk = ring.chunk();
+                Record records[RECORDS];
+#pragma unroll
+                for (int n = 0; n < RECORDS; n++) records[n] = record_at(lane, chunk + n * RECORD);
+#pragma unroll
+                for (int n = 0; n < RECORDS; n++) add_products(sums[part + n], records[n], tokens, offsets, factor, true);
+                ring.used(lane.id);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < STRIP; n++) store_sums(lane, to + n * TILE_SUMS, sums[n]);
     }
+}
+
+// Bytes of the chunks of a phase, in the order in which they are multiplied; returns the end.
+__device__ __forceinline__ u16* sizes_of(u16* to, int tiles, int groups) {
+#pragma unroll 1
+    for (; tiles > 0; tiles--) {
+#pragma unroll 1
+        for (int left = groups; left > 0; left -= RECORDS) *to++ = min(left, RECORDS) * RECORD;
+    }
+    return to;
+}
+__device__ __forceinline__ u16* sizes_of_strips(u16* to, int tiles, int groups) {
+#pragma unroll 1
+    for (int n = tiles / RECORDS * groups; n > 0; n--) *to++ = RECORDS * RECORD;
     return to;
 }

@@ -103,13 +103,13 @@ def group(**more: object) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, **more)
 
 
-def engine(layers: dict[str, object]) -> SimpleNamespace:
+def engine(layers: dict[str, object], max_model_len: int = 32768) -> SimpleNamespace:
     """vLLM's configuration, as far as it is asked."""
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         device_config=SimpleNamespace(device=torch.device("cpu")),
-        model_config=SimpleNamespace(dtype=torch.float32),
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=max_model_len),
     )
 
 
@@ -126,8 +126,8 @@ def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
     )
 
 
-def kernel(layers: dict[str, object], context: Context = BLOCKS, measures: bool = True):
-    return kernel_for(context, [group()], {"b", "d", "c", "a"}, engine(layers), measures)
+def kernel(layers: dict[str, object], context: Context = BLOCKS, measures: bool = True, max_model_len: int = 32768):
+    return kernel_for(context, [group()], {"b", "d", "c", "a"}, engine(layers, max_model_len), measures)
 
 
 def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_queries():
@@ -164,6 +164,8 @@ def test_auto_chooses_blocks_where_it_is_known_what_reading_the_context_takes():
     layers = {name: layer() for name in "abcd"}
     assert kernel(layers, Context("auto")).tokens == 1024
     assert kernel(layers, Context("auto"), measures=False) is None
+    assert kernel(layers, Context("auto"), max_model_len=32769) is None  # no GPU has run longer block tables
+    assert kernel(layers, max_model_len=32769).tokens == 256
     assert kernel(layers, Context()) is None
 
 

@@ -285,10 +285,8 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
     assert group.read[-1][1] == [61 - 10 * BLOCK, 31 - 2 * BLOCK, 11]
 
 
-def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(config, monkeypatch):
-    """Each request's last pass was over K + 1 tokens, some of whose drafts were rejected. The queries that the layer
-    kept of it say which block to attend to."""
-    speculator, _ = start(config(draft_context="blocks:64"))
+def over_cache(speculator, monkeypatch):
+    """The layer's attention, which has a KV cache, and what reads block tables of it, before the first round."""
     blocks, layers = 128 // BLOCK, speculator.vllm_config.compilation_config.static_forward_context
     cache = torch.zeros(REQUESTS * blocks, 1, BLOCK, 2 * 32)
     cache[:, 0, 0, :32] = 9 * torch.nn.functional.one_hot(torch.arange(REQUESTS * blocks) % blocks, 32).float()
@@ -309,7 +307,27 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
     monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
     speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
-    speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
+    speculator.decode_cudagraph_manager = Graphs(speculator)
+    return attention, group, table
+
+
+def test_a_cache_whose_keys_cannot_be_read_is_attended_to_as_a_whole_where_nobody_named_blocks(config, monkeypatch):
+    speculator, _ = start(config(draft_context="auto", gate="auto"))
+    attention, group, table = over_cache(speculator, monkeypatch)
+    assert speculator._context.tokens == 1024
+    attention.num_kv_heads, whole = 2, table.clone()
+    propose(speculator, 2, [120, 116], rejected=[1, 0])
+    assert speculator._context is None and torch.equal(table, whole)
+    ((_, attended),) = group.read
+    assert attended[:2] == [120, 117]
+
+
+def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(config, monkeypatch):
+    """Each request's last pass was over K + 1 tokens, some of whose drafts were rejected. The queries that the layer
+    kept of it say which block to attend to."""
+    speculator, _ = start(config(draft_context="blocks:64"))
+    attention, group, table = over_cache(speculator, monkeypatch)
+    cache, whole = attention.kv_cache, table.clone()
     queries = torch.zeros(REQUESTS * (K + 1), 1, 32)
     queries[K - 1, 0, 20], queries[2 * K + 1, 0, 22] = 9.0, 9.0  # of tokens behind which 1 and 0 drafts were rejected
     attention.impl.forward(attention, queries)

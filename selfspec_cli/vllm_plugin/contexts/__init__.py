@@ -13,6 +13,8 @@ from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.refusals import refuse_context
 
 logger = logging.getLogger("vllm.selfspec")
+LONGEST = 32768
+"""Tokens of context that an engine may have room for where `auto` leaves any out: longer block tables were not run."""
 
 
 def kernel_for(
@@ -25,12 +27,12 @@ def kernel_for(
     """What leaves blocks out for `context`; None for the whole context, where nothing has to.
 
     groups: vLLM's attention groups that draft; names: their layers that do. measures: whether it is known what reading
-    the context takes, without which `auto` is the whole context. Raises SettingsError for a model whose layers cannot
-    take it, unless it is `auto`.
+    the context takes, without which `auto` is the whole context, as it is for engines with room for more than LONGEST
+    tokens. Raises SettingsError for a model whose layers cannot take it, unless it is `auto`.
     """
     if context.name != AUTO:
         return _kernel(context, groups, names, vllm_config)
-    if not measures:
+    if not measures or vllm_config.model_config.max_model_len > LONGEST:
         return None
     try:
         return _kernel(context.shortened, groups, names, vllm_config)

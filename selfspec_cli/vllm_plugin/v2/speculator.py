@@ -266,7 +266,14 @@ class EarlyExitSpeculator(DraftLoop):
             return
         (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_context`
         size = self.block_tables.block_sizes[group]
-        context.shorten(self.state, self.block_tables.input_block_tables[group], size)
+        try:
+            context.shorten(self.state, self.block_tables.input_block_tables[group], size)
+        except SettingsError as refusal:  # in the first dummy run, where the KV cache is seen
+            if self.settings.context.shortened == self.settings.context:
+                raise
+            logger.info("early exit: drafts attend to the whole context (%s)", refusal)
+            self._context = None
+            return
         self.draft_max_seq_len = min(self.draft_max_seq_len, context.longest(size) + steps)
 
     def _compile(self, num_tokens: int) -> None:

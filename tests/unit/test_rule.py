@@ -308,6 +308,42 @@ def test_times_that_were_measured_while_others_used_the_gpu_are_found_out(reques
     assert per_second == pytest.approx(real, rel=0.5)
 
 
+class Paused(Simulated):
+    """An engine with pauses, after which the host takes longer for some steps; draft slots take time, drafts none."""
+
+    def __init__(self, requests: int, acceptance: float, matched: float) -> None:
+        verify = {
+            width: {n: seconds + bool(width) * 0.35e-3 + 2.5e-6 * n * width for n, seconds in times.items()}
+            for width, times in device_times().verify.items()
+        }
+        times = StepTimes(verify, dict.fromkeys(REQUESTS, 0.0), KV_TOKEN)
+        super().__init__(requests, acceptance, times=times, matched=matched)
+        self.slow = 0
+
+    def _noise(self) -> float:
+        self.slow -= 1
+        return super()._noise() * (1.0 if self.slow < 0 else 1.5)
+
+    def job(self) -> tuple[float, float]:
+        """200 tokens of each request after a pause: tokens of all, and seconds."""
+        self.now, self.slow = self.now + 6.0, 4
+        began, tokens = self.now, 0.0
+        while tokens < 200 * self.requests:
+            width = self.step()
+            tokens += self.speed(width) * self.seconds(width)
+        return tokens, self.now - began
+
+
+@pytest.mark.parametrize(("requests", "acceptance", "matched"), [(16, 0.4, 0.3), (16, 0.3, 0.2), (32, 0.3, 0.3)])
+def test_after_pauses_plain_steps_are_not_thought_slow(requests, acceptance, matched):
+    """As on an H200, where prompt lookup alone had 0.72 to 0.98 of plain decoding's speed (gpu/one_line_h200.json)."""
+    engine = Paused(requests, acceptance, matched)
+    for _ in range(5):
+        engine.job()
+    tokens, seconds = np.sum([engine.job() for _ in range(20)], axis=0)
+    assert tokens / seconds > 0.965 * engine.speed(0) and engine.best() == 0
+
+
 @pytest.mark.parametrize("width", [0, 4])
 def test_a_pause_alone_makes_no_trial(width):
     """The first steps after a pause take the host longer, which would be held against what is tried in them."""

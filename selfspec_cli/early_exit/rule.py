@@ -297,7 +297,7 @@ class Choice:
 
     width: draft slots of each request. step_value: tokens that another draft step must be expected to bring all
     requests together to be worth its time. step_cost: what a draft step takes, in plain steps. expected: tokens a
-    second of the batch. seconds: that the step is expected to take. leaves_out: see `StepTimes.leaves_out`.
+    second of the batch. seconds: that the step is expected to take. leaves_out, measured: see `StepTimes`.
     """
 
     width: int
@@ -306,6 +306,7 @@ class Choice:
     expected: float
     seconds: float
     leaves_out: bool = True
+    measured: bool = True
 
 
 class LengthRule:
@@ -336,9 +337,10 @@ class LengthRule:
         # Seconds that steps took. Trials are rare by these: after a pause, a trial in its first steps, which take the
         # host longer, would say that what is tried is slow.
         self._busy = 0.0
-        # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried or seen, and a
-        # width that was never seen and expected to lose was tried.
+        # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried, and a width that
+        # was never seen and expected to lose was.
         self._drafted = self._compared = self._explored = 0.0
+        self._plain: dict[int, float] = {}  # when plain steps were last seen, by batch size
 
     def choose(self, requests: int, context: Callable[[], float] | float = 0.0, limit: int | None = None) -> Choice:
         """The choice for the step that begins. context: tokens of all requests together, or a function that counts
@@ -362,7 +364,7 @@ class LengthRule:
         kind = load, bucket, width, prompt > 0
         self._busy += seconds
         if not (width or prompt):
-            self._compared = self._busy
+            self._plain[load] = self._busy
         if kind not in self._seen:
             self._seen[kind] = Seen(seconds, prompt)
             self._nearest.clear()
@@ -433,8 +435,9 @@ class LengthRule:
         speed = speeds[best] if pace is None else pace.tokens / pace.seconds
         # A trial of drafts while plain steps are the best has to draft: what was learnt speaks against its first step.
         value = speed * load * step if best or not width else 0.0
-        leaves_out = self.times.leaves_out(load, context)
-        return Choice(width, value, step / plain, speeds[width] * load, outlooks[width].seconds, leaves_out), steps
+        expected = speeds[width] * load, outlooks[width].seconds
+        leaves_out, measured = self.times.leaves_out(load, context), self.times.measured
+        return Choice(width, value, step / plain, *expected, leaves_out, measured), steps
 
     def _width(
         self, load: int, outlooks: Mapping[int, Outlook], speeds: Mapping[int, float], best: int
@@ -457,7 +460,7 @@ class LengthRule:
         trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
         other = 0 if best else max((width for width in outlooks if width), key=speeds.__getitem__, default=0)
         loss = (trial_steps if other else LEAST_HELD) * losses[other]
-        since = self._busy - (self._drafted if other else self._compared)
+        since = self._busy - (self._drafted if other else max(self._compared, self._plain.get(load, 0.0)))
         width = best
         if since * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
             width = other

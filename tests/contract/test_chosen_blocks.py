@@ -163,6 +163,8 @@ def test_keys_that_cannot_be_read_are_refused(wrong, said):
 def test_auto_chooses_blocks_where_it_is_known_what_reading_the_context_takes():
     layers = {name: layer() for name in "abcd"}
     assert kernel(layers, Context("auto")).tokens == 1024
+    of_experts = layers["a"], SimpleNamespace(), SimpleNamespace()  # modules of a mixture of experts are among them
+    assert kernel(dict(zip("abc", of_experts, strict=True)), Context("auto")).layer is layers["a"]
     assert kernel(layers, Context("auto"), measures=False) is None
     assert kernel(layers, Context("auto"), max_model_len=32769) is None  # no GPU has run longer block tables
     assert kernel(layers, max_model_len=32769).tokens == 256

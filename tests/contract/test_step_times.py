@@ -15,13 +15,17 @@ KV_TOKEN, RATE = 4096.0, 4e12
 
 
 def engine(**changes):
-    """A VllmConfig, as far as its times depend on it. changes: max_num_seqs, or of the draft's settings."""
-    requests = changes.pop("max_num_seqs", 100)
+    """A VllmConfig, as far as its times depend on it. changes: of the engine, or of the draft's settings."""
+    requests, longest = changes.pop("max_num_seqs", 100), changes.pop("max_model_len", 4096)
+    cache = changes.pop("cache_dtype", "auto")
     settings = ResolvedSettings.from_user({"gate": "auto", "num_speculative_tokens": 4, **changes}, 24)
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
         additional_config=None,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 24}), dtype="bfloat16"),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: {"layers": 24}), dtype="bfloat16", max_model_len=longest
+        ),
+        cache_config=SimpleNamespace(cache_dtype=cache),
         scheduler_config=SimpleNamespace(max_num_seqs=requests),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         compilation_config=SimpleNamespace(cudagraph_mode="FULL"),
@@ -72,6 +76,7 @@ def test_what_was_measured_before_is_not_measured_again(measured):
     count = len(measured.replayed)
     assert measured.measure(engine()) == times and len(measured.replayed) == count
     others = [engine(max_num_seqs=64), engine(num_speculative_tokens=3), engine(draft_weights="int4")]
+    others += [engine(max_model_len=65536), engine(cache_dtype="fp8")]  # what drafts attend to depends on these
     for number, other in enumerate(others, 2):
         assert measured.known(other) is None
         measured.measure(other)

@@ -308,6 +308,17 @@ def test_times_that_were_measured_while_others_used_the_gpu_are_found_out(reques
     assert per_second == pytest.approx(real, rel=0.5)
 
 
+def test_plain_steps_are_tried_again_at_each_batch_size():
+    """Also where another one has plain steps all the time."""
+    engine, tried = Simulated(4, 0.9), []
+    for number in range(3000):
+        engine.requests, engine.acceptance = (200, 0.05) if number % 5 == 0 else (4, 0.9)
+        width = engine.step()
+        if engine.requests == 4 and not width:
+            tried.append(number)
+    assert tried and tried[-1] > 2000
+
+
 class Paused(Simulated):
     """An engine with pauses, after which the host takes longer for some steps; draft slots take time, drafts none."""
 

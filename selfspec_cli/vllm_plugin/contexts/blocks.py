@@ -195,7 +195,8 @@ class Blocks(ContextKernel):
     def start(self) -> None:
         """Find the layer, and have it keep its queries. Raises SettingsError where its keys cannot be looked at."""
         layers = self.vllm_config.compilation_config.static_forward_context
-        names = [name for name in layers if name in self.names]  # in the model's order
+        # In the model's order. A mixture of experts has its experts among them, and sparse attention an index.
+        names = [name for name in layers if name in self.names and hasattr(layers[name], "attn_backend")]
         self.layer = layer = layers[names[len(names) * 3 // 4]]
         known = layer.attn_backend.get_name() in BACKENDS and layer.kv_cache_dtype in PLAIN
         if not known or layer.kv_sharing_target_layer_name:

@@ -253,7 +253,7 @@ class FusedStep:
         except (ValueError, RuntimeError) as error:
             reason = str(error)
         logger = init_logger("vllm.selfspec")
-        logger.warning("draft step: a kernel for each product at %d tokens, because %s", tokens, reason)
+        logger.warning("draft step: not one kernel at %d tokens, and slower, because %s", tokens, reason)
         return None
 
     def _addresses(self) -> Tensor | None:

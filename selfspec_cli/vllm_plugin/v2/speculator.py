@@ -110,9 +110,10 @@ class EarlyExitSpeculator(DraftLoop):
         """Take from the scheduler's rule, for the drafts after the coming step, the value and cost of a draft step, and
         whether drafts leave out a part of the context."""
         self.state.step_value, self.state.step_cost = choice.step_value, choice.step_cost
-        # What a user names with another gate is always done.
-        named = self.gate.kind != AUTO and self.settings.context.shortened == self.settings.context
-        leaves_out = choice.leaves_out or named
+        if self.settings.context.shortened == self.settings.context:  # what a user names with another gate is done
+            leaves_out = choice.leaves_out or self.gate.kind != AUTO
+        else:
+            leaves_out = choice.leaves_out and choice.measured
         if self._leaves_out and not leaves_out:
             self.state.left_out.zero_()  # a round that leaves nothing out does not write it
         self._leaves_out = leaves_out

@@ -124,8 +124,11 @@ def _file(config: Any) -> Path:
     settings = settings_of(config)
     assert settings is not None
     known = {
+        "form": 2,  # of the file
         "model": config.model_config.hf_config.to_dict(),
         "dtype": str(config.model_config.dtype),
+        "longest": config.model_config.max_model_len,
+        "cache": str(config.cache_config.cache_dtype),
         "settings": settings.to_dict(),
         "requests": config.scheduler_config.max_num_seqs,
         "ranks": config.parallel_config.tensor_parallel_size,

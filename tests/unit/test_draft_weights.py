@@ -169,7 +169,9 @@ def test_a_fit_refuses_what_rounding_does(broken):
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
 def test_copies_of_experts_are_bytes_that_vllms_kernels_read(kind):
     """As `fused_moe_kernel_gptq_awq` reads them: from a byte, or half of one, minus the middle, times the scale."""
-    lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit")  # imports Triton
+    pytest.importorskip("triton")
+    from selfspec_cli.vllm_plugin.weights import lowbit
+
     experts = torch.randn(3, 32, 2 * GROUP)
     copy = kind.quantise(experts.flatten(0, 1))
     copies = {name: tensor.view(3, 32, -1) for name, tensor in copy.items()}

@@ -125,6 +125,12 @@ def logits(*seeds):
     return torch.stack([torch.randn(32, generator=torch.Generator().manual_seed(seed)) * 3 for seed in seeds])
 
 
+def test_halves_of_a_log_are_of_every_other_request():
+    even, odd = make(12).halves()  # requests are numbered 0 to 6, and again
+    assert even.request.tolist() == [0, 2, 4, 6, 0, 2, 4]
+    assert odd.request.tolist() == [1, 3, 5, 1, 3]
+
+
 def test_statistics_are_those_of_each_step_and_survival_is_carried_on():
     recorder = DraftRecorder()
     recorder.BLOCK = 3  # several blocks, and one that is not full
@@ -172,7 +178,7 @@ def test_a_pass_without_drafts_judges_nothing():
 
 def test_a_record_of_nothing_is_an_empty_log():
     log = DraftLog.from_plain(DraftRecorder().plain(), k=3)
-    assert log.statistics.shape == (0, 3, len(features()))
+    assert log.statistics.shape == (0, 3, len(features())) and log.features == features()
     assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
 
 

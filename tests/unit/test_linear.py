@@ -14,6 +14,14 @@ from selfspec_cli.vllm_plugin.weights import shared
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear
 
 
+@pytest.fixture
+def lowbit():
+    pytest.importorskip("triton")
+    from selfspec_cli.vllm_plugin.weights import lowbit
+
+    return lowbit
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_the_operator_is_a_linear_layer(tokens, biased):
@@ -54,8 +62,7 @@ def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monk
     assert seen == [(one_token, 1, 4), (few_tokens, 7, 4)]
 
 
-def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch):
-    lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit", reason="Triton is not installed")
+def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(lowbit, monkeypatch):
     turns = []
 
     def product(tokens, rounded, *others):
@@ -83,7 +90,6 @@ def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch)
 
 # ---- compiled ahead --------------------------------------------------------------------------------------------------
 
-lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit", reason="Triton is not installed")
 CPU = torch.device("cpu")
 
 
@@ -114,11 +120,11 @@ def layer(rows, columns, bias=False, noted=None, **more):
     ("requests", "wanted"),
     [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 32]), (256, [1, 2, 4, 8, 16, 32])],
 )
-def test_numbers_of_tokens(requests, wanted):
+def test_numbers_of_tokens(lowbit, requests, wanted):
     assert lowbit.numbers_of_tokens(requests) == wanted
 
 
-def test_one_copy_of_each_shape_with_its_bias_is_compiled():
+def test_one_copy_of_each_shape_with_its_bias_is_compiled(lowbit):
     other = nn.Linear(3, 3)  # on the target's own weight
     layers = [layer(8, 4, bias=True), layer(4, 8), layer(8, 4, bias=True), layer(8, 4), other]
     silent = layer(6, 4, bias=True, skip_bias_add=True)
@@ -127,7 +133,7 @@ def test_one_copy_of_each_shape_with_its_bias_is_compiled():
     assert [bias is None for _, bias in found] == [False, True, True, True]
 
 
-def test_nothing_is_compiled_without_a_gpu():
+def test_nothing_is_compiled_without_a_gpu(lowbit):
     noted = []
     with lowbit.compiled_beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, CPU, 1):
         pass
@@ -137,12 +143,12 @@ def test_nothing_is_compiled_without_a_gpu():
 @pytest.mark.parametrize(
     ("processors", "ranks", "threads"), [(1, 1, 1), (8, 1, 4), (8, 2, 2), (8, 16, 1), (128, 1, 16)]
 )
-def test_threads_take_half_of_the_processors_that_the_process_may_use(monkeypatch, processors, ranks, threads):
+def test_threads_take_half_of_the_processors_that_the_process_may_use(lowbit, monkeypatch, processors, ranks, threads):
     monkeypatch.setattr(lowbit.os, "sched_getaffinity", lambda _: range(processors))
     assert lowbit._threads(ranks) == threads
 
 
-def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplog):
+def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(lowbit, caplog):
     """Compiled by Triton: test_v2_kernels.py."""
     noted, ran, bias = [], [], torch.zeros(50)
     layers = nn.ModuleList([layer(8, 4, noted=noted), layer(4, 8, noted=noted)])

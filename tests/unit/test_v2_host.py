@@ -81,7 +81,10 @@ BEFORE = [9.0, 0.5, 9.0]  # what each gate's statistic was at the step before
 
 @pytest.fixture
 def of_statistics():
-    return pytest.importorskip("selfspec_cli.vllm_plugin.v2.statistics", reason="Triton is not installed")
+    pytest.importorskip("triton")
+    from selfspec_cli.vllm_plugin.v2 import statistics
+
+    return statistics
 
 
 @pytest.mark.parametrize(("later", "survival"), [(True, 0.25 * 0.5), (False, 0.25)])

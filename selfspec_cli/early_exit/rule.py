@@ -75,8 +75,8 @@ MEMORY = 500.0
 SURPRISE, LEFT_AFTER_SURPRISE = 4.0, 0.1
 """Standard deviations by which verdicts contradict earlier ones, and the share of these that is left then."""
 TRIAL_SHARE, COMPARED_SHARE = 0.003, 0.001
-"""Shares of all time that may be lost by trying drafts while plain steps are the best, and plain steps while drafts
-are."""
+"""Shares of the steps' time that may be lost by trying drafts while plain steps are the best, and plain steps while
+drafts are."""
 TRIAL_DRAFTS = 64
 """Verified first drafts that are enough for a trial: large batches need no DRAFTING_HELD steps."""
 FIRST_RATE, FIRST_TRIALS = 0.8, 4.0

@@ -281,3 +281,21 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
     assert some is not None and trunk_model.error(some[live[:5]], wanted[:5][live[:5]]) < CLOSE["many"]
     assert fused.tokens == (16,)
     assert fused_of(trunk, requests=8).most == 8
+
+
+@pytest.mark.parametrize(("spilled", "alone"), [(0, True), (10_000, False)])
+def test_nothing_but_the_kernels_holds_copies_only_where_they_can_run(monkeypatch, spilled, alone):
+    """Else steps would multiply by the target's own weights, and drafting would cost what decoding does."""
+    kernel = type("Spilling", (), {"spilled": spilled, "__init__": lambda self, *_: None})
+    properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(few_launch, "Kernel", kernel)
+    monkeypatch.setattr(drafting, "WARPS", 4)
+    monkeypatch.setattr(drafting, "reason_against", lambda *_: None)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16), scheduler_config=SimpleNamespace(max_num_seqs=1)
+    )
+    trunk = decoder(trunk_model.Model(QWEN, device="cpu"))
+    made = drafting.fused_step(trunk, trunk.layers, trunk.layers.__getitem__, config, CPU, alone=True)
+    assert (made is not None) is alone

@@ -58,6 +58,8 @@ def fused_step(
     if alone and not every_step_has_a_kernel(shape_of(layers, page), device, requests):
         return None
     made = FusedStep(decoder, layers, copied, page, device, requests)
+    if alone and not all(made.compiled(tokens, page) for tokens in {min(requests, MOST), min(requests, made.most)}):
+        return None  # the log says why
     logger.info_once(
         "draft step: one kernel for %d layers, up to %d tokens; its copies of the layers take %.2f GB%s",
         made.shape.layers,
@@ -142,7 +144,7 @@ class FusedStep:
         metadata, _, cache, slots = get_attention_context(self._names[0])
         if metadata is None or metadata.max_query_len != 1 or not self._fits(metadata, cache, slots, num_tokens):
             return None
-        kernel, caches = self._kernel(num_tokens, cache.shape[2]), self._addresses()
+        kernel, caches = self.compiled(num_tokens, cache.shape[2]), self._addresses()
         if kernel is None or caches is None:
             return None
         out = torch.empty(num_tokens, self.shape.hidden, dtype=torch.bfloat16, device=self._device)
@@ -232,8 +234,9 @@ class FusedStep:
             return False
         return True
 
-    def _kernel(self, tokens: int, page: int) -> Any:
-        """The kernel for a number of tokens; None where it would be slow, or cannot be compiled now."""
+    def compiled(self, tokens: int, page: int) -> Any:
+        """The kernel for a number of tokens and of a block of the KV cache; None where it would be slow, or cannot be
+        compiled now."""
         if tokens not in self._few:  # the one for more tokens has room for large layers, too
             tokens = min(most for most in wide_layout.WIDTHS if most >= tokens)
         if tokens not in self._kernels and not torch.cuda.is_current_stream_capturing():

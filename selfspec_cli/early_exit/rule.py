@@ -89,7 +89,8 @@ class StepTimes:
 
     verify: by width and number of requests, a forward pass that verifies that many drafts of each request. draft: by
     number of requests, one draft step. kv_token: reading the keys and values of one token of context once. attended:
-    tokens of a request's context that a draft step reads where drafts leave out a part of it (`leaves_out`).
+    tokens of a request's context that a draft step reads where drafts leave out a part of it (`leaves_out`). drafting:
+    share of the keys and values that are of layers that draft.
     """
 
     verify: Mapping[int, Mapping[int, float]]
@@ -97,6 +98,7 @@ class StepTimes:
     kv_token: float = 0.0
     attended: float = math.inf
     measured: bool = True
+    drafting: float = 1.0
 
     @classmethod
     def assumed(cls, draft: float) -> StepTimes:
@@ -114,12 +116,12 @@ class StepTimes:
 
     def draft_step(self, requests: int, context: float = 0.0) -> float:
         kept = self.attended * requests if self.leaves_out(requests, context) else math.inf
-        return _at(self.draft, requests) + self.kv_token * min(context, kept)
+        return _at(self.draft, requests) + self.drafting * self.kv_token * min(context, kept)
 
     def leaves_out(self, requests: int, context: float) -> bool:
         """Whether drafts leave out what `draft_context` lets them leave out: once reading it takes WORTH_LEAVING_OUT
         draft steps, because without it fewer drafts are accepted; always where nothing was measured."""
-        unread = self.kv_token * (context - self.attended * requests)
+        unread = self.drafting * self.kv_token * (context - self.attended * requests)
         return not self.measured or unread > WORTH_LEAVING_OUT * _at(self.draft, requests)
 
 

@@ -56,7 +56,7 @@ def measured(tmp_path, monkeypatch):
             width: {n: graph("verify", width, n, 1e-3 * n + 1e-4 * width) for n in (1, 3, 8, 100)} for width in decodes
         }
         draft = {n: graph("draft", n, 1e-5 * n) for n in drafts}
-        return step_times.measure(config, verify, draft, KV_TOKEN, attended)
+        return step_times.measure(config, verify, draft, KV_TOKEN, attended, 0.25)
 
     return SimpleNamespace(measure=measure, known=step_times.known, replayed=replayed, folder=tmp_path / "step_times")
 
@@ -68,6 +68,7 @@ def test_the_graphs_of_batch_sizes_and_of_a_full_engine_are_timed_and_the_schedu
     assert times.verify == {width: {n: 1e-3 * n + 1e-4 * width for n in (1, 8, 100)} for width in (0, 2, 4)}
     assert times.draft == {n: 1e-5 * n for n in (1, 8, 100)}  # 3 is no batch size
     assert (times.kv_token, times.attended, times.measured) == (KV_TOKEN / RATE, math.inf, True)
+    assert times.drafting == 0.25
     assert measured.known(config) == times
 
 
@@ -114,7 +115,7 @@ def test_a_graph_that_does_not_end_is_named_and_the_engine_does_not_wait_for_eve
 
 def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
     decodes = {0: {1: graph("plain", 1e-3)}}
-    times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN, math.inf)
+    times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN, math.inf, 0.0)
     assert times is not None and times.draft_step(64) == 0.0
 
 

@@ -709,6 +709,9 @@ def test_drafts_leave_a_part_of_the_context_out_where_reading_it_takes_long():
     chosen = {n: [leaves_out(times, n, tokens) for tokens in both] for n, both in contexts.items()}
     assert chosen == {1: [False, True], 8: [False, True], 32: [False, True]}
     assert leaves_out(StepTimes.assumed(0.3), 1, 0.0)  # nothing was measured
+    some = replace(times, drafting=1 / 8)  # of the layers draft
+    assert [leaves_out(some, 1, tokens) for tokens in (128_000, 256_000)] == [False, True]
+    assert some.draft_step(1, 1024) - some.draft_step(1) == pytest.approx(7e-9 * 1024 / 8)
 
 
 def test_acceptance_is_by_position_and_what_was_not_judged_takes_after_the_one_before():

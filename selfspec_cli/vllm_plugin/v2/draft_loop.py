@@ -220,12 +220,14 @@ class DraftLoop(TargetDependentARSpeculator):
                 one.num_tokens: step_times.Replay(functools.partial(self._replay_one_step, graph))
                 for one, graph in manager.graphs.items()
             }
-        kv_token = sum(
-            len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
-            for group in self.kv_cache_config.kv_cache_groups
-        )
+        kv_token = drafting = 0.0
+        for group in self.kv_cache_config.kv_cache_groups:
+            of_a_layer = group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
+            kv_token += of_a_layer * len(group.layer_names)
+            drafting += of_a_layer * len(self._layer_names.intersection(group.layer_names))
         attended = math.inf if self._context is None else self.settings.context.shortened.attended(math.inf)
-        step_times.measure(self.vllm_config, target.decode_replays(), drafts, kv_token, attended)
+        replays = target.decode_replays()
+        step_times.measure(self.vllm_config, replays, drafts, kv_token, attended, drafting / kv_token)
         self.state.forget()
         self.state.progress.counts.zero_()
 

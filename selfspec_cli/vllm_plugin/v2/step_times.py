@@ -46,7 +46,8 @@ def known(config: Any) -> StepTimes | None:
         return None
     verify = {int(width): {int(n): value for n, value in times.items()} for width, times in found["verify"].items()}
     draft = {int(n): value for n, value in found["draft"].items()}
-    return StepTimes(verify, draft, found["kv_token"], found["attended"] or math.inf)
+    attended = found["attended"] or math.inf
+    return StepTimes(verify, draft, found["kv_token"], attended, drafting=found["drafting"])
 
 
 def measure(
@@ -55,11 +56,13 @@ def measure(
     drafts: dict[int, Replay] | None,
     kv_token: float,
     attended: float,
+    drafting: float,
 ) -> StepTimes | None:
     """Time the graphs of an engine, or read what was measured before.
 
     decodes: by width and number of requests, a verify pass; drafts: by number of requests, one draft step; None where
-    no layer drafts. kv_token: bytes of keys and values of a token of context. attended: see `StepTimes`.
+    no layer drafts. kv_token: bytes of keys and values of a token of context. attended, drafting: see
+    `StepTimes`.
 
     Returns: the times; None where there are no graphs.
     """
@@ -75,8 +78,8 @@ def measure(
         if replays
     }
     draft = _timed(drafts, "a draft step of {} requests") if drafts else {1: 0.0}
-    times = StepTimes(verify, draft, kv_token / _bytes_per_second(), attended)
-    found = {"verify": verify, "draft": draft, "kv_token": times.kv_token}
+    times = StepTimes(verify, draft, kv_token / _bytes_per_second(), attended, drafting=drafting)
+    found = {"verify": verify, "draft": draft, "kv_token": times.kv_token, "drafting": drafting}
     with written(_file(config)) as part:  # JSON has no infinity
         part.write_text(json.dumps(found | {"attended": attended if attended < math.inf else None}), encoding="utf-8")
     logger.info(
